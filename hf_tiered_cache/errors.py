@@ -1,0 +1,64 @@
+"""Everything that can go wrong, each with a name of its own.
+
+A fault of the disk never raises out of a request: it is a counted miss, and the prompt is computed as if
+nothing were stored. What raises is a mistake that only the caller can mend.
+"""
+
+from __future__ import annotations
+
+
+class TieredCacheError(Exception):
+    """Base of every exception raised by hf_tiered_cache."""
+
+
+class ConfigError(TieredCacheError, ValueError):
+    """An argument has no meaning: a size that cannot be read, an unknown method, engine or policy."""
+
+
+class UnsupportedModelError(TieredCacheError):
+    """The model keeps state that is not the KV of single tokens, so it cannot be cut into chunks."""
+
+
+class CacheMismatchError(TieredCacheError):
+    """A cache is used with another model, or continued with a prompt that does not start with what it holds."""
+
+
+class StoreError(TieredCacheError):
+    """The store cannot be used at all: its path is no folder, or it was closed."""
+
+
+class StoreClosedError(StoreError):
+    """The store was used after `close()`."""
+
+
+class EngineUnavailableError(StoreError):
+    """The I/O engine asked for does not work on this machine."""
+
+
+class FormatError(StoreError):
+    """A file is no whole segment: bad magic, header, table or length."""
+
+
+class NewerFormatError(FormatError):
+    """A segment was written by a newer version of the library; it is left alone."""
+
+
+class IntegrityError(StoreError):
+    """The bytes of a block are not those that were written."""
+
+    def __init__(self, message: str, whole_links: int = 0) -> None:
+        super().__init__(message)
+        self.whole_links = whole_links
+        """Links of the segment's hash chain that stand before the first bad block."""
+
+
+class QuotaError(StoreError):
+    """A segment does not fit: the quota, the free-space floor or the disk itself is exhausted."""
+
+
+class RestoreError(TieredCacheError):
+    """Stored KV did not arrive or does not fit the model. Internal: the request is planned again without it."""
+
+    def __init__(self, segment: str, reason: str) -> None:
+        super().__init__(f"segment {segment}: {reason}")
+        self.segment = segment

@@ -1,0 +1,248 @@
+"""What a block is: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
+
+A `KVLayout` says what a model keeps for a token, a `Geometry` how that is cut, and together they give the
+*lanes* of a segment. A lane is a group of layers, heads and tensors that travel together; a block is one chunk
+of one lane. Blocks of a lane lie side by side on disk, so a run of chunks is one sequential read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import ceil
+from typing import Any, Literal
+
+import torch
+
+from .errors import ConfigError, FormatError
+
+ALIGNMENT = 4096
+"""Offsets, lengths and memory addresses of blocks are multiples of this, as O_DIRECT and GPUDirect ask."""
+
+LINK_TOKENS = 16
+"""Tokens that one link of the hash chain covers. The index does not depend on the geometry of a segment."""
+
+TensorName = Literal["key", "value"]
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to `ALIGNMENT`."""
+    return ceil(nbytes / ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """The two tensors a model hands to its cache for one layer, as `[batch, heads, tokens, dim]`.
+
+    They are keys and values for most models, and latents and rotated parts for MLA.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    window: int = 0
+    """Sliding window in tokens, 0 for full attention."""
+    rotated: Literal["", "key", "value"] = ""
+    """The tensor that is stored before its rotation (deferred RoPE), if any."""
+    rotary_dims: int = 0
+    """Leading dimensions of that tensor that rotate; the rest pass through."""
+    movable: bool = True
+    """Whether the stored tensors hold at other positions than their own (RoPE deferred, or none at all)."""
+
+    def heads(self, tensor: TensorName) -> int:
+        return self.key_heads if tensor == "key" else self.value_heads
+
+    def dim(self, tensor: TensorName) -> int:
+        return self.key_dim if tensor == "key" else self.value_dim
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """What a model keeps for each token: one `LayerKV` a layer (None where a layer keeps nothing), and the dtype."""
+
+    layers: tuple[LayerKV | None, ...]
+    dtype: torch.dtype
+
+    def to_json(self) -> dict[str, Any]:
+        """Distinct layers once, then an index for each layer: 126 layers fit well under 4 KiB."""
+        kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
+        rows = [
+            [k.key_heads, k.key_dim, k.value_heads, k.value_dim, k.window, k.rotated, k.rotary_dims, int(k.movable)]
+            for k in kinds
+        ]
+        index = [-1 if layer is None else kinds.index(layer) for layer in self.layers]
+        return {"dtype": str(self.dtype).removeprefix("torch."), "kinds": rows, "layers": index}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KVLayout:
+        try:
+            dtype = getattr(torch, data["dtype"])
+            kinds = [LayerKV(*row[:7], movable=bool(row[7])) for row in data["kinds"]]
+            return cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that all layers keep for one token."""
+        kept = (layer for layer in self.layers if layer is not None)
+        return self.dtype.itemsize * sum(k.key_heads * k.key_dim + k.value_heads * k.value_dim for k in kept)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of one layer, or some of its heads, inside every block of a lane: `[heads, chunk_tokens, dim]`."""
+
+    layer: int
+    tensor: TensorName
+    first_head: int
+    heads: int
+    dim: int
+    offset: int  # bytes from the start of the block
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The parts that travel together in one block."""
+
+    index: int
+    parts: tuple[Part, ...]
+    window: int
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return aligned(self.payload_bytes)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({part.layer for part in self.parts}))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a segment is cut: chunk tokens × layers per block × heads per block.
+
+    Args:
+        chunk_tokens: consecutive tokens of a block (ContiguousKV, Section 4.2: c = 16).
+        layers_per_block: layers of a block. Layers with a sliding window share no block with those without,
+            so that of a sliding layer only its window is read.
+        heads_per_block: key-value heads of a block, or None for all.
+        split_kv: whether keys and values lie in blocks of their own.
+    """
+
+    chunk_tokens: int = 16
+    layers_per_block: int = 4
+    heads_per_block: int | None = None
+    split_kv: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+    def to_json(self) -> list[Any]:
+        return [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Geometry:
+        try:
+            chunk, layers, heads, split = data
+            return cls(chunk, layers, heads, bool(split))
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"the geometry in the header cannot be read: {error}") from error
+
+
+@lru_cache(maxsize=64)
+def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
+    """The lanes of a segment, in the order in which a forward pass first needs them."""
+    by_window: dict[int, list[int]] = {}
+    for index, layer in enumerate(layout.layers):
+        if layer is not None:
+            by_window.setdefault(layer.window, []).append(index)
+    step = geometry.layers_per_block
+    groups = [
+        (window, layers[i : i + step]) for window, layers in by_window.items() for i in range(0, len(layers), step)
+    ]
+    groups.sort(key=lambda group: group[1][0])
+    tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
+    result: list[Lane] = []
+    for window, layers in groups:
+        for names in tensors:
+            for head_range in _head_ranges(layout, layers, geometry.heads_per_block):
+                parts = tuple(_parts(layout, geometry, layers, names, head_range))
+                if parts:
+                    result.append(Lane(len(result), parts, window))
+    return tuple(result)
+
+
+def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
+    if per_block is None:
+        return [None]
+    most = max(max(layout.layers[i].key_heads, layout.layers[i].value_heads) for i in layers)
+    return [(first, first + per_block) for first in range(0, most, per_block)]
+
+
+def _parts(
+    layout: KVLayout,
+    geometry: Geometry,
+    layers: list[int],
+    names: tuple[TensorName, ...],
+    heads: tuple[int, int] | None,
+) -> Iterator[Part]:
+    offset = 0
+    for index in layers:
+        layer = layout.layers[index]
+        for name in names:
+            first, stop = heads if heads is not None else (0, layer.heads(name))
+            count = min(stop, layer.heads(name)) - first
+            if count <= 0:
+                continue
+            nbytes = count * geometry.chunk_tokens * layer.dim(name) * layout.dtype.itemsize
+            yield Part(index, name, first, count, layer.dim(name), offset, nbytes)
+            offset += nbytes
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """The lanes of one segment and where its blocks lie."""
+
+    layout: KVLayout
+    geometry: Geometry
+    tokens: int
+
+    @cached_property
+    def lanes(self) -> tuple[Lane, ...]:
+        return lanes(self.layout, self.geometry)
+
+    @cached_property
+    def chunks(self) -> int:
+        return ceil(self.tokens / self.geometry.chunk_tokens)
+
+    @cached_property
+    def lane_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each lane from the first block; one more entry than lanes, the last is the total."""
+        offsets = [0]
+        for lane in self.lanes:
+            offsets.append(offsets[-1] + lane.block_bytes * self.chunks)
+        return tuple(offsets)
+
+    @property
+    def blocks_bytes(self) -> int:
+        return self.lane_offsets[-1]
+
+    def part_view(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
+        """The typed view of one part in `blocks`, uint8 `[n, block_bytes]`, as `[n, heads, chunk_tokens, dim]`."""
+        typed = blocks[:, part.offset : part.offset + part.nbytes].view(self.layout.dtype)
+        return typed.unflatten(1, (part.heads, self.geometry.chunk_tokens, part.dim))
+
+    def chunk_range(self, start: int, stop: int) -> tuple[int, int]:
+        """The chunks that hold the tokens `[start, stop)` of the segment, as a half-open range."""
+        return start // self.geometry.chunk_tokens, ceil(stop / self.geometry.chunk_tokens)

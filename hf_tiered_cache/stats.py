@@ -1,0 +1,220 @@
+"""What a request cost and what a store holds, counted and printable."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+TIERS = ("device", "host", "disk")
+
+
+def format_bytes(nbytes: float) -> str:
+    """`nbytes` in binary units, as "1.5 MiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def render(table: Table) -> str:
+    """The table as plain text."""
+    console = Console(width=100, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip()
+
+
+@dataclass
+class TierStats:
+    """Traffic of one request with one tier."""
+
+    blocks: int = 0
+    """Blocks this tier gave."""
+    bytes: int = 0
+    """Their bytes, padding included."""
+    hits: int = 0
+    """Blocks looked for here and found."""
+    misses: int = 0
+    """Blocks looked for here and not found."""
+
+
+@dataclass
+class RequestStats:
+    """One request's account: every figure is counted, none estimated.
+
+    `bytes_read` is what came from the disk; `bytes_used` is the part of it that went into attention.
+    `io_seconds` is time during which at least one read was under way, `stall_seconds` the part of the request in
+    which the model waited for KV.
+    """
+
+    tokens_restored: int = 0
+    tokens_computed: int = 0
+    tokens_stored: int = 0
+    device: TierStats = field(default_factory=TierStats)
+    host: TierStats = field(default_factory=TierStats)
+    disk: TierStats = field(default_factory=TierStats)
+    bytes_read: int = 0
+    bytes_used: int = 0
+    io_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    match_seconds: float = 0.0
+    assemble_seconds: float = 0.0
+    verification_failures: int = 0
+    read_errors: int = 0
+    recomputed: int = 0
+    """Times a restore failed midway and the prompt was planned again."""
+
+    @property
+    def read_amplification(self) -> float:
+        """Bytes read from disk for each byte used; 1.0 where nothing was read."""
+        return self.bytes_read / self.bytes_used if self.bytes_used else 1.0
+
+    @property
+    def tier(self) -> str:
+        """The slowest tier that gave a block, or "none"."""
+        return next((name for name in reversed(TIERS) if getattr(self, name).blocks), "none")
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, JSON-ready."""
+        return asdict(self) | {"read_amplification": self.read_amplification, "tier": self.tier}
+
+    def __str__(self) -> str:
+        summary = Table(title="TieredCache", title_justify="left", show_header=False)
+        summary.add_column(justify="left")
+        summary.add_column(justify="right")
+        for name, *values in (
+            ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
+            ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
+            ("read amplification", f"{self.read_amplification:.2f}"),
+            ("match / I/O / stall", _ms(self.match_seconds), _ms(self.io_seconds), _ms(self.stall_seconds)),
+            ("assembly, stall included", _ms(self.assemble_seconds)),
+            ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
+        ):
+            summary.add_row(name, " / ".join(map(str, values)))
+        tiers = Table()
+        for heading in ("tier", "blocks", "bytes", "hits", "misses"):
+            tiers.add_column(heading, justify="left" if heading == "tier" else "right")
+        for name in TIERS:
+            tier: TierStats = getattr(self, name)
+            tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
+        return f"{render(summary)}\n{render(tiers)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms"
+
+
+class Account:
+    """A `RequestStats` that the request and the reading threads add to."""
+
+    def __init__(self) -> None:
+        self.stats = RequestStats()
+        self._lock = threading.Lock()
+        self._reads_under_way = 0
+        self._reading_since = 0.0
+
+    def add(self, **amounts: float) -> None:
+        """Add to the named figures."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self.stats, name, getattr(self.stats, name) + amount)
+
+    def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
+        """Note how many blocks were looked for in `tier`, and how many of them it gives."""
+        with self._lock:
+            counts: TierStats = getattr(self.stats, tier)
+            counts.hits += found
+            counts.misses += missing
+            counts.blocks += found
+            counts.bytes += found * block_bytes
+
+    def read_started(self) -> None:
+        with self._lock:
+            if self._reads_under_way == 0:
+                self._reading_since = time.perf_counter()
+            self._reads_under_way += 1
+
+    def read_done(self, nbytes: int) -> None:
+        """Note that a read has ended, and how much it brought (0 if it failed)."""
+        with self._lock:
+            self.stats.bytes_read += nbytes
+            self._reads_under_way -= 1
+            if self._reads_under_way == 0:
+                self.stats.io_seconds += time.perf_counter() - self._reading_since
+
+    @contextmanager
+    def timing(self, name: str) -> Iterator[None]:
+        """Add the time the body takes to the figure called `name`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(**{name: time.perf_counter() - started})
+
+
+@dataclass
+class StoreStats:
+    """A store's account since it was opened, and what it holds now."""
+
+    segments: int = 0
+    tokens: int = 0
+    disk_bytes: int = 0
+    disk_quota: int | None = None
+    host_bytes: int = 0
+    host_budget: int = 0
+    device_bytes: int = 0
+    device_budget: int = 0
+    segments_written: int = 0
+    bytes_written: int = 0
+    duplicate_writes: int = 0
+    """Segments another process had written first."""
+    dropped_writes: int = 0
+    """Segments not stored: disk full, quota, or an unwritable folder."""
+    evicted_segments: int = 0
+    expired_segments: int = 0
+    damaged_files: int = 0
+    newer_files: int = 0
+    """Segments of a newer format, left alone."""
+    verification_failures: int = 0
+    read_errors: int = 0
+    catalogue_errors: int = 0
+    evicted_blocks: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, JSON-ready."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        table = Table(title="KVStore", title_justify="left", show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for f in fields(self):
+            value = getattr(self, f.name)
+            is_bytes = f.name.endswith(("_bytes", "_budget", "_quota", "bytes_written"))
+            shown = "none" if value is None else format_bytes(value) if is_bytes else str(value)
+            table.add_row(f.name.replace("_", " "), shown)
+        return render(table)
+
+
+class Counters:
+    """`StoreStats` that several threads add to."""
+
+    def __init__(self) -> None:
+        self._stats = StoreStats()
+        self._lock = threading.Lock()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        with self._lock:
+            setattr(self._stats, name, getattr(self._stats, name) + amount)
+
+    def snapshot(self) -> StoreStats:
+        with self._lock:
+            return StoreStats(**asdict(self._stats))

@@ -1,0 +1,127 @@
+"""Geometry: every head of every layer has its place in exactly one lane, and no two places overlap."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_tiered_cache.errors import ConfigError, FormatError
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, lanes
+
+layers = st.builds(
+    LayerKV,
+    key_heads=st.integers(1, 5),
+    key_dim=st.sampled_from([4, 8, 24, 64]),
+    value_heads=st.integers(1, 5),
+    value_dim=st.sampled_from([4, 8, 32]),
+    window=st.sampled_from([0, 0, 32, 64]),
+    rotated=st.sampled_from(["", "key", "value"]),
+    rotary_dims=st.integers(0, 8),
+    movable=st.booleans(),
+)
+layouts = st.builds(
+    KVLayout,
+    layers=st.lists(st.one_of(layers, layers, st.none()), min_size=1, max_size=12).map(tuple),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+).filter(lambda layout: any(layout.layers))
+geometries = st.builds(
+    Geometry,
+    chunk_tokens=st.sampled_from([4, 8, 16, 64]),
+    layers_per_block=st.integers(1, 5),
+    heads_per_block=st.one_of(st.none(), st.integers(1, 3)),
+    split_kv=st.booleans(),
+)
+
+
+@given(layouts, geometries)
+def test_every_head_lies_in_exactly_one_lane(layout, geometry):
+    seen = [
+        (part.layer, part.tensor, part.first_head + head)
+        for lane in lanes(layout, geometry)
+        for part in lane.parts
+        for head in range(part.heads)
+    ]
+    wanted = [
+        (index, tensor, head)
+        for index, layer in enumerate(layout.layers)
+        if layer is not None
+        for tensor in ("key", "value")
+        for head in range(layer.heads(tensor))
+    ]
+    assert sorted(seen) == sorted(wanted)
+
+
+@given(layouts, geometries)
+def test_lanes_are_aligned_separate_windows_and_come_in_the_order_of_layers(layout, geometry):
+    made = lanes(layout, geometry)
+    assert [lane.index for lane in made] == list(range(len(made)))
+    assert [lane.layers[0] for lane in made] == sorted(lane.layers[0] for lane in made)
+    for lane in made:
+        assert lane.block_bytes % ALIGNMENT == 0
+        assert 0 <= lane.block_bytes - lane.payload_bytes < ALIGNMENT
+        assert {layout.layers[i].window for i in lane.layers} == {lane.window}
+        assert len(lane.layers) <= geometry.layers_per_block
+        offsets = [(part.offset, part.offset + part.nbytes) for part in lane.parts]
+        assert offsets[0][0] == 0
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
+        assert offsets[-1][1] == lane.payload_bytes
+
+
+@given(layouts, geometries, st.integers(1, 200))
+def test_part_views_write_their_own_bytes_and_no_others(layout, geometry, tokens):
+    shape = SegmentShape(layout, geometry, tokens)
+    lane = shape.lanes[-1]
+    blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
+    for number, part in enumerate(lane.parts, start=1):
+        view = shape.part_view(blocks, part)
+        assert view.shape == (shape.chunks, part.heads, geometry.chunk_tokens, part.dim)
+        view.fill_(number)
+    for number, part in enumerate(lane.parts, start=1):
+        assert (shape.part_view(blocks, part) == number).all()
+    assert (blocks[:, lane.payload_bytes :] == 0).all()
+
+
+@given(layouts, geometries, st.integers(1, 500))
+def test_segment_offsets_tile_the_file(layout, geometry, tokens):
+    shape = SegmentShape(layout, geometry, tokens)
+    assert (shape.chunks - 1) * geometry.chunk_tokens < tokens <= shape.chunks * geometry.chunk_tokens
+    sizes = [lane.block_bytes * shape.chunks for lane in shape.lanes]
+    assert [b - a for a, b in zip(shape.lane_offsets, shape.lane_offsets[1:], strict=False)] == sizes
+    assert shape.blocks_bytes == sum(sizes)
+
+
+@given(layouts, geometries)
+def test_json_round_trip(layout, geometry):
+    assert KVLayout.from_json(layout.to_json()) == layout
+    assert Geometry.from_json(geometry.to_json()) == geometry
+
+
+def test_bytes_per_token_of_a_known_model():
+    """Qwen2.5-7B in bf16: 28 layers, 4 KV heads of 128: 56 KiB."""
+    layout = KVLayout((LayerKV(4, 128, 4, 128),) * 28, torch.bfloat16)
+    assert layout.bytes_per_token == 56 * 1024
+    blocks = lanes(layout, Geometry(chunk_tokens=16, layers_per_block=1))
+    assert {lane.block_bytes for lane in blocks} == {32 * 1024}
+
+
+@pytest.mark.parametrize("wrong", [{"chunk_tokens": 0}, {"layers_per_block": -1}, {"heads_per_block": 1.5}])
+def test_meaningless_geometries_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        Geometry(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"dtype": "float99", "kinds": [], "layers": []}, {"dtype": "float32", "kinds": [], "layers": [3]}]
+)
+def test_broken_layouts_are_format_errors(wrong):
+    with pytest.raises(FormatError):
+        KVLayout.from_json(wrong)
+
+
+def test_broken_geometries_are_format_errors():
+    with pytest.raises(FormatError):
+        Geometry.from_json([16, 4])
