@@ -1,0 +1,222 @@
+"""The catalogue: which segments exist and when they were used. SQLite, shared by processes, never the truth.
+
+Everything in it but the times of use can be read again from the segment headers, so a lost or damaged catalogue
+costs a scan and no KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from .format import LINK_BYTES, SegmentHeader
+
+logger = logging.getLogger("hf_tiered_cache")
+
+SCHEMA_VERSION = 1
+_BUSY_SECONDS = 10.0
+_MOST_PARAMETERS = 500
+_WAL_PAGES = 32  # small, since the log counts against the quota
+_SCHEMA = (
+    "DROP TABLE IF EXISTS segments",
+    """CREATE TABLE segments (
+        id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
+        first BLOB NOT NULL, chain BLOB NOT NULL, usable_links INTEGER NOT NULL,
+        tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL
+    )""",
+    "CREATE INDEX by_first ON segments(first)",
+    "CREATE INDEX by_use ON segments(used, position DESC)",
+    f"PRAGMA user_version={SCHEMA_VERSION}",
+)
+_COLUMNS = (
+    "id, fingerprint, provenance, first, chain, usable_links, tokens, position, nbytes, created, expires, used, uses"
+)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class SegmentRow:
+    """One segment, as the catalogue knows it."""
+
+    id: str
+    fingerprint: str
+    provenance: str
+    first: bytes
+    """The first link of the chain: under it the segment is found."""
+    chain: bytes
+    """All links, side by side."""
+    usable_links: int
+    """Links up to the first block that failed its checksum; all of them in a whole segment."""
+    tokens: int
+    position: int
+    nbytes: int
+    """Bytes the file really takes on disk."""
+    created: float
+    expires: float | None
+    used: float
+    uses: int
+
+    @classmethod
+    def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
+        """The row of a segment that has just been written or found."""
+        return cls(
+            id=header.id,
+            fingerprint=header.fingerprint,
+            provenance=header.provenance,
+            first=chain[:LINK_BYTES],
+            chain=chain,
+            usable_links=len(chain) // LINK_BYTES,
+            tokens=header.shape.tokens,
+            position=header.position,
+            nbytes=nbytes,
+            created=header.created,
+            expires=header.expires,
+            used=header.created,
+            uses=0,
+        )
+
+    def values(self) -> tuple:
+        return tuple(getattr(self, name) for name in _COLUMNS.split(", "))
+
+
+class Catalogue:
+    """The table of segments of one store.
+
+    Args:
+        path: the database file, or None for one in memory (a store whose folder cannot be written).
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            self._db = self._connect()
+        except sqlite3.DatabaseError as error:
+            if path is None or isinstance(error, sqlite3.OperationalError):
+                raise
+            logger.warning("the catalogue %s is damaged (%s); rebuilding it from the segments", path, error)
+            self._discard()
+            self._db = self._connect()
+
+    def _connect(self) -> sqlite3.Connection:
+        if self.path is not None:  # created by us, for its owner only; SQLite gives -wal and -shm the same mode
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        db = sqlite3.connect(
+            self.path if self.path is not None else ":memory:",
+            timeout=_BUSY_SECONDS,
+            check_same_thread=False,
+            isolation_level=None,
+        )
+        try:
+            _enter_wal_mode(db)
+            if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("quick_check failed")
+            self._create_tables(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _create_tables(self, db: sqlite3.Connection) -> None:
+        if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
+            return
+        db.execute("BEGIN IMMEDIATE")
+        try:  # another process may have been faster
+            if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+                for statement in _SCHEMA:
+                    db.execute(statement)
+        finally:
+            db.execute("COMMIT")
+
+    def _discard(self) -> None:
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+
+    def _run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
+        with self._lock:
+            return action(self._db)
+
+    def _query(self, where: str, args: tuple = ()) -> list[SegmentRow]:
+        rows = self._run(lambda db: db.execute(f"SELECT {_COLUMNS} FROM segments {where}", args).fetchall())
+        return [SegmentRow(*row) for row in rows]
+
+    # --- reading
+
+    def beginning_with(self, links: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `links`."""
+        rows: list[SegmentRow] = []
+        for i in range(0, len(links), _MOST_PARAMETERS):
+            some = links[i : i + _MOST_PARAMETERS]
+            where = f"WHERE first IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
+            now = time.time()
+            rows += self._query(where, (*some, now, now))
+        return rows
+
+    def get(self, segment_id: str) -> SegmentRow | None:
+        rows = self._query("WHERE id = ?", (segment_id,))
+        return rows[0] if rows else None
+
+    def all(self) -> list[SegmentRow]:
+        """Every row, last used last."""
+        return self._query("ORDER BY used, position DESC")
+
+    def expired(self, now: float) -> list[SegmentRow]:
+        return self._query("WHERE expires IS NOT NULL AND expires <= ?", (now,))
+
+    def ids(self) -> set[str]:
+        return {row[0] for row in self._run(lambda db: db.execute("SELECT id FROM segments").fetchall())}
+
+    def total_bytes(self) -> int:
+        return self._run(lambda db: db.execute("SELECT coalesce(sum(nbytes), 0) FROM segments").fetchone()[0])
+
+    def counts(self) -> tuple[int, int, int]:
+        """Segments, tokens and bytes on disk."""
+        query = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0) FROM segments"
+        return self._run(lambda db: db.execute(query).fetchone())
+
+    # --- writing
+
+    def add(self, row: SegmentRow) -> None:
+        marks = ", ".join("?" * len(row.values()))
+        self._run(lambda db: db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values()))
+
+    def remove(self, ids: Iterable[str]) -> None:
+        pairs = [(i,) for i in ids]
+        self._run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
+
+    def touch(self, ids: Iterable[str], now: float | None = None) -> None:
+        """Note a use of these segments."""
+        now = time.time() if now is None else now
+        pairs = [(now, i) for i in ids]
+        self._run(lambda db: db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs))
+
+    def limit(self, segment_id: str, links: int) -> None:
+        """Note that of this segment only the first `links` links can be used."""
+        query = "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?"
+        self._run(lambda db: db.execute(query, (links, segment_id)))
+
+    def close(self) -> None:
+        self._run(lambda db: db.close())
+
+
+def _enter_wal_mode(db: sqlite3.Connection) -> None:
+    """Two processes that open a new database at once can see `locked` here, without SQLite's own waiting."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)

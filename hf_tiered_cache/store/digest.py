@@ -1,0 +1,57 @@
+"""Checksums of blocks: xxh3-64 for bytes the CPU sees, and a linear digest for bytes that only the GPU sees."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+import xxhash
+
+DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])
+"""One row of a segment's digest table: 16 bytes a block."""
+
+
+def xxh3(data: memoryview | bytes) -> int:
+    """xxh3-64 of `data`."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+@lru_cache(maxsize=32)
+def _weights(words: int, device: torch.device) -> torch.Tensor:
+    """Odd 64-bit constants, splitmix64 of their index: a change of any one word changes the sum."""
+    with np.errstate(over="ignore"):
+        z = (np.arange(1, words + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64)).to(device)
+
+
+def lin64(blocks: torch.Tensor) -> torch.Tensor:
+    """Sum of each block's 64-bit words times fixed odd constants, modulo 2^64.
+
+    Integer arithmetic only, so any device gives the same digest: GPUDirect Storage brings bytes to the GPU that
+    the CPU never sees, and there xxh3 would cost a copy back.
+
+    Args:
+        blocks: uint8 `[n, block_bytes]`, block_bytes a multiple of 8.
+
+    Returns:
+        int64 `[n]`, the bits of the unsigned digests.
+    """
+    words = blocks.view(torch.int64)  # [n, block_bytes / 8]
+    return (words * _weights(words.shape[1], blocks.device)).sum(dim=1)
+
+
+def block_digests(blocks: torch.Tensor) -> np.ndarray:
+    """Both digests of each block. `blocks`: uint8 `[n, block_bytes]` on the CPU; returns `DIGEST_DTYPE` `[n]`."""
+    table = np.empty(blocks.shape[0], DIGEST_DTYPE)
+    table["xxh3"] = [xxh3(row) for row in rows(blocks)]
+    table["lin64"] = lin64(blocks).numpy().view(np.uint64)
+    return table
+
+
+def rows(blocks: torch.Tensor) -> list[memoryview]:
+    """The blocks of a CPU tensor, uint8 `[n, block_bytes]`, as memory without a copy."""
+    return [memoryview(row) for row in blocks.numpy()]

@@ -1,0 +1,381 @@
+"""The folder of segments: publish, find, open, forget. Faults of the disk end here as counted misses.
+
+<store>/segments/<id>.kv   immutable segment files        <store>/pins/<id>       segments never to evict
+<store>/tmp/               files being written, locked    <store>/catalogue.sqlite  rebuilt from headers if lost
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, StoreError
+from ..stats import Counters
+from . import quota
+from .catalogue import Catalogue, SegmentRow
+from .digest import block_digests
+from .engines import Engine
+from .format import SegmentHeader, encode_head, lay_out
+from .segment import SegmentReader, read_head
+
+logger = logging.getLogger("hf_tiered_cache")
+
+SUFFIX = ".kv"
+_OPEN_SEGMENTS = 256
+_T = TypeVar("_T")
+
+
+class SegmentStore:
+    """The segments under one folder, shared with any number of processes.
+
+    Args:
+        root: the folder; made, for its owner only, if missing.
+        engine: reads blocks.
+        verify: whether the checksum of every block is compared when it is read.
+        limits: quota, watermarks and free-space floor.
+        ttl: seconds a new segment lives, or None for ever.
+        counters: where faults and traffic are counted.
+
+    Raises:
+        StoreError: `root` is not a folder and cannot become one.
+    """
+
+    def __init__(
+        self, root: Path, *, engine: Engine, verify: bool, limits: quota.Limits, ttl: float | None, counters: Counters
+    ) -> None:
+        self.root = root
+        self.segments_dir, self.tmp_dir, self.pins_dir = root / "segments", root / "tmp", root / "pins"
+        self.engine = engine
+        self.verify_reads = verify
+        self.limits = limits
+        self.ttl = ttl
+        self.counters = counters
+        self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
+        self._lock = threading.RLock()
+        self._unsynced: list[Path] = []
+        self._hidden: set[str] = set()  # segments whose file failed to read in this process
+        self.unlisted: list[Path] = []
+        """Files among the segments that are none: damaged, or of a newer format."""
+        self._warned: set[str] = set()
+        self.writable = self._make_folders()
+        self.catalogue = self._open_catalogue()
+        self.scan()
+
+    # --- opening
+
+    def _make_folders(self) -> bool:
+        if self.root.exists() and not self.root.is_dir():
+            raise StoreError(f"{self.root} is a file; give KVStore the path of a folder")
+        try:
+            for folder in (self.root, self.segments_dir, self.tmp_dir, self.pins_dir):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            os.close(self._open_lock())
+            return True
+        except OSError as error:
+            if not self.root.is_dir():
+                raise StoreError(f"{self.root} cannot be made ({error.strerror}); choose another folder") from error
+            self.warn("unwritable", f"{self.root} cannot be written ({error.strerror}): nothing new is stored")
+            return False
+
+    def _open_catalogue(self) -> Catalogue:
+        if self.writable:
+            try:
+                return Catalogue(self.root / "catalogue.sqlite")
+            except (sqlite3.Error, OSError) as error:
+                self.counters.add("catalogue_errors")
+                self.warn("catalogue", f"the catalogue cannot be opened ({error}); this process keeps one in memory")
+        return Catalogue(None)
+
+    def scan(self) -> None:
+        """Bring the catalogue in line with the files: read headers it lacks, drop rows whose file is gone."""
+        known = self.ask(Catalogue.ids, set())
+        present = {path.stem: path for path in self.segment_files()}
+        self.ask(lambda c: c.remove(known - present.keys()), None)
+        strangers = [present[i] for i in present.keys() - known]
+        self.unlisted = [path for path in strangers if not self._adopt(path)]
+
+    def segment_files(self) -> Iterator[Path]:
+        with suppress(OSError):
+            for entry in os.scandir(self.segments_dir):
+                if entry.name.endswith(SUFFIX):
+                    yield Path(entry.path)
+
+    def _adopt(self, path: Path) -> bool:
+        """Enter a file that the catalogue does not know. Returns whether it is a segment we can read."""
+        try:
+            header, chain, _, nbytes = read_head(path)
+            if header.id != path.stem:
+                raise FormatError(f"{path.name} calls itself {header.id}")
+        except NewerFormatError as error:
+            self.counters.add("newer_files")
+            self.warn("newer", f"{path.name}: {error}")
+        except FormatError as error:
+            self.counters.add("damaged_files")
+            self.warn("damaged", f"{path.name} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
+        except OSError as error:
+            self.counters.add("read_errors")
+            self.warn("unreadable", f"{path.name} cannot be read ({error.strerror})")
+        else:
+            self.ask(lambda c: c.add(SegmentRow.of(header, chain, nbytes)), None)
+            return True
+        return False
+
+    # --- finding and reading
+
+    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `links`; none if the catalogue fails."""
+        return [row for row in self.ask(lambda c: c.beginning_with(links), []) if row.id not in self._hidden]
+
+    def reader(self, segment_id: str) -> SegmentReader | None:
+        """An open segment, or None (counted, and forgotten) if its file is gone or damaged."""
+        with self._lock:
+            reader = self._readers.get(segment_id)
+            if reader is not None:
+                self._readers.move_to_end(segment_id)
+                return reader
+        try:
+            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads)
+            if reader.id != segment_id:
+                raise FormatError(f"{segment_id} calls itself {reader.id}")
+        except (FormatError, OSError) as error:
+            self.report(segment_id, error)
+            return None
+        with self._lock:
+            self._readers[segment_id] = reader
+            while len(self._readers) > _OPEN_SEGMENTS:
+                self._readers.popitem(last=False)
+        return reader
+
+    def report(self, segment_id: str, error: BaseException) -> None:
+        """Note that a segment could not be used: from now on only what stands before the fault is offered.
+
+        A read error may pass, so it hides the segment from this process alone.
+        """
+        damaged = isinstance(error, IntegrityError | FormatError)
+        self.counters.add("verification_failures" if damaged else "read_errors")
+        self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
+        with self._lock:
+            self._readers.pop(segment_id, None)
+        if damaged:
+            whole = error.whole_links if isinstance(error, IntegrityError) else 0
+            self.ask(lambda c: c.limit(segment_id, whole), None)
+        elif isinstance(error, FileNotFoundError):
+            self.ask(lambda c: c.remove([segment_id]), None)
+        else:
+            self._hidden.add(segment_id)
+
+    def touch(self, ids: Iterable[str]) -> None:
+        """Note a use of these segments, for LRU eviction."""
+        self.ask(lambda c: c.touch(ids), None)
+
+    def path(self, segment_id: str) -> Path:
+        return self.segments_dir / f"{segment_id}{SUFFIX}"
+
+    # --- writing
+
+    def publish(
+        self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor], ancestors: Iterable[str] = ()
+    ) -> bool:
+        """Write a segment and make it visible, whole or not at all.
+
+        Args:
+            header: without its sections.
+            links: its links of the hash chain.
+            lanes: for each lane its blocks, uint8 `[chunks, block_bytes]` on the CPU.
+            ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
+
+        Returns:
+            Whether the segment is in the store now. A full disk, the quota or an unwritable folder drop the write:
+            counted, and said once.
+        """
+        header = lay_out(header, len(links))
+        if not self.writable:
+            self.counters.add("dropped_writes")
+            return False
+        try:
+            self._write(header, links, lanes)
+        except FileExistsError:
+            self.counters.add("duplicate_writes")
+            if self.ask(lambda c: c.get(header.id), None) is None:
+                self._adopt(self.path(header.id))
+        except (OSError, QuotaError) as error:
+            self.counters.add("dropped_writes")
+            self.warn("full", f"a segment of {header.file_bytes} bytes was not stored: {error}")
+            return False
+        self.touch([*ancestors, header.id])
+        return True
+
+    def _write(self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor]) -> None:
+        """Write to a temporary file and give it its name; raises FileExistsError where another was first."""
+        final = self.path(header.id)
+        if final.exists():
+            raise FileExistsError(final)
+        fd, tmp = self._reserve(header.file_bytes)
+        try:
+            digests = []
+            offset = header.blocks.offset
+            for blocks in lanes:
+                digests.append(block_digests(blocks))
+                _write_all(fd, memoryview(blocks.numpy()).cast("B"), offset)
+                offset += blocks.numel()
+            _write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
+            row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
+            _publish_name(tmp, final)
+            self.ask(lambda c: c.add(row), None)  # before the temporary name goes, so that its room stays reckoned
+        finally:
+            tmp.unlink(missing_ok=True)
+            os.close(fd)
+        self.counters.add("segments_written")
+        self.counters.add("bytes_written", row.nbytes)
+        with self._lock:
+            self._unsynced.append(final)
+
+    def _reserve(self, nbytes: int) -> tuple[int, Path]:
+        """A temporary file of `nbytes`, its room taken from the quota and from the disk before a byte is written.
+
+        The file is locked while it is written: one that can be locked belongs to a process that has died.
+        """
+        with self.locked():
+            quota.make_room(self, nbytes)
+            tmp = self.tmp_dir / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+            fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _allocate(fd, nbytes)
+            except BaseException:
+                tmp.unlink(missing_ok=True)
+                os.close(fd)
+                raise
+        return fd, tmp
+
+    def sync(self) -> None:
+        """Make what was published durable: data first, then the names."""
+        with self._lock:
+            paths, self._unsynced = self._unsynced, []
+        for path in paths:
+            try:
+                _fsync(path, data_only=True)
+            except FileNotFoundError:
+                continue  # evicted meanwhile
+        if paths:
+            _fsync(self.segments_dir)
+
+    # --- forgetting
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments. Returns how many files there were."""
+        ids, removed = list(ids), 0
+        for segment_id in ids:
+            with suppress(FileNotFoundError):
+                self.path(segment_id).unlink()
+                removed += 1
+            (self.pins_dir / segment_id).unlink(missing_ok=True)
+            with self._lock:
+                self._readers.pop(segment_id, None)
+        self.ask(lambda c: c.remove(ids), None)
+        return removed
+
+    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
+        """Keep segments from eviction, or let them go again. A pin is a file, so it outlives the catalogue."""
+        for segment_id in ids:
+            pin = self.pins_dir / segment_id
+            if pinned:
+                pin.touch(mode=0o600)
+            else:
+                pin.unlink(missing_ok=True)
+
+    def pinned(self) -> set[str]:
+        with suppress(OSError):
+            return set(os.listdir(self.pins_dir))
+        return set()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Alone among processes: while room is reckoned and made."""
+        fd = self._open_lock()
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _open_lock(self) -> int:
+        return os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def close(self) -> None:
+        with self._lock:
+            self._readers.clear()
+        self.catalogue.close()
+
+    # --- faults
+
+    def ask(self, action: Callable[[Catalogue], _T], default: _T) -> _T:
+        """Run `action` on the catalogue; if the database fails, rebuild it once, then do without."""
+        try:
+            return action(self.catalogue)
+        except sqlite3.OperationalError as error:  # locked, full, read-only: may pass
+            self.counters.add("catalogue_errors")
+            self.warn("catalogue", f"the catalogue failed ({error})")
+        except sqlite3.DatabaseError as error:
+            self.counters.add("catalogue_errors")
+            self.warn("catalogue", f"the catalogue is damaged ({error}); rebuilding it")
+            with suppress(sqlite3.Error):
+                self.catalogue.close()
+            self.catalogue = self._open_catalogue()
+            self.scan()
+            with suppress(sqlite3.Error):
+                return action(self.catalogue)
+        return default
+
+    def warn(self, topic: str, message: str) -> None:
+        """Say it the first time; later occurrences are only counted."""
+        if topic not in self._warned:
+            self._warned.add(topic)
+            logger.warning("%s", message)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _allocate(fd: int, nbytes: int) -> None:
+    """Take the room now, so that a full disk is seen before anything is written."""
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise
+        os.ftruncate(fd, nbytes)
+
+
+def _publish_name(tmp: Path, final: Path) -> None:
+    """Unlike a rename, a link never goes over a segment that is there: the first writer wins."""
+    try:
+        os.link(tmp, final)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        os.rename(tmp, final)  # a file system without hard links
+
+
+def _fsync(path: Path, data_only: bool = False) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        (os.fdatasync if data_only else os.fsync)(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,46 @@
+"""I/O engines: how bytes get from a file into memory. One interface, chosen at run time.
+
+A new engine is one file here and one row in `ENGINES`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ...errors import ConfigError, EngineUnavailableError
+from .base import Engine, EngineFile, ReadOp, ReadReport
+from .kvikio import KvikioEngine
+from .posix import PosixEngine
+
+ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "posix": PosixEngine}
+"""In the order in which `auto` tries them."""
+
+__all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engine"]
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+def open_engine(name: str = "auto") -> Engine:
+    """The engine called `name`, or with "auto" the first of `ENGINES` that works on this machine.
+
+    Raises:
+        ConfigError: there is no such engine.
+        EngineUnavailableError: the engine asked for by name does not work here.
+    """
+    if name != "auto":
+        if name not in ENGINES:
+            raise ConfigError(f"unknown engine {name!r}; there are: auto, {', '.join(ENGINES)}")
+        engine = ENGINES[name]()
+    else:
+        engine = _first_that_works()
+    logger.info("I/O engine: %s", engine.describe())
+    return engine
+
+
+def _first_that_works() -> Engine:
+    for engine in ENGINES.values():
+        try:
+            return engine()
+        except EngineUnavailableError as error:
+            logger.debug("engine %s: %s", engine.name, error)
+    raise EngineUnavailableError("no I/O engine works on this machine")

@@ -1,0 +1,133 @@
+"""The one interface of all engines, and the planner they share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
+
+import torch
+
+MAX_CALL_BYTES = 1 << 20
+"""Larger reads are split, smaller neighbours merged up to this: with 8 threads, 1 MiB saturates an NVMe disk."""
+MAX_IOVECS = 1024
+READ_THROUGH_BYTES = 16 << 10
+"""Gaps up to this are read and thrown away: one call costs more than 16 KiB of transfer. Counted as read."""
+
+
+class EngineFile:
+    """An open, immutable file. Closed when the last reference goes."""
+
+    path: str
+
+
+class ReadOp(NamedTuple):
+    """Fill `dest`, uint8 `[bytes]` and contiguous, from `file` at `offset`. Both aligned to 4 KiB for direct I/O."""
+
+    file: EngineFile
+    offset: int
+    dest: torch.Tensor
+
+
+class ReadReport(NamedTuple):
+    """What a batch of reads cost: bytes that came from the file, gaps included, and the time from submit to done."""
+
+    nbytes: int
+    seconds: float
+
+
+class Engine(ABC):
+    """Reads batches of byte runs asynchronously."""
+
+    name: ClassVar[str]
+    reads_device: bool = False
+    """Whether `dest` may lie in device memory and is filled without passing through the host."""
+
+    @abstractmethod
+    def open(self, path: str) -> EngineFile:
+        """Open `path` for reading. Raises OSError."""
+
+    @abstractmethod
+    def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        """Start a batch.
+
+        The future keeps the destinations alive and is resolved only when no part of the batch touches them any
+        more, whether it succeeded or not. A short or failing read is an OSError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for what is under way and free the threads."""
+
+    def describe(self) -> str:
+        return self.name
+
+
+@dataclass
+class Call:
+    """One vectored read: consecutive bytes of a file into several pieces of memory. None stands for a gap."""
+
+    file: EngineFile
+    offset: int
+    pieces: list[torch.Tensor | int] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def coalesce(ops: Sequence[ReadOp]) -> list[Call]:
+    """Sort a batch by file and offset, merge neighbours, read through small gaps, split what is large."""
+    calls: list[Call] = []
+    order = sorted(ops, key=lambda op: (id(op.file), op.offset))
+    for op in order:
+        start, size = 0, op.dest.numel()
+        while start < size:
+            call = calls[-1] if calls else None
+            offset = op.offset + start
+            gap = offset - (call.offset + call.nbytes) if call is not None and call.file is op.file else -1
+            room = MAX_CALL_BYTES - call.nbytes - gap if call is not None else 0
+            if not (0 <= gap <= READ_THROUGH_BYTES and room > 0 and len(call.pieces) + 2 <= MAX_IOVECS):
+                call = Call(op.file, offset)
+                calls.append(call)
+                gap, room = 0, MAX_CALL_BYTES
+            if gap:
+                call.pieces.append(gap)
+            take = min(size - start, room)
+            call.pieces.append(op.dest[start : start + take])
+            call.nbytes += gap + take
+            start += take
+    return calls
+
+
+class Batch:
+    """The future of a batch that several workers share; resolved when the last of them is done."""
+
+    def __init__(self, workers: int) -> None:
+        self.future: Future[ReadReport] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._left = workers
+        self._nbytes = 0
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._started = time.perf_counter()
+
+    def run(self, work: Callable[[], int]) -> None:
+        """Run one worker's share, which returns the bytes it read, and account for it."""
+        error: BaseException | None = None
+        nbytes = 0
+        try:
+            nbytes = work()
+        except BaseException as caught:
+            error = caught
+        with self._lock:
+            self._nbytes += nbytes
+            self._error = self._error or error
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            if self._error is not None:
+                self.future.set_exception(self._error)
+            else:
+                self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))

@@ -1,0 +1,111 @@
+"""Threads with preadv, past the page cache where the file system allows. Works everywhere, into host memory.
+
+Eight persistent threads reach what io_uring at depth 32 reaches on a virtio disk, and a future per thread rather
+than per read keeps the interpreter out of the way.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import ClassVar
+
+from ...errors import EngineUnavailableError
+from ...geometry import ALIGNMENT
+from .base import READ_THROUGH_BYTES, Batch, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce
+
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+
+class PosixFile(EngineFile):
+    """A file descriptor, with O_DIRECT where the file system takes it."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self.path = path
+        self.direct = False
+        self.fd = -1
+        if direct and _O_DIRECT:
+            try:
+                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+                self.direct = True
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+        if self.fd < 0:
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class PosixEngine(Engine):
+    """preadv from a pool of threads.
+
+    Args:
+        threads: workers, each with one read in flight.
+        direct: whether to ask for O_DIRECT.
+    """
+
+    name: ClassVar[str] = "posix"
+
+    def __init__(self, threads: int = 8, direct: bool = True) -> None:
+        if not hasattr(os, "preadv"):
+            raise EngineUnavailableError("the posix engine needs os.preadv, which this platform lacks")
+        self.threads = threads
+        self.direct = direct
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
+
+    def open(self, path: str) -> PosixFile:
+        return PosixFile(path, self.direct)
+
+    def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        calls = coalesce(ops)
+        workers = max(1, min(self.threads, len(calls)))
+        batch = Batch(workers)
+        queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
+        for _ in range(workers):
+            self._pool.submit(batch.run, lambda: _drain(queue))
+        return batch.future
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True)
+
+    def describe(self) -> str:
+        return f"posix ({self.threads} threads, {'O_DIRECT where possible' if self.direct else 'buffered'})"
+
+
+def _drain(queue: Iterator[Call]) -> int:
+    return sum(_read(call) for call in queue)
+
+
+def _read(call: Call) -> int:
+    """Run one vectored read to its end; the kernel may return less than asked."""
+    file = call.file
+    gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else None
+    buffers = [gap[:piece] if isinstance(piece, int) else memoryview(piece.numpy()) for piece in call.pieces]
+    done = 0
+    while done < call.nbytes:
+        got = os.preadv(file.fd, buffers, call.offset + done)
+        if got == 0:
+            raise OSError(errno.EIO, "file ends before the block", file.path)
+        done += got
+        if done < call.nbytes and file.direct and done % ALIGNMENT:
+            raise OSError(errno.EIO, "file ends inside a block", file.path)
+        while got:  # drop what is filled
+            taken = min(got, len(buffers[0]))
+            buffers[0] = buffers[0][taken:]
+            got -= taken
+            if not len(buffers[0]):
+                buffers.pop(0)
+    return done
+
+
+def _gap_memory() -> memoryview:
+    """Page-aligned memory for bytes nobody wants (O_DIRECT asks for aligned destinations)."""
+    import mmap
+
+    return memoryview(mmap.mmap(-1, READ_THROUGH_BYTES))

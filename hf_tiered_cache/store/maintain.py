@@ -1,0 +1,126 @@
+"""Looking after a store: verify every byte, collect garbage."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import FormatError, IntegrityError, NewerFormatError
+from . import quota
+from .catalogue import Catalogue
+from .disk import SegmentStore
+from .memory import aligned_bytes
+from .segment import SegmentReader, read_head
+
+_WINDOW_BYTES = 16 << 20
+
+
+@dataclass
+class VerifyReport:
+    """What `verify` found. `bad` names each damaged segment and says why."""
+
+    segments: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    bad: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.bad
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes, "bad": self.bad}
+
+
+@dataclass
+class GcReport:
+    """What `gc` deleted."""
+
+    expired: int = 0
+    damaged: int = 0
+    temporary_bytes: int = 0
+    evicted: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
+    """Read every segment from disk and compare every checksum, with a progress bar if asked for.
+
+    A damaged segment is reported in the result, and from now on offered only up to its first bad block.
+    """
+    report = VerifyReport()
+    paths = sorted(store.segment_files())
+    total = sum(path.stat().st_size for path in paths)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=not progress)
+    for path in paths:
+        report.segments += 1
+        try:
+            reader = SegmentReader(path, store.engine, verify=True)
+            if reader.id != path.stem:
+                raise FormatError(f"{path.name} calls itself {reader.id}")
+            for nbytes, blocks in _read_all(reader):
+                report.blocks += blocks
+                report.nbytes += nbytes
+                bar.update(nbytes)
+        except NewerFormatError:
+            report.segments -= 1  # not ours to judge
+        except (FormatError, IntegrityError, OSError) as error:
+            report.bad[path.stem] = str(error)
+            store.report(path.stem, error)
+    bar.close()
+    return report
+
+
+def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
+    """Read all blocks, window by window; yields the bytes and blocks of each."""
+    for index, lane in enumerate(reader.shape.lanes):
+        step = max(1, _WINDOW_BYTES // lane.block_bytes)
+        memory = aligned_bytes(min(step, reader.shape.chunks) * lane.block_bytes).view(-1, lane.block_bytes)
+        for first in range(0, reader.shape.chunks, step):
+            count = min(step, reader.shape.chunks - first)
+            window: torch.Tensor = memory[:count]
+            done: Future = reader.read(index, [(first, window)])
+            done.result()
+            yield window.numel(), count
+
+
+def gc(store: SegmentStore) -> GcReport:
+    """Delete what no request can use: expired and damaged segments, files of dead writers, what is over the quota."""
+    report = GcReport()
+    with store.locked():
+        report.temporary_bytes = quota.clean_tmp(store)
+        store.scan()
+        pinned = store.pinned()
+        expired = [row.id for row in store.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
+        report.expired = store.remove(expired)
+        store.counters.add("expired_segments", report.expired)
+        useless = [row.id for row in store.ask(Catalogue.all, []) if row.usable_links == 0]
+        damaged = [path.stem for path in store.unlisted if _is_damaged(path)]
+        report.damaged = store.remove(useless + damaged)
+        limit = store.limits.quota
+        if limit is not None and (used := quota.used_bytes(store)) > limit * store.limits.high:
+            report.evicted = quota.evict(store, used - int(limit * store.limits.low))
+        store.scan()
+    return report
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether a file can never be read, rather than not by this version or not now."""
+    try:
+        read_head(path)
+    except NewerFormatError:
+        return False
+    except FormatError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,131 @@
+"""Room on disk: quota with watermarks, a free-space floor, and eviction of the least recently used segments."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, QuotaError
+from .catalogue import Catalogue, SegmentRow
+
+if TYPE_CHECKING:
+    from .disk import SegmentStore
+
+
+CATALOGUE_GROWTH = 256 << 10
+"""Room left within the quota for the catalogue and its log to grow until the next reckoning."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much of the disk a store may take.
+
+    Args:
+        quota: bytes of the store's folder that are never exceeded, or None.
+        high: share of the quota at which eviction begins.
+        low: share of the quota to which it goes on.
+        floor: bytes that stay free on the file system, whatever the quota says.
+    """
+
+    quota: int | None = None
+    high: float = 0.95
+    low: float = 0.85
+    floor: int = 256 << 20
+
+    def __post_init__(self) -> None:
+        if not 0 < self.low <= self.high <= 1:
+            raise ConfigError(f"watermarks must satisfy 0 < low <= high <= 1, not low={self.low}, high={self.high}")
+        if self.quota is not None and self.quota < 0:
+            raise ConfigError(f"disk_quota must not be negative: {self.quota}")
+
+
+def used_bytes(store: SegmentStore) -> int:
+    """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may."""
+    total = CATALOGUE_GROWTH + store.ask(Catalogue.total_bytes, 0) + sum(_blocks(path) for path in store.unlisted)
+    for folder in (store.root, store.tmp_dir):
+        with suppress(OSError):
+            total += sum(_blocks(path) for path in folder.iterdir() if path.is_file())
+    return total
+
+
+def _blocks(path: Path) -> int:
+    try:
+        return path.lstat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def make_room(store: SegmentStore, nbytes: int) -> None:
+    """Evict until `nbytes` more fit. The caller holds the store's lock.
+
+    Raises:
+        QuotaError: they would not fit with everything evicted that may be; then nothing is.
+    """
+    limits = store.limits
+    clean_tmp(store)
+    needed = wanted = nbytes + limits.floor - shutil.disk_usage(store.root).free
+    if limits.quota is not None:
+        used = used_bytes(store)
+        needed = max(needed, used + nbytes - limits.quota)
+        if used + nbytes > limits.quota * limits.high:
+            wanted = max(wanted, needed, used + nbytes - int(limits.quota * limits.low))
+    if wanted <= 0:
+        return
+    victims = _victims(store, wanted)
+    if sum(row.nbytes for row in victims) < needed:
+        raise QuotaError(
+            f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
+        )
+    _evict(store, victims)
+
+
+def evict(store: SegmentStore, nbytes: int) -> int:
+    """Delete least recently used segments, the deeper of two first, until `nbytes` are freed. Returns how many."""
+    victims = _victims(store, nbytes)
+    _evict(store, victims)
+    return len(victims)
+
+
+def _victims(store: SegmentStore, nbytes: int) -> list[SegmentRow]:
+    pinned, now = store.pinned(), time.time()
+    rows = [row for row in store.ask(Catalogue.all, []) if row.id not in pinned]
+    rows.sort(key=lambda row: row.expires is None or row.expires > now)  # expired ones first, else as they were
+    freed = accumulate((row.nbytes for row in rows), initial=0)
+    return [row for row, before in zip(rows, freed, strict=False) if before < nbytes]
+
+
+def _evict(store: SegmentStore, rows: list[SegmentRow]) -> None:
+    store.remove([row.id for row in rows])
+    store.counters.add("evicted_segments", len(rows))
+
+
+def clean_tmp(store: SegmentStore) -> int:
+    """Delete temporary files whose writer has died: those that nobody holds a lock on. Returns bytes freed."""
+    freed = 0
+    with suppress(OSError), os.scandir(store.tmp_dir) as entries:
+        for entry in entries:
+            freed += _remove_if_orphan(Path(entry.path))
+    return freed
+
+
+def _remove_if_orphan(path: Path) -> int:
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return 0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        nbytes = os.fstat(fd).st_blocks * 512
+        path.unlink(missing_ok=True)
+        return nbytes
+    except OSError:  # locked: it is being written
+        return 0
+    finally:
+        os.close(fd)

@@ -1,0 +1,78 @@
+"""Segments without a model: random blocks under made-up links."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hf_tiered_cache.geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.stats import Counters
+from hf_tiered_cache.store.disk import SegmentStore
+from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.format import LINK_BYTES, SegmentHeader
+from hf_tiered_cache.store.quota import Limits
+
+LAYOUT = KVLayout((LayerKV(2, 8, 2, 8),) * 5, torch.float32)
+
+
+def links(count: int, seed: str = "a", parent: bytes = b"") -> list[bytes]:
+    """`count` links of a made-up chain."""
+    result = []
+    for i in range(count):
+        parent = hashlib.blake2b(parent + f"{seed}{i}".encode(), digest_size=LINK_BYTES).digest()
+        result.append(parent)
+    return result
+
+
+def segment(
+    chain: list[bytes],
+    *,
+    geometry: Geometry | None = None,
+    fingerprint: str = "model",
+    position: int = 0,
+    expires: float | None = None,
+    created: float | None = None,
+    fill: int | None = None,
+) -> tuple[SegmentHeader, list[bytes], list[torch.Tensor]]:
+    """Header, links and blocks (one tensor a lane) of a segment over `chain`."""
+    shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * LINK_TOKENS)
+    header = SegmentHeader(
+        id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=LINK_BYTES).hexdigest(),
+        fingerprint=fingerprint,
+        shape=shape,
+        parent=b"\0" * LINK_BYTES,
+        position=position,
+        created=time.time() if created is None else created,
+        expires=expires,
+    )
+    generator = np.random.default_rng(int(header.id[:8], 16))
+    blocks = []
+    for lane in shape.lanes:
+        data = generator.integers(0, 256, (shape.chunks, lane.block_bytes), dtype=np.uint8)
+        blocks.append(torch.from_numpy(data if fill is None else np.full_like(data, fill)))
+    return header, chain, blocks
+
+
+def open_store(root: Path, *, verify: bool = True, ttl: float | None = None, **limits) -> SegmentStore:
+    """A segment store with an engine and counters of its own."""
+    return SegmentStore(
+        root, engine=PosixEngine(), verify=verify, limits=Limits(**{"floor": 0} | limits), ttl=ttl, counters=Counters()
+    )
+
+
+def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
+    """All blocks of a segment, lane by lane, through the engine."""
+    from hf_tiered_cache.store.memory import aligned_bytes
+
+    reader = store.reader(segment_id)
+    assert reader is not None
+    lanes = []
+    for lane in reader.shape.lanes:
+        memory = aligned_bytes(reader.shape.chunks * lane.block_bytes).view(-1, lane.block_bytes)
+        reader.read(lane.index, [(0, memory)]).result()
+        lanes.append(memory)
+    return lanes

@@ -1,0 +1,191 @@
+"""The segment file: what is written is read, and a change of any byte is seen."""
+
+from __future__ import annotations
+
+import json
+import stat
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from segments import LAYOUT, links, open_store, read_back, segment
+
+from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.store.digest import block_digests, lin64, xxh3
+from hf_tiered_cache.store.format import FORMAT_VERSION, MAGIC, SegmentHeader, decode_header, encode_head, lay_out
+from hf_tiered_cache.store.segment import SegmentReader, read_head
+
+
+@given(
+    count=st.integers(1, 20),
+    chunk=st.sampled_from([8, 16, 64]),
+    heads=st.one_of(st.none(), st.just(1)),
+    split=st.booleans(),
+)
+def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
+    store = open_store(tmp_path_factory.mktemp("store"))
+    geometry = Geometry(chunk, 2, heads, split)
+    header, chain, blocks = segment(links(count), geometry=geometry)
+    assert store.publish(header, chain, blocks)
+    found, table, digests, nbytes = read_head(store.path(header.id))
+    assert found.shape == header.shape
+    assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
+    assert table == b"".join(chain)
+    assert digests.shape == (len(header.shape.lanes), header.shape.chunks)
+    assert nbytes >= found.file_bytes
+    for written, read in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written, read)
+
+
+def test_files_are_their_owners_alone(tmp_path):
+    store = open_store(tmp_path / "store")
+    header, chain, blocks = segment(links(3))
+    store.publish(header, chain, blocks)
+    for path in (tmp_path / "store").rglob("*"):
+        mode = stat.S_IMODE(path.stat().st_mode)
+        assert mode == (0o700 if path.is_dir() else 0o600), f"{path}: {mode:o}"
+
+
+def test_the_file_is_aligned_and_its_header_can_be_read_by_people(tmp_path):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(5))
+    store.publish(header, chain, blocks)
+    data = store.path(header.id).read_bytes()
+    assert len(data) % ALIGNMENT == 0
+    assert data[:8] == MAGIC
+    version, length = struct.unpack_from("<II", data, 8)
+    assert version == FORMAT_VERSION
+    described = json.loads(data[24 : 24 + length])
+    assert described["tokens"] == 80
+    assert all(offset % ALIGNMENT == 0 for offset, _, _ in described["sections"].values())
+
+
+REGIONS = [
+    "magic",
+    "version",
+    "json",
+    "header padding",
+    "chain",
+    "digests",
+    "first block",
+    "block padding",
+    "last block",
+]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("bit", [0, 7])
+def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
+    store = open_store(tmp_path)
+    layout = KVLayout((LayerKV(1, 8, 1, 8),) * 3, torch.bfloat16)  # blocks with padding behind them
+    shape = SegmentShape(layout, Geometry(), 48)
+    header = SegmentHeader("ab" * 16, "model", shape, b"\1" * 16, 0, created=1.0)
+    blocks = [torch.randint(0, 256, (shape.chunks, lane.block_bytes), dtype=torch.uint8) for lane in shape.lanes]
+    store.publish(header, links(3), blocks)
+    path = store.path(header.id)
+    laid = lay_out(header, 3)
+    offset = {
+        "magic": 3,
+        "version": 8,
+        "json": 60,
+        "header padding": 4095,
+        "chain": laid.chain.offset + 5,
+        "digests": laid.digests.offset + 3,
+        "first block": laid.blocks.offset,
+        "block padding": laid.blocks.offset + shape.lanes[0].payload_bytes + 1,
+        "last block": laid.file_bytes - ALIGNMENT,
+    }[region]
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1 << bit
+    path.write_bytes(data)
+    with pytest.raises((FormatError, IntegrityError)):
+        reader = SegmentReader(path, store.engine, verify=True)
+        store._readers[header.id] = reader
+        read_back(store, header.id)
+
+
+@pytest.mark.parametrize("cut", [0, 100, 4096, 8000, -1, -4096])
+def test_a_file_cut_short_is_seen(tmp_path, cut):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(4))
+    store.publish(header, chain, blocks)
+    path = store.path(header.id)
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    with pytest.raises(FormatError):
+        read_head(path)
+
+
+def test_a_newer_format_says_so(tmp_path):
+    header, chain, blocks = segment(links(2))
+    page = bytearray(encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]))[:4096])
+    struct.pack_into("<I", page, 8, FORMAT_VERSION + 1)
+    with pytest.raises(NewerFormatError, match="upgrade"):
+        decode_header(bytes(page))
+
+
+def test_a_header_whose_offsets_do_not_fit_is_refused():
+    header, chain, blocks = segment(links(2))
+    from dataclasses import replace
+
+    laid = lay_out(header, 2)
+    wrong = replace(laid, blocks=replace(laid.blocks, offset=laid.blocks.offset + ALIGNMENT))
+    page = encode_head(wrong, chain, np.concatenate([block_digests(b) for b in blocks]))[:4096]
+    with pytest.raises(FormatError, match="offsets"):
+        decode_header(page)
+
+
+def test_a_model_of_126_different_layers_fits_the_header_page():
+    kinds = tuple(
+        LayerKV(8, 128, 8, 128, window=4096 if i % 6 else 0, rotated="key", rotary_dims=128) for i in range(126)
+    )
+    header = SegmentHeader(
+        "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
+    )
+    laid = lay_out(header, 1)
+    head = encode_head(
+        laid, links(1), np.zeros(laid.block_count, block_digests(torch.zeros(1, 4096, dtype=torch.uint8)).dtype)
+    )
+    assert decode_header(head[:4096])[0].shape.layout.layers == kinds
+
+
+@given(st.integers(0, 511), st.integers(0, 63), st.integers(1, 4))
+def test_lin64_sees_any_change_of_one_word(word, bit, count):
+    blocks = torch.randint(0, 256, (count, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(word))
+    before = lin64(blocks).clone()
+    words = blocks.view(torch.int64)
+    words[-1, word] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+    after = lin64(blocks)
+    assert after[-1] != before[-1]
+    assert torch.equal(after[:-1], before[:-1])
+
+
+def test_lin64_is_the_sum_it_says_it_is():
+    """Against plain Python integers, modulo 2^64."""
+    mask = (1 << 64) - 1
+
+    def weight(index: int) -> int:
+        z = (index * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return (z ^ (z >> 31)) | 1
+
+    block = torch.randint(0, 256, (1, 256), dtype=torch.uint8)
+    words = struct.unpack("<32Q", bytes(block[0].tolist()))
+    expected = sum(w * weight(i + 1) for i, w in enumerate(words)) & mask
+    assert int(lin64(block).numpy().view(np.uint64)[0]) == expected
+
+
+def test_digests_of_blocks_are_those_of_their_bytes():
+    blocks = torch.randint(0, 256, (3, 4096), dtype=torch.uint8)
+    table = block_digests(blocks)
+    assert [int(d) for d in table["xxh3"]] == [xxh3(bytes(row.tolist())) for row in blocks]
+
+
+def test_layout_used_here_has_two_kinds_of_lanes():
+    """So that the tests above cover lanes of different sizes."""
+    assert len({lane.block_bytes for lane in SegmentShape(LAYOUT, Geometry(), 16).lanes}) == 2

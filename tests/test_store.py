@@ -1,0 +1,537 @@
+"""The folder of segments: publishing, finding, forgetting, and what survives of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sqlite3
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from segments import links, open_store, read_back, segment
+
+from hf_tiered_cache.errors import StoreError
+from hf_tiered_cache.store import maintain, quota
+from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
+
+
+def publish(store, count=4, seed="a", **changes):
+    header, chain, blocks = segment(links(count, seed), **changes)
+    assert store.publish(header, chain, blocks)
+    return header
+
+
+def du(root) -> int:
+    """Bytes that the store's files take on disk, as `du` counts them."""
+    return sum(p.lstat().st_blocks * 512 for p in root.rglob("*") if p.is_file())
+
+
+# --- publishing and finding
+
+
+def test_a_segment_is_found_under_its_first_link_alone(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    assert [row.id for row in store.find(links(4)[:1])] == [header.id]
+    assert store.find(links(4)[1:]) == []
+    assert store.find(links(4, "other")) == []
+
+
+def test_another_process_sees_it_at_once(tmp_path):
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    header = publish(ours)
+    assert [row.id for row in theirs.find(links(4))] == [header.id]
+    assert read_back(theirs, header.id)
+
+
+def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    header, chain, blocks = segment(links(3))
+    assert first.publish(header, chain, blocks)
+    inode = first.path(header.id).stat().st_ino
+    assert second.publish(header, chain, [b + 1 for b in blocks])
+    assert first.path(header.id).stat().st_ino == inode
+    assert second.counters.snapshot().duplicate_writes == 1
+    for written, read in zip(blocks, read_back(second, header.id), strict=True):
+        assert torch.equal(written, read)
+
+
+def test_two_writers_at_the_same_moment(tmp_path):
+    stores = [open_store(tmp_path) for _ in range(4)]
+    header, chain, blocks = segment(links(6))
+    barrier = threading.Barrier(4)
+    results = []
+
+    def write(store):
+        barrier.wait()
+        results.append(store.publish(header, chain, blocks))
+
+    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert results == [True] * 4
+    assert len(list((tmp_path / "segments").iterdir())) == 1
+    assert not list((tmp_path / "tmp").iterdir())
+    assert sum(s.counters.snapshot().segments_written for s in stores) == 1
+    assert read_back(stores[0], header.id)
+
+
+def test_expired_segments_are_not_found(tmp_path):
+    store = open_store(tmp_path)
+    publish(store, seed="old", expires=time.time() - 1)
+    publish(store, seed="new", expires=time.time() + 100)
+    assert store.find(links(4, "old")) == []
+    assert len(store.find(links(4, "new"))) == 1
+
+
+# --- the catalogue is never the truth
+
+
+def catalogue_files(root):
+    return [root / f"catalogue.sqlite{suffix}" for suffix in ("", "-wal", "-shm")]
+
+
+def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
+    store = open_store(tmp_path)
+    wanted = {publish(store, seed=s).id for s in "abc"}
+    store.close()
+    for path in catalogue_files(tmp_path):
+        path.unlink(missing_ok=True)
+    again = open_store(tmp_path)
+    assert again.catalogue.ids() == wanted
+    row = again.find(links(4, "b"))[0]
+    assert (row.tokens, row.usable_links, row.position) == (64, 4, 0)
+    assert row.nbytes == again.path(row.id).stat().st_blocks * 512
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a database, but long enough to be taken for one" * 100, None])
+def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.close()
+    path = tmp_path / "catalogue.sqlite"
+    if damage is None:  # a page in the middle
+        data = bytearray(path.read_bytes())
+        data[4096 : 4096 + 2000] = b"\xff" * 2000
+        damage = bytes(data)
+    path.write_bytes(damage)
+    again = open_store(tmp_path)
+    assert [row.id for row in again.find(links(4))] == [header.id]
+
+
+def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.catalogue._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with open(tmp_path / "catalogue.sqlite", "r+b") as file:
+        file.write(b"\xff" * 16384)
+    store.catalogue._db.execute("PRAGMA shrink_memory")
+    found = store.find(links(4)[:1]) or store.find(links(4)[:1])
+    assert [row.id for row in found] == [header.id]
+    assert store.counters.snapshot().catalogue_errors >= 1
+
+
+def test_a_stale_catalogue_is_brought_in_line_with_the_files(tmp_path):
+    store = open_store(tmp_path)
+    kept, gone = publish(store, seed="kept"), publish(store, seed="gone")
+    other = open_store(tmp_path / "other")
+    moved = publish(other, seed="moved")
+    store.close()
+    (tmp_path / "segments" / f"{gone.id}.kv").unlink()
+    os.rename(other.path(moved.id), tmp_path / "segments" / f"{moved.id}.kv")
+    assert open_store(tmp_path).catalogue.ids() == {kept.id, moved.id}
+
+
+def test_another_schema_is_replaced(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.close()
+    db = sqlite3.connect(tmp_path / "catalogue.sqlite")
+    db.execute("DROP TABLE segments")
+    db.execute("CREATE TABLE segments (something TEXT)")
+    db.execute("PRAGMA user_version=99")
+    db.commit()
+    db.close()
+    assert open_store(tmp_path).catalogue.ids() == {header.id}
+
+
+def test_rows_survive_a_round_trip(tmp_path):
+    catalogue = Catalogue(tmp_path / "c.sqlite")
+    row = SegmentRow("id", "fp", "exact", b"1" * 16, b"1" * 32, 2, 32, 16, 4096, 1.5, None, 2.5, 3)
+    catalogue.add(row)
+    assert catalogue.get("id") == row
+    catalogue.touch(["id"], now=9.0)
+    assert (catalogue.get("id").used, catalogue.get("id").uses) == (9.0, 4)
+    catalogue.limit("id", 1)
+    catalogue.limit("id", 5)
+    assert catalogue.get("id").usable_links == 1
+
+
+def test_many_processes_may_open_a_new_store_at_once(tmp_path):
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[2]]\n"
+        "from pathlib import Path; from segments import *\n"
+        "s = open_store(Path(sys.argv[1])); h, c, b = segment(links(2, sys.argv[3])); assert s.publish(h, c, b)\n"
+    )
+    here = os.path.dirname(__file__)
+    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "new"), here, str(i)]) for i in range(4)]
+    assert [p.wait(timeout=120) for p in processes] == [0] * 4
+    assert len(open_store(tmp_path / "new").catalogue.ids()) == 4
+
+
+# --- faults of the folder
+
+
+def test_a_file_is_no_store(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="folder"):
+        open_store(tmp_path / "file")
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="choose another"):
+        open_store(tmp_path / "file" / "store")
+
+
+def test_an_unwritable_folder_is_read_and_drops_are_counted(tmp_path, monkeypatch, caplog):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.close()
+    real = os.open
+
+    def refusing(path, flags, *args, **kwargs):
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refusing)
+    readonly = open_store(tmp_path)
+    assert not readonly.writable
+    assert [row.id for row in readonly.find(links(4))] == [header.id]
+    assert read_back(readonly, header.id)
+    for seed in "xy":
+        header, chain, blocks = segment(links(2, seed))
+        assert not readonly.publish(header, chain, blocks)
+    assert readonly.counters.snapshot().dropped_writes == 2
+    assert sum("cannot be written" in r.message for r in caplog.records) == 1
+
+
+@pytest.mark.parametrize("step", ["allocate", "write", "link"])
+def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypatch, caplog, step):
+    store = open_store(tmp_path)
+    kept = publish(store, seed="kept")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    name = {"allocate": "posix_fallocate", "write": "pwrite", "link": "link"}[step]
+    with monkeypatch.context() as patch:
+        patch.setattr(os, name, full)
+        for seed in "bc":
+            header, chain, blocks = segment(links(2, seed))
+            assert not store.publish(header, chain, blocks)
+    assert store.counters.snapshot().dropped_writes == 2
+    assert sum("was not stored" in r.message for r in caplog.records) == 1
+    assert not list((tmp_path / "tmp").iterdir())
+    assert store.catalogue.ids() == {kept.id}
+    publish(store, seed="later")  # the disk has room again
+    assert read_back(store, kept.id)
+
+
+def test_an_interrupted_write_goes_on(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:5000], offset))
+    header, chain, blocks = segment(links(3))
+    assert store.publish(header, chain, blocks)
+    for written, read in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written, read)
+
+
+def test_a_file_system_without_links_is_renamed_on(tmp_path, monkeypatch):
+    def refusing(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refusing)
+    store = open_store(tmp_path)
+    assert read_back(store, publish(store).id)
+
+
+# --- kill -9
+
+STEPS = ["reserved", "first block", "all blocks", "header", "linked", "catalogued"]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_kill_9_at_each_step_of_a_write(tmp_path, step):
+    """The store opens, serves whole records alone, and the orphan's room is taken back."""
+    store = open_store(tmp_path)
+    kept = publish(store, seed="kept")
+    store.close()
+    code = f"""
+import os, signal, sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from pathlib import Path
+from segments import *
+import hf_tiered_cache.store.disk as disk
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+step = {step!r}
+store = open_store(Path({str(tmp_path)!r}))
+header, chain, blocks = segment(links(3, "new"))
+writes, pwrite, link, add = 0, os.pwrite, os.link, disk.Catalogue.add
+def counting(fd, data, offset):
+    global writes
+    writes += 1
+    if (step, writes) in (("reserved", 1),): die()
+    if step == "first block" and writes == 1: pwrite(fd, bytes(data)[:5000], offset); die()
+    done = pwrite(fd, data, offset)
+    if step == "all blocks" and writes == len(blocks): die()
+    if step == "header" and writes == len(blocks) + 1: die()
+    return done
+def linking(*paths):
+    link(*paths)
+    if step == "linked": die()
+def adding(self, row):
+    add(self, row)
+    if step == "catalogued": die()
+os.pwrite, os.link, disk.Catalogue.add = counting, linking, adding
+store.publish(header, chain, blocks)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -9, done.stderr
+    again = open_store(tmp_path)
+    header, _chain, blocks = segment(links(3, "new"))
+    whole = step in ("linked", "catalogued")
+    assert again.catalogue.ids() == ({kept.id, header.id} if whole else {kept.id})
+    assert read_back(again, kept.id)
+    if whole:
+        for written, read in zip(blocks, read_back(again, header.id), strict=True):
+            assert torch.equal(written, read)
+    assert len(list((tmp_path / "tmp").iterdir())) == 1  # the orphan
+    assert again.publish(*segment(links(1, "next")))
+    assert not list((tmp_path / "tmp").iterdir())
+    assert maintain.verify(again).ok
+
+
+def test_a_file_being_written_is_no_orphan(tmp_path):
+    """Another process collects garbage while ours writes."""
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    fd, tmp = ours._reserve(100_000)
+    assert quota.clean_tmp(theirs) == 0
+    assert tmp.exists()
+    os.close(fd)  # as if the writer had died
+    assert quota.clean_tmp(theirs) >= 100_000
+    assert not tmp.exists()
+
+
+# --- quota
+
+
+def test_the_quota_is_never_exceeded_and_the_least_recently_used_go_first(tmp_path):
+    size = du_of_one(tmp_path / "probe")
+    limit = 6 * size + 500_000
+    store = open_store(tmp_path / "store", quota=limit, high=1.0, low=0.7)
+    made = []
+    for i in range(20):
+        made.append(publish(store, seed=f"s{i}").id)
+        assert du(tmp_path / "store") <= limit
+        store.touch([made[0]])  # in use all the time
+    left = store.catalogue.ids()
+    assert made[0] in left
+    assert made[-1] in left
+    assert left - {made[0]} == set(made[-(len(left) - 1) :])
+    assert store.counters.snapshot().evicted_segments == 20 - len(left)
+
+
+def du_of_one(root):
+    store = open_store(root)
+    return store.path(publish(store).id).stat().st_blocks * 512
+
+
+def test_several_processes_share_one_quota(tmp_path):
+    size = du_of_one(tmp_path / "probe")
+    limit = 5 * size + 500_000
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[2]]\n"
+        "from pathlib import Path; from segments import *\n"
+        "s = open_store(Path(sys.argv[1]), quota=int(sys.argv[4]))\n"
+        "for i in range(12): s.publish(*segment(links(4, sys.argv[3] + str(i))))\n"
+    )
+    arguments = [str(tmp_path / "store"), os.path.dirname(__file__)]
+    processes = [subprocess.Popen([sys.executable, "-c", code, *arguments, str(i), str(limit)]) for i in range(3)]
+    most = 0
+    while any(p.poll() is None for p in processes):
+        if (tmp_path / "store" / "segments").exists():
+            most = max(most, du(tmp_path / "store"))
+        time.sleep(0.002)
+    assert [p.returncode for p in processes] == [0] * 3
+    assert 0 < most <= limit
+
+
+def test_a_segment_over_the_whole_quota_is_dropped_and_evicts_nothing(tmp_path):
+    store = open_store(tmp_path, quota=1_000_000)
+    kept = publish(store)
+    header, chain, blocks = segment(links(100))
+    assert not store.publish(header, chain, blocks)
+    assert store.counters.snapshot().dropped_writes == 1
+    assert store.catalogue.ids() == {kept.id}
+
+
+def test_pinned_segments_stay_also_when_the_catalogue_is_lost(tmp_path):
+    size = du_of_one(tmp_path / "probe")
+    root = tmp_path / "store"
+    store = open_store(root, quota=3 * size + 500_000)
+    pinned = publish(store, seed="pinned").id
+    store.pin([pinned])
+    store.close()
+    for path in catalogue_files(root):
+        path.unlink(missing_ok=True)
+    store = open_store(root, quota=3 * size + 500_000)
+    for i in range(8):
+        publish(store, seed=f"s{i}")
+    assert pinned in store.catalogue.ids()
+    store.pin([pinned], pinned=False)
+    for i in range(8, 16):
+        publish(store, seed=f"s{i}")
+    assert pinned not in store.catalogue.ids()
+
+
+def test_a_child_is_evicted_before_its_parent(tmp_path):
+    size = du_of_one(tmp_path / "probe")
+    store = open_store(tmp_path / "store", quota=100 * size)
+    parent = publish(store, seed="parent", position=0)
+    header, chain, blocks = segment(links(4, "child"), position=64)
+    store.publish(header, chain, blocks, ancestors=[parent.id])
+    quota.evict(store, 1)
+    assert store.catalogue.ids() == {parent.id}
+
+
+def test_expired_segments_make_room_before_others(tmp_path):
+    size = du_of_one(tmp_path / "probe")
+    store = open_store(tmp_path / "store", quota=100 * size)
+    live = publish(store, seed="live")
+    publish(store, seed="expired", expires=time.time() - 1)
+    quota.evict(store, 1)
+    assert store.catalogue.ids() == {live.id}
+
+
+def test_the_free_space_floor_is_kept(tmp_path, monkeypatch):
+    store = open_store(tmp_path, floor=1 << 30)
+    kept = publish(store, seed="kept")
+    real = quota.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(quota.shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 200_000))
+    header, chain, blocks = segment(links(4, "too much"))
+    assert not store.publish(header, chain, blocks)
+    assert store.counters.snapshot().dropped_writes == 1
+    assert store.catalogue.ids() == {kept.id}  # giving it up would not have been enough
+    monkeypatch.setattr(quota.shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
+    assert not store.publish(*segment(links(1, "little")))
+
+
+# --- damage
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store, count=6)
+    reader = store.reader(header.id)
+    lane = reader.shape.lanes[1]
+    flip(store.path(header.id), reader.header.blocks.offset + reader.shape.lane_offsets[1] + 3 * lane.block_bytes)
+    report = maintain.verify(store)
+    assert list(report.bad) == [header.id]
+    assert "chunk 3" in report.bad[header.id]
+    assert store.find(links(6))[0].usable_links == 3
+    assert store.counters.snapshot().verification_failures == 1
+
+
+def test_verify_reads_every_block(tmp_path):
+    store = open_store(tmp_path)
+    headers = [publish(store, count=n, seed=str(n)) for n in (1, 3, 5)]
+    report = maintain.verify(store)
+    assert report.ok
+    assert report.segments == 3
+    assert report.blocks == sum(h.block_count for h in headers)
+    assert report.nbytes == sum(h.shape.blocks_bytes for h in headers)
+    assert json.dumps(report.as_dict())
+
+
+def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
+    store = open_store(tmp_path)
+    good = publish(store, seed="good")
+    publish(store, seed="expired", expires=time.time() - 1)
+    useless = publish(store, seed="useless")
+    flip(store.path(useless.id), 100)
+    newer = publish(store, seed="newer")
+    page = bytearray(store.path(newer.id).read_bytes())
+    struct.pack_into("<I", page, 8, 2)
+    store.path(newer.id).write_bytes(page)
+    store.close()
+    (tmp_path / "catalogue.sqlite").unlink()
+    store = open_store(tmp_path)
+    (tmp_path / "tmp" / "orphan").write_bytes(b"x" * 5000)
+    report = maintain.gc(store)
+    assert (report.expired, report.damaged) == (1, 1)
+    assert report.temporary_bytes > 0
+    left = {path.stem for path in store.segment_files()}
+    assert left == {good.id, newer.id}  # a newer version's file is not ours to delete
+    assert store.counters.snapshot().newer_files >= 1
+
+
+def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
+    store = open_store(tmp_path)
+    for i in range(40):
+        publish(store, seed=f"s{i}")
+    store.close()
+    limit = du(tmp_path) // 2
+    store = open_store(tmp_path, quota=limit)
+    assert maintain.gc(store).evicted > 0
+    assert du(tmp_path) <= limit
+
+
+def test_a_segment_under_another_name_is_not_believed(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    other = store.path("0" * 32)
+    os.rename(store.path(header.id), other)
+    store.close()
+    (tmp_path / "catalogue.sqlite").unlink()
+    store = open_store(tmp_path)
+    assert store.catalogue.ids() == set()
+    assert store.counters.snapshot().damaged_files == 1
+
+
+def test_removing_a_segment_takes_its_pin_along(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.pin([header.id])
+    assert store.remove([header.id, "f" * 32]) == 1
+    assert store.pinned() == set()
+    assert store.find(links(4)[:1]) == []
+
+
+def test_sync_makes_data_durable_before_names(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    order = []
+    fdatasync, fsync = os.fdatasync, os.fsync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (order.append("data"), fdatasync(fd)))
+    monkeypatch.setattr(os, "fsync", lambda fd: (order.append("folder"), fsync(fd)))
+    publish(store, seed="a")
+    publish(store, seed="b")
+    assert order == []  # an ordinary write waits for nothing: the checksum turns torn data into a miss
+    store.sync()
+    assert order == ["data", "data", "folder"]
+    store.sync()
+    assert order == ["data", "data", "folder"]
