@@ -1,0 +1,33 @@
+"""What an eviction policy is: it scores slots by what is known of their blocks. It knows no tensor."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What is known of some slots, as arrays of one length."""
+
+    last_used: np.ndarray
+    """int64, the tier's clock at the last use; the clock ticks once a fetch and stays below 2^32."""
+    uses: np.ndarray
+    """int64, how often the block was asked for since it came in."""
+
+
+class EvictionPolicy(ABC):
+    """Says which blocks go first."""
+
+    @abstractmethod
+    def score(self, usage: Usage) -> np.ndarray:
+        """A number for each slot; the lowest go first."""
+
+    def victims(self, usage: Usage, count: int) -> np.ndarray:
+        """Indices of the `count` slots that score lowest, in no order."""
+        score = self.score(usage)
+        if count >= len(score):
+            return np.arange(len(score))
+        return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)

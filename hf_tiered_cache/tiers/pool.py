@@ -1,0 +1,267 @@
+"""Slots: memory for blocks of one size, taken in slabs, and one tier's budget over the pools of all sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..geometry import ALIGNMENT
+from .policy import EvictionPolicy, Usage
+
+SLAB_BYTES = 64 << 20
+"""Memory is taken in slabs of about this, so that budgets need not be paid at start and pools can trade."""
+
+FREE, RESERVED, GONE = -1, -2, -3
+"""States of a slot that holds no block: free, being filled, its memory given back."""
+
+Owner = tuple[str, int]
+"""Segment id and lane: with a chunk number, the name of a block."""
+
+BlockRun = tuple[int, torch.Tensor]
+"""A run of neighbouring chunks: the first one's number, and the blocks, uint8 `[n, block_bytes]`."""
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
+
+
+@dataclass
+class SlotPool:
+    """Slots for blocks of `block_bytes`, with what is known of each in arrays, so that nothing is done block by block.
+
+    A slot is free, holds a block, or is reserved while one is brought in; while `pins` > 0 it may not be evicted.
+    Numbers of slots never change, also when a slab is given back: those who pinned others keep theirs.
+    """
+
+    block_bytes: int
+    slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
+    starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
+    owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state below
+    chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    uses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return int((self.owner != GONE).sum())
+
+    def add_slab(self, memory: torch.Tensor) -> None:
+        """Take `memory`, uint8 `[slots, block_bytes]`, as new free slots; where a slab went, if it was as large."""
+        count = memory.shape[0]
+        for index, slab in enumerate(self.slabs):
+            if slab is None and self.starts[index + 1] - self.starts[index] == count:
+                self.slabs[index] = memory
+                self.owner[self.starts[index] : self.starts[index + 1]] = FREE
+                return
+        self.slabs.append(memory)
+        self.starts.append(self.starts[-1] + count)
+        self.owner = np.concatenate([self.owner, np.full(count, FREE, np.int64)])
+        for name in ("chunk", "last_used", "uses", "pins"):
+            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(count, np.int64)]))
+
+    def drop_slab(self, index: int) -> None:
+        """Give a slab's memory back; its slots must be free."""
+        self.slabs[index] = None
+        self.owner[self.starts[index] : self.starts[index + 1]] = GONE
+
+    def free_slots(self, count: int) -> np.ndarray:
+        """Up to `count` free slots, ascending: low numbers first keeps runs of blocks side by side in memory."""
+        return np.flatnonzero(self.owner == FREE)[:count]
+
+    def evictable(self) -> np.ndarray:
+        return np.flatnonzero((self.owner >= 0) & (self.pins == 0))
+
+    def usage(self, slots: np.ndarray) -> Usage:
+        return Usage(self.last_used[slots], self.uses[slots])
+
+    def runs(self, slots: np.ndarray, chunks: np.ndarray) -> list[BlockRun]:
+        """The blocks of ascending `chunks`, which lie in `slots`, in as few tensors as can be."""
+        slab = np.searchsorted(self.starts, slots, side="right") - 1
+        breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(slab) != 0) | (np.diff(chunks) != 1)) + 1
+        result: list[BlockRun] = []
+        for first, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)], strict=True):
+            start = int(slots[first]) - self.starts[slab[first]]
+            result.append((int(chunks[first]), self.slabs[slab[first]][start : start + stop - first]))
+        return result
+
+
+class Tier:
+    """Blocks held in one kind of memory, within a budget of bytes that is never exceeded.
+
+    Not thread-safe: `Residency` holds the lock.
+
+    Args:
+        name: "host" or "device", as the stats call it.
+        budget: bytes of memory the tier may take, slab alignment included.
+        policy: who goes when it is full.
+        allocate: gets memory from the tier's device.
+        on_evict: called with owner, the segment's number of chunks, the chunks and their blocks before they go.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        budget: int,
+        policy: EvictionPolicy,
+        allocate: Allocate,
+        on_evict: Callable[[Owner, int, np.ndarray, list[BlockRun]], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.budget = budget
+        self.policy = policy
+        self.allocated = 0
+        self.evicted = 0
+        self.clock = 0
+        self.allocate = allocate
+        self._on_evict = on_evict
+        self._pools: dict[int, SlotPool] = {}
+        self._owners: dict[Owner, int] = {}
+        self._names: dict[int, Owner] = {}
+        self._tables: dict[int, tuple[SlotPool, np.ndarray]] = {}  # owner -> slot of each chunk, or -1
+        self._next_owner = 0
+
+    # --- looking up
+
+    def lookup(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
+        """int64 `[len(chunks)]`: the slot that holds each chunk's block, or -1."""
+        number = self._owners.get(owner)
+        return np.full(len(chunks), -1, np.int64) if number is None else self._tables[number][1][chunks]
+
+    def pool(self, block_bytes: int) -> SlotPool:
+        return self._pools.setdefault(block_bytes, SlotPool(block_bytes))
+
+    def use(self, pool: SlotPool, slots: np.ndarray) -> None:
+        """Note a use of these slots and pin them."""
+        pool.last_used[slots] = self.clock
+        pool.uses[slots] += 1
+        pool.pins[slots] += 1
+
+    def unpin(self, pool: SlotPool, slots: np.ndarray) -> None:
+        pool.pins[slots] -= 1
+
+    # --- taking and giving slots
+
+    def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
+        """Up to `count` pinned slots that belong to nobody yet, evicting as the policy says.
+
+        Fewer come back where the budget is too small or everything is pinned.
+        """
+        pool = self.pool(block_bytes)
+        self._grow(pool, count)
+        missing = count - len(pool.free_slots(count))
+        if missing > 0:
+            candidates = pool.evictable()
+            self._evict(pool, candidates[self.policy.victims(pool.usage(candidates), missing)])
+        slots = pool.free_slots(count)
+        pool.owner[slots] = RESERVED
+        pool.pins[slots] = 1
+        return pool, slots
+
+    def settle(
+        self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int
+    ) -> np.ndarray:
+        """Give reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
+
+        Returns:
+            A mask over `slots`: False where the block was brought in by another request meanwhile. Such a slot
+            keeps its bytes while pinned, and belongs to nobody afterwards.
+        """
+        number = self._number(owner, pool, chunk_count)
+        table = self._tables[number][1]
+        fresh = table[chunks] < 0
+        mine = slots[fresh]
+        table[chunks[fresh]] = mine
+        pool.owner[mine] = number
+        pool.chunk[mine] = chunks[fresh]
+        pool.last_used[mine] = self.clock
+        pool.uses[mine] = 1
+        return fresh
+
+    def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
+        """Free slots, whatever they hold."""
+        for number in np.unique(pool.owner[slots]):
+            if number >= 0:
+                held = slots[pool.owner[slots] == number]
+                self._forget(int(number), pool.chunk[held])
+        pool.owner[slots] = FREE
+        pool.pins[slots] = 0
+        pool.uses[slots] = 0
+
+    def also_in(self, other: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
+        """bool `[len(slots)]`: whether `other` holds the same block."""
+        result = np.zeros(len(slots), bool)
+        for number in np.unique(pool.owner[slots]):
+            if number >= 0:
+                mine = pool.owner[slots] == number
+                result[mine] = other.lookup(self._names[int(number)], pool.chunk[slots[mine]]) >= 0
+        return result
+
+    def clear(self) -> None:
+        """Forget every block and give the memory back."""
+        for state in (self._pools, self._owners, self._names, self._tables):
+            state.clear()
+        self.allocated = 0
+
+    # --- within
+
+    def _grow(self, pool: SlotPool, count: int) -> None:
+        """Take slabs until `count` slots are free or the budget is used, then from pools that are used less."""
+        while len(pool.free_slots(count)) < count:
+            room = (self.budget - self.allocated - ALIGNMENT) // pool.block_bytes
+            if room > 0:
+                slots = min(room, max(1, SLAB_BYTES // pool.block_bytes))
+                pool.add_slab(self.allocate(slots * pool.block_bytes).view(slots, pool.block_bytes))
+                self.allocated += slots * pool.block_bytes + ALIGNMENT
+            elif not self._take_from_others(pool):
+                return
+
+    def _take_from_others(self, pool: SlotPool) -> bool:
+        """Give up the slab of another pool that was used longest ago, if longer ago than anything in this one."""
+        best: tuple[int, SlotPool, int] | None = None
+        for other in self._pools.values():
+            for index, memory in enumerate(other.slabs):
+                span = slice(other.starts[index], other.starts[index + 1])
+                if other is pool or memory is None or other.pins[span].any():
+                    continue
+                newest = int(other.last_used[span].max())
+                if best is None or newest < best[0]:
+                    best = (newest, other, index)
+        oldest_here = pool.last_used[pool.evictable()].min(initial=self.clock)
+        if best is None or (len(pool) and best[0] >= oldest_here):
+            return False
+        _, other, index = best
+        span = np.arange(other.starts[index], other.starts[index + 1])
+        self._evict(other, span[other.owner[span] >= 0])
+        other.drop_slab(index)
+        self.allocated -= len(span) * other.block_bytes + ALIGNMENT
+        return True
+
+    def _evict(self, pool: SlotPool, slots: np.ndarray) -> None:
+        slots = np.sort(slots)
+        if self._on_evict is not None:
+            for number in np.unique(pool.owner[slots]):
+                held = slots[pool.owner[slots] == number]
+                held = held[np.argsort(pool.chunk[held])]
+                chunks, table = pool.chunk[held], self._tables[int(number)][1]
+                self._on_evict(self._names[int(number)], len(table), chunks, pool.runs(held, chunks))
+        self.evicted += len(slots)
+        self.discard(pool, slots)
+
+    def _number(self, owner: Owner, pool: SlotPool, chunk_count: int) -> int:
+        number = self._owners.get(owner)
+        if number is None:
+            number = self._next_owner
+            self._next_owner += 1
+            self._owners[owner] = number
+            self._names[number] = owner
+            self._tables[number] = (pool, np.full(chunk_count, -1, np.int64))
+        return number
+
+    def _forget(self, number: int, chunks: np.ndarray) -> None:
+        table = self._tables[number][1]
+        table[chunks] = -1
+        if not (table >= 0).any():
+            del self._tables[number]
+            del self._owners[self._names.pop(number)]

@@ -1,0 +1,339 @@
+"""Where blocks are, and how they come to the device that computes: device memory, host memory, disk.
+
+The tiers are exclusive: a block that moves up to the device leaves its host slot, one that is evicted from the
+device moves down to the host. What finds no slot within the budgets travels in memory of the request's own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..stats import Account
+from ..store.memory import aligned_bytes
+from ..store.segment import SegmentReader
+from . import make_policy
+from .pool import RESERVED, BlockRun, Owner, SlotPool, Tier
+from .streams import CopyStream, DoneEvent, Event, copy_stream
+
+
+@dataclass(eq=False)
+class Lease:
+    """Blocks of one lane on their way to a device, and a hold on the slots they lie in until `release`."""
+
+    residency: Residency
+    block_bytes: int
+    stream: CopyStream | None
+    """The side stream of the device, or None where the host tier is the device tier."""
+    runs: list[BlockRun] = field(default_factory=list)
+    """The blocks by ascending chunk, on the device that asked, once `wait` has returned."""
+    from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that are read from disk for this lease."""
+    arrived: Future[None] = field(default_factory=Future)
+    copied: Event = field(default_factory=DoneEvent)
+    held: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    _released: bool = False
+
+    def wait(self) -> None:
+        """Wait until the blocks are there, or raise what kept them: IntegrityError or OSError."""
+        self.arrived.result()
+        if self.stream is not None:
+            self.stream.await_copies(self.copied)
+
+    def release(self) -> None:
+        """Let the slots go. Call once after the last use of `runs`, and also for a lease that failed."""
+        if not self._released:
+            self._released = True
+            self.arrived.add_done_callback(lambda _: self.residency.retire(self))
+
+
+class Residency:
+    """The tiers of one store.
+
+    Args:
+        host_budget: bytes of host memory for blocks.
+        device_budget: bytes for blocks on each device.
+        policy: name of the eviction policy of the tiers.
+        pin: whether host memory is page-locked.
+        device_types: kinds of device with a tier of their own; for the others the host tier is the device tier.
+        direct: whether the engine fills device memory from disk (GPUDirect Storage).
+    """
+
+    def __init__(
+        self,
+        host_budget: int,
+        device_budget: int = 0,
+        policy: str = "lru",
+        *,
+        pin: bool = False,
+        device_types: frozenset[str] = frozenset({"cuda"}),
+        direct: bool = False,
+    ) -> None:
+        self.host = Tier("host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin))
+        self.devices: dict[torch.device, Tier] = {}
+        self.device_budget = device_budget
+        self._policy, self._pin, self._direct, self._device_types = policy, pin, direct, device_types
+        self._streams: dict[torch.device, CopyStream] = {}
+        self._retiring: list[tuple[Event, Lease]] = []
+        self._lock = threading.RLock()
+        self._clock = 0
+
+    # --- the two verbs
+
+    def fetch(
+        self, reader: SegmentReader, lane: int, chunks: np.ndarray, device: torch.device, account: Account
+    ) -> Lease:
+        """Start bringing blocks to `device`.
+
+        Args:
+            reader: the segment.
+            lane: which of its lanes.
+            chunks: int64, ascending.
+            device: where attention runs.
+            account: counts look-ups, bytes and time.
+
+        Returns:
+            At once, a lease whose blocks arrive later.
+        """
+        owner: Owner = (reader.id, lane)
+        with self._lock:
+            tier = self._device_tier(device)
+            self._tick(tier)
+            lease = Lease(self, reader.shape.lanes[lane].block_bytes, self._streams.get(device))
+            on_host: list[BlockRun] = []
+            missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
+            missing = self._take(self.host, owner, missing, lease, on_host, account)
+            direct: list[BlockRun] = []
+            rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
+            staged: list[BlockRun] = []
+            rest = self._reserve(self.host, rest, lease, staged)
+            staged.extend(self._own_memory(rest, lease.block_bytes))
+            if direct:
+                lease.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
+        lease.from_disk = missing
+
+        def arrive() -> None:
+            lease.runs.extend(direct)
+            self._arrive(reader, lane, on_host + staged, lease, tier)
+            lease.runs.sort(key=lambda run: run[0])
+
+        if not len(missing):
+            _settle_future(lease.arrived, arrive)
+            return lease
+
+        def read(done: Future) -> None:
+            def finish() -> None:
+                failed = done.exception() is not None
+                account.read_done(0 if failed else done.result().nbytes)
+                found, lost = (0, len(missing)) if failed else (len(missing), 0)
+                account.looked_up("disk", found, lost, lease.block_bytes)
+                done.result()
+                arrive()
+
+            _settle_future(lease.arrived, finish)
+
+        account.read_started()
+        reader.read(lane, direct + staged).add_done_callback(read)
+        return lease
+
+    def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
+        """Put freshly computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
+        count, block_bytes = blocks.shape
+        if count * block_bytes > self.host.budget:
+            return
+        chunks = np.arange(count)
+        with self._lock:
+            self._tick(None)
+            wanted = chunks[self.host.lookup(owner, chunks) < 0]
+            if not len(wanted):
+                return
+            pool, slots = self.host.acquire(block_bytes, len(wanted))
+            wanted = wanted[: len(slots)]
+            runs = pool.runs(slots, wanted) if len(slots) else []
+        for first, memory in runs:
+            memory.copy_(blocks[first : first + len(memory)])
+        with self._lock:
+            if len(slots):
+                self.host.settle(pool, slots, owner, wanted, count)
+                self._unpin(self.host, pool, slots)
+
+    # --- steps of a fetch, under the lock
+
+    def _tick(self, tier: Tier | None) -> None:
+        self._clock += 1
+        self.host.clock = self._clock
+        if tier is not None:
+            tier.clock = self._clock
+        self._reap()
+
+    def _take(
+        self, tier: Tier, owner: Owner, chunks: np.ndarray, lease: Lease, runs: list[BlockRun], account: Account
+    ) -> np.ndarray:
+        """Hold what `tier` has of `chunks`. Returns the chunks it has not."""
+        slots = tier.lookup(owner, chunks)
+        found = slots >= 0
+        if found.any():
+            pool = tier.pool(lease.block_bytes)
+            tier.use(pool, slots[found])
+            lease.held.append((tier, pool, slots[found]))
+            runs.extend(pool.runs(slots[found], chunks[found]))
+        account.looked_up(tier.name, int(found.sum()), int((~found).sum()), lease.block_bytes)
+        return chunks[~found]
+
+    def _reserve(self, tier: Tier, chunks: np.ndarray, lease: Lease, runs: list[BlockRun]) -> np.ndarray:
+        """Reserve slots for as many `chunks` as `tier` has room for. Returns the others."""
+        if not len(chunks) or not tier.budget:
+            return chunks
+        pool, slots = tier.acquire(lease.block_bytes, len(chunks))
+        if len(slots):
+            taken = chunks[: len(slots)]
+            pool.chunk[slots] = taken
+            lease.held.append((tier, pool, slots))
+            runs.extend(pool.runs(slots, taken))
+        return chunks[len(slots) :]
+
+    def _own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
+        """Memory of the request's own for blocks that find no slot."""
+        if len(chunks):
+            memory = aligned_bytes(len(chunks) * block_bytes, pin=self._pin).view(len(chunks), block_bytes)
+            starts = [0, *(np.flatnonzero(np.diff(chunks) != 1) + 1).tolist()]
+            for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True):
+                yield int(chunks[start]), memory[start:stop]
+
+    def _arrive(
+        self, reader: SegmentReader, lane: int, in_host: list[BlockRun], lease: Lease, tier: Tier | None
+    ) -> None:
+        """The bytes are in memory: move them up to the device, and enter them in the tier that keeps them."""
+        with self._lock:
+            moved = np.empty(0, np.int64)
+            if tier is None:
+                lease.runs.extend(in_host)
+            elif in_host:
+                moved = self._move_up(tier, sorted(in_host, key=lambda run: run[0]), lease)
+            for holder, pool, slots in lease.held:
+                new = slots[pool.owner[slots] == RESERVED]
+                if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
+                    new = new[~np.isin(pool.chunk[new], moved)]
+                if len(new):
+                    holder.settle(pool, new, (reader.id, lane), pool.chunk[new], reader.shape.chunks)
+
+    # --- between host and device
+
+    def _move_up(self, tier: Tier, in_host: list[BlockRun], lease: Lease) -> np.ndarray:
+        """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
+        chunks = np.concatenate([np.arange(first, first + len(blocks)) for first, blocks in in_host])
+        targets: list[BlockRun] = []
+        rest = self._reserve(tier, chunks, lease, targets)
+        with lease.stream.copying():
+            if len(rest):
+                memory = tier.allocate(len(rest) * lease.block_bytes).view(len(rest), lease.block_bytes)
+                targets.extend((int(chunk), memory[i : i + 1]) for i, chunk in enumerate(rest))
+            for source, target in overlaps(in_host, targets):
+                target.copy_(source, non_blocking=True)
+            lease.copied = lease.stream.copied()
+        lease.runs.extend(targets)
+        return chunks[: len(chunks) - len(rest)]
+
+    def _move_down(
+        self, device: torch.device, owner: Owner, count: int, chunks: np.ndarray, runs: list[BlockRun]
+    ) -> None:
+        """Blocks are evicted from a device: keep them on the host, as far as it has room."""
+        block_bytes = runs[0][1].shape[1]
+        stream = self._streams[device]
+        down = Lease(self, block_bytes, stream)
+        targets: list[BlockRun] = []
+        self._reserve(self.host, chunks, down, targets)
+        if not targets:
+            return
+        with stream.copying():
+            for source, target in overlaps(runs, targets):
+                target.copy_(source, non_blocking=True)
+            down.copied = stream.copied()
+        _, pool, slots = down.held[0]
+        self.host.settle(pool, slots, owner, pool.chunk[slots], count)
+        self._retiring.append((down.copied, down))
+
+    # --- the end of a lease
+
+    def retire(self, lease: Lease) -> None:
+        """The lease is over; its slots go when the device has done what it was given before now."""
+        with self._lock:
+            self._retiring.append((lease.stream.computed() if lease.stream else DoneEvent(), lease))
+            self._reap()
+
+    def _reap(self) -> None:
+        waiting = []
+        for event, lease in self._retiring:
+            if event.query() and lease.copied.query():
+                for tier, pool, slots in lease.held:
+                    self._unpin(tier, pool, slots)
+                lease.held.clear()
+            else:
+                waiting.append((event, lease))
+        self._retiring = waiting
+
+    def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
+        """Unpin, and free what nobody needs: reserved slots, and host slots whose block has moved up."""
+        tier.unpin(pool, slots)
+        idle = slots[pool.pins[slots] == 0]
+        gone = pool.owner[idle] == RESERVED
+        if tier is self.host:
+            for device_tier in self.devices.values():
+                gone |= tier.also_in(device_tier, pool, idle)
+        if gone.any():
+            tier.discard(pool, idle[gone])
+
+    # --- tiers
+
+    def _device_tier(self, device: torch.device) -> Tier | None:
+        if device.type not in self._device_types:
+            return None
+        if device not in self.devices:
+            self._streams[device] = copy_stream(device)
+            self.devices[device] = Tier(
+                "device",
+                self.device_budget,
+                make_policy(self._policy),
+                lambda nbytes: aligned_bytes(nbytes, device=device),
+                lambda owner, count, chunks, runs: self._move_down(device, owner, count, chunks, runs),
+            )
+        return self.devices[device]
+
+    @property
+    def evicted(self) -> int:
+        return self.host.evicted + sum(tier.evicted for tier in self.devices.values())
+
+    def clear(self) -> None:
+        """Forget every block and give the memory back."""
+        with self._lock:
+            self.host.clear()
+            self.devices.clear()
+
+
+def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of equally long pieces of two coverings of the same ascending chunks."""
+    at_source = at_target = used_source = used_target = 0
+    while at_source < len(sources) and at_target < len(targets):
+        source, target = sources[at_source][1], targets[at_target][1]
+        count = min(len(source) - used_source, len(target) - used_target)
+        yield source[used_source : used_source + count], target[used_target : used_target + count]
+        used_source, used_target = used_source + count, used_target + count
+        if used_source == len(source):
+            at_source, used_source = at_source + 1, 0
+        if used_target == len(target):
+            at_target, used_target = at_target + 1, 0
+
+
+def _settle_future(future: Future[None], action: Callable[[], None]) -> None:
+    """Resolve `future` with what `action` does."""
+    try:
+        action()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(None)

@@ -1,0 +1,278 @@
+"""Blocks come from the fastest tier that has them, each tier within its budget, no block in two tiers.
+
+The device tier runs here on the CPU, through the same code; tests/gpu repeats the essentials on CUDA.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from segments import links, open_store, segment
+
+from hf_tiered_cache.errors import IntegrityError
+from hf_tiered_cache.stats import Account
+from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.residency import Residency, overlaps
+
+CPU = torch.device("cpu")
+CHUNKS = 10
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """A store with two segments of ten chunks, and their blocks by segment and lane."""
+    store = open_store(tmp_path)
+    blocks = {}
+    for seed in "ab":
+        header, chain, lanes = segment(links(CHUNKS, seed))
+        store.publish(header, chain, lanes)
+        for lane, data in enumerate(lanes):
+            blocks[header.id, lane] = data
+    readers = [store.reader(i) for i in sorted({key[0] for key in blocks})]
+    return store, readers, blocks
+
+
+def fetch(residency, reader, lane, chunks, account=None, release=True):
+    lease = residency.fetch(reader, lane, np.asarray(chunks), CPU, account or Account())
+    lease.wait()
+    got = {first + i: block.clone() for first, run in lease.runs for i, block in enumerate(run)}
+    if release:
+        lease.release()
+    return got if release else (got, lease)
+
+
+def check(got, blocks, reader, lane, chunks):
+    assert sorted(got) == sorted(chunks)
+    for chunk, block in got.items():
+        assert torch.equal(block, blocks[reader.id, lane][chunk])
+
+
+def tiers_of(residency, reader, lane):
+    """In which tiers each chunk lies."""
+    owner, chunks = (reader.id, lane), np.arange(CHUNKS)
+    result = [set() for _ in chunks]
+    for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
+        for chunk in np.flatnonzero(tier.lookup(owner, chunks) >= 0):
+            result[chunk].add(name)
+    return result
+
+
+requests = st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 1), st.sets(st.integers(0, CHUNKS - 1), min_size=1)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40))
+def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, policy, direct):
+    _, readers, blocks = stored
+    residency = Residency(
+        host * 4096, device * 4096, policy, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
+    )
+    for which, lane, chunks in asked:
+        chunks = sorted(chunks)
+        check(fetch(residency, readers[which], lane, chunks), blocks, readers[which], lane, chunks)
+        assert residency.host.allocated <= residency.host.budget
+        assert all(tier.allocated <= tier.budget for tier in residency.devices.values())
+        for reader in readers:
+            for number in (0, 1):
+                assert all(len(where) <= 1 for where in tiers_of(residency, reader, number))
+
+
+def test_a_second_fetch_reads_nothing(stored):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20)
+    first, second = Account(), Account()
+    check(fetch(residency, reader, 0, range(CHUNKS), first), blocks, reader, 0, range(CHUNKS))
+    check(fetch(residency, reader, 0, range(CHUNKS), second), blocks, reader, 0, range(CHUNKS))
+    assert (first.stats.disk.hits, first.stats.host.misses) == (CHUNKS, CHUNKS)
+    assert first.stats.bytes_read == CHUNKS * reader.shape.lanes[0].block_bytes
+    assert (second.stats.host.hits, second.stats.disk.blocks, second.stats.bytes_read) == (CHUNKS, 0, 0)
+
+
+def test_only_what_is_missing_is_read(stored):
+    _, (reader, _), _ = stored
+    residency = Residency(1 << 20)
+    fetch(residency, reader, 0, [2, 3, 7])
+    account = Account()
+    got, lease = fetch(residency, reader, 0, range(CHUNKS), account, release=False)
+    assert lease.from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
+    assert account.stats.bytes_read == CHUNKS * lease.block_bytes  # small gaps are read through, and counted
+    assert len(got) == CHUNKS
+    lease.release()
+
+
+def test_a_block_moves_up_to_the_device_and_down_when_it_is_evicted(stored):
+    _, (a, b), blocks = stored
+    size = a.shape.lanes[0].block_bytes
+    residency = Residency(1 << 20, CHUNKS * size + 4096, device_types=frozenset({"cpu"}))
+    fetch(residency, a, 0, range(CHUNKS))
+    assert tiers_of(residency, a, 0) == [{"device"}] * CHUNKS
+    fetch(residency, b, 0, range(CHUNKS))
+    assert tiers_of(residency, b, 0) == [{"device"}] * CHUNKS
+    assert tiers_of(residency, a, 0) == [{"host"}] * CHUNKS
+    account = Account()
+    check(fetch(residency, a, 0, range(CHUNKS), account), blocks, a, 0, range(CHUNKS))
+    assert (account.stats.host.hits, account.stats.disk.blocks) == (CHUNKS, 0)
+    account = Account()
+    fetch(residency, a, 0, range(CHUNKS), account)
+    assert (account.stats.device.hits, account.stats.host.hits, account.stats.bytes_read) == (CHUNKS, 0, 0)
+
+
+def test_with_gds_blocks_come_from_disk_to_the_device_without_the_host(stored):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}), direct=True)
+    check(fetch(residency, reader, 1, range(CHUNKS)), blocks, reader, 1, range(CHUNKS))
+    assert tiers_of(residency, reader, 1) == [{"device"}] * CHUNKS
+    assert residency.host.allocated == 0
+
+
+def test_blocks_in_use_are_not_evicted(stored):
+    _, (a, b), blocks = stored
+    size = a.shape.lanes[0].block_bytes
+    residency = Residency(CHUNKS * size + 4096)
+    lease = residency.fetch(a, 0, np.arange(CHUNKS), CPU, Account())
+    lease.wait()
+    check(fetch(residency, b, 0, range(CHUNKS)), blocks, b, 0, range(CHUNKS))  # in memory of its own
+    for first, run in lease.runs:
+        for i, block in enumerate(run):
+            assert torch.equal(block, blocks[a.id, 0][first + i])
+    assert tiers_of(residency, a, 0) == [{"host"}] * CHUNKS
+    lease.release()
+
+
+def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
+    store, (reader, other), blocks = stored
+    path = store.path(reader.id)
+    data = bytearray(path.read_bytes())
+    data[reader.header.blocks.offset + 4 * reader.shape.lanes[0].block_bytes] ^= 4
+    with open(path, "r+b") as file:
+        file.write(data)
+    residency = Residency(1 << 20)
+    account = Account()
+    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, account)
+    with pytest.raises(IntegrityError) as caught:
+        lease.wait()
+    assert caught.value.whole_links == 4
+    lease.release()
+    assert (account.stats.disk.hits, account.stats.disk.misses) == (0, CHUNKS)
+    assert tiers_of(residency, reader, 0) == [set()] * CHUNKS
+    assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
+    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+
+
+def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20)
+    for _ in range(20):
+        residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account()).release()
+    check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+    assert not any(pool.pins.any() for pool in residency.host._pools.values())
+
+
+def test_many_threads_at_once(stored):
+    _, readers, blocks = stored
+    size = readers[0].shape.lanes[0].block_bytes
+    residency = Residency(14 * size, 7 * size, device_types=frozenset({"cpu"}))
+    errors = []
+
+    def work(seed):
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(40):
+                reader, lane = readers[random.integers(2)], int(random.integers(2))
+                chunks = sorted(random.choice(CHUNKS, random.integers(1, CHUNKS), replace=False).tolist())
+                check(fetch(residency, reader, lane, chunks), blocks, reader, lane, chunks)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert errors == []
+    assert residency.host.allocated <= residency.host.budget
+
+
+def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20)
+    residency.admit((reader.id, 0), blocks[reader.id, 0])
+    account = Account()
+    check(fetch(residency, reader, 0, range(CHUNKS), account), blocks, reader, 0, range(CHUNKS))
+    assert account.stats.bytes_read == 0
+    residency.admit((reader.id, 0), blocks[reader.id, 0])  # again: nothing happens
+    assert not any(pool.pins.any() for pool in residency.host._pools.values())
+
+
+def test_slots_wait_for_the_device_to_be_done_with_them(stored, monkeypatch):
+    """A stream whose work is not finished holds the slots that it reads."""
+    _, (reader, _), _ = stored
+
+    class Pending:
+        done = False
+
+        def query(self):
+            return self.done
+
+        def synchronize(self):
+            self.done = True
+
+    class SlowStream(residency_module.CopyStream):
+        pending = Pending()
+
+        def computed(self):
+            return self.pending
+
+    monkeypatch.setattr(residency_module, "copy_stream", lambda device: SlowStream())
+    residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}))
+    fetch(residency, reader, 0, range(CHUNKS))
+    (tier,) = residency.devices.values()
+    assert any(pool.pins.any() for pool in tier._pools.values())
+    SlowStream.pending.done = True
+    fetch(residency, reader, 1, [0])
+    assert not any(pool.pins[pool.owner >= 0][:CHUNKS].any() for pool in tier._pools.values())
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_overlaps_pairs_every_block_with_its_own(first, second):
+    total = min(sum(first), sum(second))
+
+    def cover(sizes):
+        numbers, runs, at = torch.arange(total).unsqueeze(1), [], 0
+        for size in sizes:
+            if at < total:
+                runs.append((at, numbers[at : min(total, at + size)]))
+                at += size
+        return runs
+
+    pairs = list(overlaps(cover(first), cover(second)))
+    assert torch.equal(torch.cat([a for a, _ in pairs]), torch.arange(total).unsqueeze(1))
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_io_time_counts_overlapping_reads_once():
+    account = Account()
+    account.read_started()
+    account.read_started()
+    account.read_done(10)
+    assert account.stats.io_seconds == 0
+    account.read_done(5)
+    assert account.stats.io_seconds > 0
+    assert account.stats.bytes_read == 15
+
+
+def test_futures_are_what_the_reader_gives(stored):
+    """The engine's future is not resolved before the check has been made."""
+    _, (reader, _), _ = stored
+    future = reader.read(0, [])
+    assert isinstance(future, Future)
+    assert future.result(timeout=10).nbytes == 0

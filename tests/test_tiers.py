@@ -1,0 +1,199 @@
+"""Slot pools against a model that keeps a plain dictionary: budgets, evictions, pins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.geometry import ALIGNMENT
+from hf_tiered_cache.tiers import POLICIES, make_policy
+from hf_tiered_cache.tiers import pool as pool_module
+from hf_tiered_cache.tiers.policy import Usage
+from hf_tiered_cache.tiers.pool import FREE, RESERVED, SlotPool, Tier
+
+SIZES = (4096, 8192)
+CHUNKS = 12
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Random fetches of blocks of two sizes; a dictionary says what must be held, in which order it was used."""
+
+    @initialize(budget=st.integers(0, 40), policy=st.sampled_from(sorted(POLICIES)), slab=st.integers(1, 6))
+    def start(self, budget, policy, slab):
+        self.slab_before = pool_module.SLAB_BYTES
+        pool_module.SLAB_BYTES = slab * 4096
+        self.taken = 0
+        self.gone: list[tuple] = []
+        self.policy = policy
+        self.tier = Tier("host", budget * 4096, make_policy(policy), self.allocate, self.evicted)
+        self.held: dict[tuple, list[int]] = {}  # (segment, lane, chunk) -> [last used, uses]
+        self.pinned: list[tuple] = []
+
+    def teardown(self):
+        if hasattr(self, "slab_before"):
+            pool_module.SLAB_BYTES = self.slab_before
+
+    def allocate(self, nbytes):
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def evicted(self, owner, count, chunks, runs):
+        assert count == CHUNKS
+        listed = [first + i for first, blocks in runs for i in range(len(blocks))]
+        assert listed == chunks.tolist() == sorted(chunks.tolist())
+        for first, blocks in runs:
+            for i, block in enumerate(blocks):
+                assert block[:8].view(torch.int64).item() == self.stamp(owner, first + i)
+        self.gone += [(*owner, chunk) for chunk in chunks.tolist()]
+
+    @staticmethod
+    def stamp(owner, chunk):
+        return hash((*owner, int(chunk))) % (1 << 60)
+
+    @rule(
+        segment=st.sampled_from("abc"),
+        lane=st.integers(0, 1),
+        first=st.integers(0, CHUNKS - 1),
+        count=st.integers(1, CHUNKS),
+        keep=st.booleans(),
+    )
+    def fetch(self, segment, lane, first, count, keep):
+        owner, block_bytes = (segment, lane), SIZES[lane]
+        chunks = np.arange(first, min(CHUNKS, first + count))
+        self.tier.clock += 1
+        slots = self.tier.lookup(owner, chunks)
+        assert [(*owner, c) in self.held for c in chunks.tolist()] == (slots >= 0).tolist()
+        pool = self.tier.pool(block_bytes)
+        present = slots >= 0
+        if present.any():
+            self.tier.use(pool, slots[present])
+            for slot, chunk in zip(slots[present], chunks[present], strict=True):
+                self.held[(*owner, int(chunk))][0] = self.tier.clock
+                self.held[(*owner, int(chunk))][1] += 1
+                assert self.memory(pool, slot)[:8].view(torch.int64).item() == self.stamp(owner, chunk)
+        missing = chunks[~present]
+        self.gone.clear()
+        pinned_before = {key for _, _, keys in self.pinned for key in keys} | {
+            (*owner, int(c)) for c in chunks[present]
+        }
+        _, new = self.tier.acquire(block_bytes, len(missing))
+        assert not pinned_before & set(self.gone)
+        self.check_victims(pool, lane)
+        for key in self.gone:
+            del self.held[key]
+        missing = missing[: len(new)]
+        pool.chunk[new] = missing
+        for slot, chunk in zip(new, missing, strict=True):
+            self.memory(pool, slot)[:8].view(torch.int64).fill_(self.stamp(owner, chunk))
+        if len(new):
+            assert self.tier.settle(pool, new, owner, missing, CHUNKS).all()
+        for chunk in missing.tolist():
+            self.held[(*owner, chunk)] = [self.tier.clock, 1]
+        mine = np.concatenate([slots[present], new]).astype(np.int64)
+        keys = [(*owner, int(c)) for c in np.concatenate([chunks[present], missing])]
+        if keep:
+            self.pinned.append((pool, mine, keys))
+        else:
+            self.tier.unpin(pool, mine)
+
+    def check_victims(self, pool, lane):
+        """Of the blocks of one size, those that went scored no higher than any that stayed and could have gone."""
+        if not self.gone or any(SIZES[key[1]] != pool.block_bytes for key in self.gone):
+            return
+        pinned = {key for _, _, keys in self.pinned for key in keys}
+        stayed = [
+            k
+            for k in self.held
+            if k[1] == lane and k not in pinned and k not in self.gone and self.held[k][0] < self.tier.clock
+        ]
+        score = (lambda k: (self.held[k][0],)) if self.policy == "lru" else (lambda k: tuple(self.held[k][::-1]))
+        if stayed:
+            assert max(map(score, self.gone)) <= min(map(score, stayed))
+
+    def memory(self, pool, slot):
+        return pool.runs(np.array([slot]), np.array([0]))[0][1][0]
+
+    @rule()
+    def unpin(self):
+        if self.pinned:
+            pool, slots, _ = self.pinned.pop(0)
+            self.tier.unpin(pool, slots)
+
+    @invariant()
+    def within_budget(self):
+        if hasattr(self, "tier"):
+            real = sum(slab.numel() for p in self.tier._pools.values() for slab in p.slabs if slab is not None)
+            assert real <= self.tier.allocated <= self.tier.budget
+
+    @invariant()
+    def tables_and_slots_agree(self):
+        if not hasattr(self, "tier"):
+            return
+        for owner, number in self.tier._owners.items():
+            pool, table = self.tier._tables[number]
+            for chunk, slot in enumerate(table.tolist()):
+                if slot >= 0:
+                    assert pool.owner[slot] == number
+                    assert pool.chunk[slot] == chunk
+                    assert (*owner, chunk) in self.held
+        assert sum((t[1] >= 0).sum() for t in self.tier._tables.values()) == len(self.held)
+
+
+TestTier = TierMachine.TestCase
+TestTier.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_runs_break_at_slabs_at_gaps_and_between_chunks():
+    pool = SlotPool(4096)
+    pool.add_slab(torch.zeros(4, 4096, dtype=torch.uint8))
+    pool.add_slab(torch.zeros(4, 4096, dtype=torch.uint8))
+    runs = pool.runs(np.array([1, 2, 3, 4, 6, 7]), np.array([0, 1, 2, 3, 4, 6]))
+    assert [(first, len(blocks)) for first, blocks in runs] == [(0, 3), (3, 1), (4, 1), (6, 1)]
+    assert runs[1][1].data_ptr() == pool.slabs[1].data_ptr()
+
+
+def test_a_block_brought_in_twice_is_kept_once():
+    tier = Tier("host", 1 << 20, make_policy("lru"), lambda n: torch.zeros(n, dtype=torch.uint8))
+    chunks = np.arange(3)
+    pool, first = tier.acquire(4096, 3)
+    _, second = tier.acquire(4096, 3)
+    assert tier.settle(pool, first, ("s", 0), chunks, 3).all()
+    assert not tier.settle(pool, second, ("s", 0), chunks, 3).any()
+    assert (pool.owner[second] == RESERVED).all()
+    tier.discard(pool, second)
+    assert (pool.owner[second] == FREE).all()
+    assert tier.lookup(("s", 0), chunks).tolist() == first.tolist()
+
+
+def test_a_pool_in_use_takes_memory_from_one_that_is_not():
+    """Another model's blocks, of another size, were used longer ago."""
+    tier = Tier("host", 20 * (4096 + ALIGNMENT), make_policy("lru"), lambda n: torch.zeros(n, dtype=torch.uint8))
+    tier.clock = 1
+    small, slots = tier.acquire(4096, 30)
+    tier.settle(small, slots, ("old", 0), np.arange(len(slots)), len(slots))
+    tier.unpin(small, slots)
+    tier.clock = 2
+    large, slots = tier.acquire(8192, 8)
+    assert len(slots) == 8
+    assert tier.allocated <= tier.budget
+    assert len(small) == 0
+    tier.settle(large, slots, ("new", 0), np.arange(8), 8)
+    assert tier.lookup(("old", 0), np.arange(30)).max() == -1
+
+
+def test_lru_and_lfu_disagree_where_they_should():
+    usage = Usage(last_used=np.array([5, 1, 9, 3]), uses=np.array([1, 8, 2, 1]))
+    assert make_policy("lru").victims(usage, 1).tolist() == [1]
+    assert sorted(make_policy("lfu").victims(usage, 2).tolist()) == [0, 3]
+    assert make_policy("lfu").victims(usage, 1).tolist() == [3]  # of equals, the one used longest ago
+    assert len(make_policy("lru").victims(usage, 9)) == 4
+    assert len(make_policy("lru").victims(usage, 0)) == 0
+
+
+def test_an_unknown_policy_is_named_with_those_there_are():
+    with pytest.raises(ConfigError, match=r"'fifo'.*lru, lfu"):
+        make_policy("fifo")
