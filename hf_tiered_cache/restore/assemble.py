@@ -1,0 +1,109 @@
+"""From blocks to a layer's keys and values: what has arrived is copied to its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..errors import RestoreError
+from ..geometry import LayerKV
+from .plan import Plan
+from .prefetch import Prefetch, Unit
+
+
+def restore_layer(
+    prefetch: Prefetch,
+    layer: int,
+    kind: LayerKV,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    first_column: int,
+    rotate_: Callable[[torch.Tensor, int], None],
+) -> None:
+    """Fill the restored columns of a pass for one layer, and rotate them; the computed ones are left to the caller.
+
+    Args:
+        prefetch: brings the blocks.
+        layer: which.
+        kind: what the model hands over for this layer.
+        keys: `[batch, key_heads, columns - first_column, key_dim]`; values likewise.
+        first_column: the column, in the plan's count, that stands first in `keys` and `values`.
+        rotate_: rotates, in place, `[rows, heads, n, dim]` whose first column is the token of that number.
+
+    Raises:
+        RestoreError: a block did not arrive, or does not fit.
+    """
+    plan = prefetch.plan
+    for unit in prefetch.units(layer):
+        _check_fit(unit, layer, kind, keys.dtype)
+        copy_unit(unit, layer, plan, keys, values, first_column)
+    restored = plan.columns if plan.suffix is None else plan.suffix
+    for group in plan.groups:
+        begin = max(0, group.pad - plan.base - first_column)  # of the row's tokens in this pass
+        end = restored - first_column
+        one, others = group.rows[0], list(group.rows[1:])
+        if begin < end and kind.rotated:
+            rotated = keys if kind.rotated == "key" else values
+            rotate_(rotated[one : one + 1, :, begin:end], begin + first_column + plan.base - group.pad)
+        for tensor in (keys, values):
+            tensor[list(group.rows), :, :begin] = 0  # padding is masked, but must be finite
+            if others:
+                tensor[others, :, begin:end] = tensor[one, :, begin:end]
+    prefetch.done(layer)
+
+
+def _check_fit(unit: Unit, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
+    """A fingerprint promises this much; code that changed under it must not go unnoticed."""
+    layout = unit.reader.shape.layout
+    stored = layout.layers[layer] if layer < len(layout.layers) else None
+    if stored != kind or layout.dtype != dtype:
+        raise RestoreError(
+            unit.reader.id, f"layer {layer} stores {stored} in {layout.dtype}, the model has {kind} in {dtype}"
+        )
+
+
+def copy_unit(unit: Unit, layer: int, plan: Plan, keys: torch.Tensor, values: torch.Tensor, first_column: int) -> None:
+    """Copy what `unit` holds of `layer` into the first row of each group.
+
+    Args:
+        unit: has arrived.
+        keys: `[batch, key_heads, columns - first_column, key_dim]`; values likewise.
+        first_column: the column, in the plan's count, that stands first in `keys` and `values`.
+    """
+    shape = unit.reader.shape
+    for part in unit.lane.parts:
+        if part.layer != layer:
+            continue
+        target = (keys if part.tensor == "key" else values)[:, part.first_head : part.first_head + part.heads]
+        for first_chunk, memory in unit.lease.runs:
+            blocks = shape.part_view(memory, part)  # [n, heads, chunk_tokens, dim]
+            start = first_chunk * shape.geometry.chunk_tokens
+            for group, piece in unit.pieces:
+                shift = piece.at - piece.first + group.pad - plan.base - first_column
+                low, high = max(piece.first, -shift), min(piece.first + piece.count, target.shape[2] - shift)
+                copy_tokens(target[group.rows[0]], blocks, start, low, high, shift)
+
+
+def copy_tokens(target: torch.Tensor, blocks: torch.Tensor, start: int, low: int, high: int, shift: int) -> None:
+    """Copy the tokens `[low, high)` of a segment, as far as `blocks` holds them.
+
+    Args:
+        target: `[heads, columns, dim]`.
+        blocks: `[n, heads, chunk_tokens, dim]`.
+        start: number, in the segment, of the token that stands first in `blocks`.
+        shift: column of a token minus its number.
+    """
+    chunk = blocks.shape[2]
+    at, high = max(low, start), min(high, start + blocks.shape[0] * chunk)
+    while at < high:
+        index, inside = divmod(at - start, chunk)
+        whole = (high - at) // chunk if inside == 0 else 0
+        if whole:  # any number of whole chunks in one strided copy
+            count = whole * chunk
+            columns = target[:, at + shift : at + shift + count].unflatten(1, (whole, chunk))
+            columns.copy_(blocks[index : index + whole].transpose(0, 1))
+        else:  # the ragged ends of a run
+            count = min(chunk - inside, high - at)
+            target[:, at + shift : at + shift + count] = blocks[index, :, inside : inside + count]
+        at += count

@@ -1,0 +1,124 @@
+"""The plan of one forward pass: which columns each layer computes, and from which segments the rest comes.
+
+A column is a place in the batch's rectangle, counted from the first one that this pass adds to the cache. Prefix
+reuse is the simplest plan: every layer computes the suffix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..geometry import Lane
+from ..store.segment import SegmentReader
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a method is told before it says what to compute."""
+
+    base: int
+    """Columns the cache holds already."""
+    columns: int
+    """Columns of this pass."""
+    restorable: int
+    """The first column that not every row can restore; in front of it all can (padding counts as restored)."""
+    must_compute: int
+    """The last columns, whose logits are asked for."""
+    layers: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of a segment's tokens and where they stand in their row."""
+
+    reader: SegmentReader
+    first: int
+    """First token, counted in the segment."""
+    count: int
+    at: int
+    """Position of that token in the row, padding not counted."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Rows with the same tokens and padding: restored once, copied to each."""
+
+    rows: tuple[int, ...]
+    pad: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is computed and what restored in one forward pass.
+
+    Args:
+        base: columns the cache holds already.
+        columns: columns that this pass adds, restored and computed.
+        computed: for each layer the columns it computes, int64, ascending; never more than the layer before, and
+            always the last one.
+        groups: where the rows' other columns come from.
+    """
+
+    base: int
+    columns: int
+    computed: tuple[np.ndarray, ...]
+    groups: tuple[RowGroup, ...]
+
+    def __post_init__(self) -> None:
+        before: np.ndarray | None = None
+        for layer, columns in enumerate(self.computed):
+            if columns is before:
+                continue
+            if not len(columns) or columns[-1] != self.columns - 1 or columns[0] < 0 or (np.diff(columns) <= 0).any():
+                raise ValueError(f"layer {layer} must compute ascending columns that end in the last one")
+            if before is not None and not np.isin(columns, before).all():
+                raise ValueError(f"layer {layer} computes columns that layer {layer - 1} does not")
+            before = columns
+
+    @cached_property
+    def suffix(self) -> int | None:
+        """The first computed column if every layer computes just the suffix from there, else None."""
+        first = self.computed[0]
+        whole = len(first) == self.columns - first[0]
+        return int(first[0]) if whole and all(c is first or len(c) == len(first) for c in self.computed) else None
+
+    def kept(self, layer: int) -> np.ndarray | None:
+        """Which of the hidden states of the layer before `layer` keeps, or None for all."""
+        return self._within(layer, layer - 1) if layer else None
+
+    def rows(self, layer: int) -> np.ndarray | None:
+        """Which of the first layer's queries are `layer`'s, or None for all."""
+        return self._within(layer, 0)
+
+    def _within(self, layer: int, other: int) -> np.ndarray | None:
+        mine, its = self.computed[layer], self.computed[other]
+        return None if len(mine) == len(its) else np.flatnonzero(np.isin(its, mine, assume_unique=True))
+
+    def first_kept(self, window: int) -> int:
+        """The first column that a layer with this sliding window (0: none) still needs when the pass begins."""
+        if not window:
+            return -self.base
+        return max(-self.base, int(self.computed[0][0]) - (window - 1))
+
+    def wanted_tokens(self, lane: Lane, group: RowGroup, piece: Piece) -> np.ndarray:
+        """The tokens of `piece`, counted in its segment, that some layer of `lane` needs and does not compute."""
+        start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
+        low = max(piece.first, max(0, self.first_kept(lane.window)) - start)
+        high = piece.first + piece.count
+        if self.suffix is not None:
+            return np.arange(low, min(high, self.suffix - start))
+        tokens = np.arange(low, high)
+        return tokens[~np.isin(tokens + start, self.computed[lane.layers[-1]], assume_unique=True)]
+
+    @property
+    def restored_tokens(self) -> int:
+        """Tokens, over all rows, that no layer computes."""
+        total = 0
+        for group in self.groups:
+            start = max(0, group.pad - self.base)
+            total += (self.columns - start - int((self.computed[0] >= start).sum())) * len(group.rows)
+        return total

@@ -1,0 +1,64 @@
+"""From a prompt to a plan: look up what is stored of each row, and let the method say what to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..geometry import LINK_TOKENS
+from ..store.segment import SegmentReader
+from .history import History
+from .match import MatchedRun
+from .plan import Piece, Plan, RowGroup, Situation
+
+Computed = Callable[[Situation], tuple[np.ndarray, ...]]
+"""A method's say: for each layer the columns to compute (see `Method.computed`)."""
+
+Match = Callable[[list[bytes]], list[tuple[MatchedRun, SegmentReader]]]
+"""Returns the longest stored prefix of a sequence of links."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is stored of some rows: so many links, in these segments."""
+
+    rows: tuple[int, ...]
+    links: int
+    segments: tuple[str, ...]
+
+
+def make_plan(
+    history: History, ids: np.ndarray, must_compute: int, computed: Computed, layers: int, match: Match
+) -> tuple[Plan | None, list[Found]]:
+    """Plan a pass.
+
+    Args:
+        history: what the cache holds.
+        ids: int64 `[rows, columns]`, what the pass adds.
+        must_compute: columns at the end whose outputs are asked for.
+        computed: says what to compute.
+        layers: of the model.
+        match: looks up.
+
+    Returns:
+        The plan, or None if nothing can be restored; and what was found.
+    """
+    base, columns = history.columns, ids.shape[1]
+    alike: dict[tuple[int, bytes], list[int]] = {}
+    for row, pad in enumerate(history.pads):
+        whole = np.concatenate([history.ids()[row], ids[row]])
+        alike.setdefault((pad, whole[pad:].tobytes()), []).append(row)
+    groups, found, restorable = [], [], columns
+    for (pad, _), rows in alike.items():
+        pieces, tokens = [], 0
+        for run, reader in match(history.links_with(rows[0], ids[rows[0]])):
+            pieces.append(Piece(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
+            tokens = run.stop * LINK_TOKENS
+        groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
+        found.append(Found(tuple(rows), tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        restorable = min(restorable, max(0, pad + tokens - base))
+    situation = Situation(base, columns, restorable, must_compute, layers)
+    plan = Plan(base, columns, computed(situation), tuple(groups))
+    return (plan if plan.restored_tokens else None), found

@@ -1,0 +1,133 @@
+"""When blocks move: units of one lane and one segment, brought in ahead of the layers that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError, RestoreError
+from ..geometry import Lane
+from ..stats import Account
+from ..store.segment import SegmentReader
+from ..tiers.residency import Lease, Residency
+from .plan import Piece, Plan, RowGroup
+
+AHEAD_BYTES = 128 << 20
+"""Blocks that may be under way or waiting for their layer: keeps a fast disk busy, and bounds what a request takes."""
+
+
+@dataclass(eq=False)
+class Unit:
+    """The blocks of one lane that a pass needs of one segment, and the pieces of rows they serve."""
+
+    reader: SegmentReader
+    lane: Lane
+    pieces: list[tuple[RowGroup, Piece]] = field(default_factory=list)
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Tokens of the segment that are needed, ascending."""
+    lease: Lease | None = None
+
+    def add(self, group: RowGroup, piece: Piece, tokens: np.ndarray) -> None:
+        self.pieces.append((group, piece))
+        self.tokens = np.union1d(self.tokens, tokens) if len(self.tokens) else tokens
+
+    @cached_property
+    def chunks(self) -> np.ndarray:
+        return np.unique(self.tokens // self.reader.shape.geometry.chunk_tokens)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return len(self.chunks) * self.lane.block_bytes
+
+    def bytes_used(self) -> int:
+        """Of the bytes read from disk for this unit, those that tokens were needed of."""
+        chunk_tokens = self.reader.shape.geometry.chunk_tokens
+        needed = int(np.isin(self.tokens // chunk_tokens, self.lease.from_disk).sum())
+        return needed * self.lane.payload_bytes // chunk_tokens
+
+
+@dataclass(eq=False)
+class Prefetch:
+    """Walks the units of a plan in the order in which layers need them, a bounded number of bytes ahead.
+
+    Args:
+        plan: what to restore.
+        residency: the tiers.
+        account: counts what happens.
+        device_of: the device of each layer.
+        ahead_bytes: how far to run ahead.
+    """
+
+    plan: Plan
+    residency: Residency
+    account: Account
+    device_of: Callable[[int], torch.device]
+    ahead_bytes: int = AHEAD_BYTES
+    _by_layer: dict[int, list[Unit]] = field(default_factory=dict)
+    _waiting: list[Unit] = field(default_factory=list)
+    _under_way: int = 0
+
+    def __post_init__(self) -> None:
+        units: dict[tuple[str, int], Unit] = {}
+        for group in self.plan.groups:
+            for piece in group.pieces:
+                for lane in piece.reader.shape.lanes:
+                    tokens = self.plan.wanted_tokens(lane, group, piece)
+                    if len(tokens):
+                        unit = units.setdefault((piece.reader.id, lane.index), Unit(piece.reader, lane))
+                        unit.add(group, piece, tokens)
+        order = sorted(units.values(), key=lambda unit: unit.lane.layers[0])
+        for unit in order:
+            for layer in unit.lane.layers:
+                self._by_layer.setdefault(layer, []).append(unit)
+        self._waiting = order[::-1]
+        self._issue()
+
+    def units(self, layer: int) -> Iterator[Unit]:
+        """The units of `layer`, each when it has arrived.
+
+        Raises:
+            RestoreError: a block could not be read or failed its checksum.
+        """
+        units = self._by_layer.get(layer, [])
+        while any(unit.lease is None for unit in units):
+            self._start(self._waiting.pop())
+        for unit in units:
+            try:
+                with self.account.timing("stall_seconds"):
+                    unit.lease.wait()
+            except (IntegrityError, OSError) as error:
+                failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+                self.account.add(**{failure: 1})
+                raise RestoreError(unit.reader.id, str(error)) from error
+            yield unit
+
+    def done(self, layer: int) -> None:
+        """Layer `layer` has its keys and values: let go what no later layer needs, and fetch on."""
+        for unit in self._by_layer.get(layer, []):
+            if unit.lane.layers[-1] == layer:
+                self._under_way -= unit.nbytes
+                self.account.add(bytes_used=unit.bytes_used())
+                unit.lease.release()
+        self._issue()
+
+    def cancel(self) -> None:
+        """Let everything go, at whatever point the pass has ended."""
+        for units in self._by_layer.values():
+            for unit in units:
+                if unit.lease is not None:
+                    unit.lease.release()
+        self._waiting.clear()
+
+    def _issue(self) -> None:
+        while self._waiting and (not self._under_way or self._under_way + self._waiting[-1].nbytes <= self.ahead_bytes):
+            self._start(self._waiting.pop())
+
+    def _start(self, unit: Unit) -> None:
+        self._under_way += unit.nbytes
+        device = self.device_of(unit.lane.layers[0])
+        unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)
