@@ -1,0 +1,425 @@
+"""TieredCache: the face that transformers sees, and the life of one request."""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from .errors import CacheMismatchError, ConfigError, RestoreError, StoreClosedError
+from .fingerprint import Fingerprinter, rope_regime
+from .geometry import LayerKV
+from .kvstore import KVStore
+from .layer import TieredLayer, layers_for
+from .methods import Method, make_method
+from .patches.attach import Attachment, ServedCache, attach
+from .patches.attention import WRAPPED, can_scatter, exchanged
+from .patches.layers import decoder_layers, dropping
+from .patches.rotary import RotaryTap, Unrotated
+from .patches.scope import Scope, current, entered
+from .record import Recorder
+from .request import Request, understand
+from .restore.assemble import restore_layer
+from .restore.history import History
+from .restore.plan import Plan
+from .restore.planner import make_plan
+from .restore.prefetch import Prefetch
+from .stats import Account, RequestStats
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_REPLANS = 4
+"""Times a pass whose restore failed is planned again, around what failed; then all of it is computed."""
+_STORE_AT = 64
+_STORE_AT_LAST = 512
+"""Columns, of one pass or of several, that are stored when they are computed; fewer wait for more, or for `flush`."""
+
+
+@dataclass(eq=False)
+class _Pass:
+    """The pass under way."""
+
+    scope: Scope
+    records: bool = False
+    plan: Plan | None = None
+    prefetch: Prefetch | None = None
+
+
+class TieredCache(Cache, ServedCache):
+    """A cache whose KV outlives it: `model.generate(**inputs, past_key_values=TieredCache(model, store))`.
+
+    The longest stored prefix of the prompt is restored from device memory, host memory or disk, only the rest is
+    computed, and what is new is stored, generated tokens too. The output is `DynamicCache`'s. A cache serves one
+    request, or one conversation that goes on; it is cheap to make.
+
+    Args:
+        model: any decoder-only causal LM of transformers; it is attached (see `attach`) if it is not yet.
+        store: a `KVStore`, or the path of one. A path's store is opened once for each model, and closed by `detach`.
+        method: how KV is restored: a `Method`, its name, or None for exact reuse.
+        restore: whether stored KV is used.
+        record: whether new KV is stored.
+
+    Raises:
+        UnsupportedModelError: the model keeps state that is no KV of single tokens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KVStore | str | os.PathLike[str],
+        *,
+        method: Method | str | None = None,
+        restore: bool = True,
+        record: bool = True,
+    ) -> None:
+        self.method = make_method(method)
+        self._attachment = attach(model)
+        super().__init__(layers=layers_for(self._attachment.model))
+        self.store = store if isinstance(store, KVStore) else _store_at(self._attachment, store)
+        self._restores, self._records = restore, record
+        self._begin()
+
+    def _begin(self) -> None:
+        self._account = Account()
+        self._history: History | None = None
+        self._recorder: Recorder | None = None
+        self._regime = ""
+        self._plain = ""  # why what this cache holds can be neither stored nor restored, if so
+        self._now: _Pass | None = None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model this cache belongs to."""
+        return self._attachment.model
+
+    @property
+    def stats(self) -> RequestStats:
+        """What this cache has restored, computed, stored and read. Printed, it is a table."""
+        return self._account.stats
+
+    def store_now(self) -> tuple[str, ...]:
+        """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
+        if self._recorder is None:
+            return ()
+        self._account.add(tokens_stored=self._recorder.seal())
+        return self._recorder.segments(0)
+
+    # --- one pass
+
+    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """One forward pass of the model: restore what is stored, compute the rest, record it."""
+        if attachment is not self._attachment:
+            raise CacheMismatchError(
+                f"this cache belongs to another {type(self.model).__name__}; make one for this model"
+            )
+        with torch.no_grad():  # stored KV has no gradient
+            request = self._understand(kwargs)
+            if request is None:
+                return self._pass(forward, kwargs, None, None)
+            for replans_left in range(_REPLANS, -1, -1):
+                plan = self._plan(request) if replans_left and self._restores else None
+                marks = [layer.mark() for layer in self._kv_layers()]
+                try:
+                    output = self._pass(forward, kwargs, request, plan)
+                    break
+                except BaseException as error:
+                    self._undo(marks)
+                    if not isinstance(error, RestoreError):
+                        raise
+                    self._account.add(recomputed=1)
+                    self.store.disk.report(error.segment, error.__cause__ or error)
+            self._note(request, plan)
+            return output
+
+    def _understand(self, kwargs: dict[str, Any]) -> Request | None:
+        """What a pass asks for, or None if its KV can be neither stored nor restored: it runs as with any cache."""
+        columns = self.get_seq_length()
+        reason = self._plain or self._unusual(columns)
+        if not reason:
+            request = understand(kwargs, columns, None if self._history is None else self._history.pads)
+            if isinstance(request, Request):
+                regime = rope_regime(self._attachment.config, columns + request.columns - min(request.pads))
+                if self._history is None and regime is not None:
+                    self._open(request.pads, regime)
+                if self._history is not None and regime == self._regime:
+                    return request
+                request = "its RoPE frequencies depend on its length"
+            reason = request
+        if not self._plain:
+            self._plain = reason
+            logger.debug("nothing more of this prompt is restored or stored: %s", reason)
+            if self._recorder is not None:
+                self._recorder.seal()
+                self._history = self._recorder = None
+        return None
+
+    def _unusual(self, columns: int) -> str:
+        if self.model.training:
+            return "the model is in training mode"
+        if columns != (0 if self._history is None else self._history.columns):
+            return "the cache was filled outside of the model's passes"
+        return ""
+
+    def _open(self, pads: list[int], regime: str) -> None:
+        """The first pass of a sequence: from here on its tokens are known."""
+        extras = self._attachment.extras
+        fingerprint = extras.setdefault("fingerprinter", Fingerprinter(self.model))()
+        self._regime = regime
+        self._history = History(self.store.chain(fingerprint, self.method.provenance, regime), pads)
+        self._follow(
+            Recorder(
+                self._history,
+                fingerprint,
+                self.method.geometry,
+                self.store.submit,
+                self.store.ttl,
+                self.method.provenance,
+            )
+        )
+
+    def _follow(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        if self._records:
+            self.store.register(recorder)
+            weakref.finalize(self, recorder.finish)
+
+    def _plan(self, request: Request) -> Plan | None:
+        """What this pass restores, or None if that is nothing."""
+        if request.must_compute >= request.columns or self._asks_for_all(request.kwargs):
+            return None
+        with self._account.timing("match_seconds"):
+            plan, found = make_plan(
+                self._history,
+                request.ids.to("cpu", torch.int64).numpy(),
+                request.must_compute,
+                self.method.computed,
+                len(self.layers),
+                self.store.match,
+            )
+        for rows in found:
+            for row in rows.rows:
+                self._recorder.found(row, rows.links, rows.segments)
+        return plan
+
+    def _asks_for_all(self, kwargs: dict[str, Any]) -> bool:
+        """Whether outputs are asked for that only computing every token gives."""
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = kwargs.get(name)
+            if asked or (asked is None and getattr(self.model.config, name, False)):
+                return True
+        return False
+
+    def _pass(
+        self, forward: Callable[..., Any], kwargs: dict[str, Any], request: Request | None, plan: Plan | None
+    ) -> Any:
+        """Run the model on what the plan has computed."""
+        scope = Scope(self, RotaryTap())
+        first = 0 if plan is None else plan.suffix
+        now = self._now = _Pass(scope, request is not None and self._records and first is not None, plan)
+        with ExitStack() as stack:
+            stack.callback(self._end_pass)
+            if now.records:
+                self._recorder.begin(self._history.columns + first)
+            if plan is not None:
+                kwargs = request.only(plan.computed[0], plan.base, self._history.pads)
+                self._prepare(now, stack)
+            if request is None or request.columns > 1:
+                stack.enter_context(exchanged(self._attachment.config))
+            stack.enter_context(entered(scope))
+            return forward(**kwargs)
+
+    def _prepare(self, now: _Pass, stack: ExitStack) -> None:
+        """Announce what is going to be restored, to masks and layers, and start to fetch it."""
+        plan, scope = now.plan, now.scope
+        for layer in self._kv_layers():
+            if plan.suffix is not None:
+                layer.expect(restored=plan.suffix)
+            else:
+                layer.expect(scattered=plan.columns, first=max(0, plan.first_kept(layer.window)))
+        if plan.suffix is None:
+            if not can_scatter(self._attachment.config):
+                raise ConfigError(
+                    f"{type(self.method).__name__} computes scattered tokens, for which the model's attention must be "
+                    f"{' or '.join(WRAPPED)}: model.set_attn_implementation('sdpa')"
+                )
+            scope.positions = torch.from_numpy(plan.computed[0] + plan.base)
+            self._drop_with_depth(plan, scope, stack)
+        now.prefetch = Prefetch(plan, self.store.residency, self._account, self._attachment.device_of)
+        stack.callback(now.prefetch.cancel)
+
+    def _drop_with_depth(self, plan: Plan, scope: Scope, stack: ExitStack) -> None:
+        for layer in range(len(plan.computed)):
+            if (rows := plan.rows(layer)) is not None:
+                scope.rows[layer] = torch.from_numpy(rows)
+            if (kept := plan.kept(layer)) is not None:
+                scope.kept[layer] = torch.from_numpy(kept)
+        if scope.rows:
+            stack.enter_context(dropping(decoder_layers(self.model, len(plan.computed)), min(scope.rows)))
+
+    def _end_pass(self) -> None:
+        self._now = None
+        for layer in self._kv_layers():
+            layer.expect()
+
+    def _undo(self, marks: list[dict[str, Any]]) -> None:
+        """A pass failed midway: leave no trace of it."""
+        for layer, mark in zip(self._kv_layers(), marks, strict=True):
+            layer.back_to(mark)
+        self._recorder.abandon()
+
+    def _note(self, request: Request, plan: Plan | None) -> None:
+        """A pass is done: its tokens are known, and stored if they are many."""
+        rows, columns = request.ids.shape
+        restored = plan.restored_tokens if plan is not None else 0
+        padding = sum(max(0, pad - self._history.columns) for pad in self._history.pads)
+        self._account.add(tokens_restored=restored, tokens_computed=rows * columns - padding - restored)
+        computed = columns if plan is None else len(plan.computed[0])
+        self._history.append(request.ids)
+        if self._records:
+            self._recorder.end(computed, request.revocable)
+            if computed >= _STORE_AT or self._recorder.unsealed >= _STORE_AT_LAST:
+                self._store_quietly()
+
+    def _store_quietly(self) -> None:
+        try:
+            self.store_now()
+        except StoreClosedError as error:  # the request itself goes on
+            logger.warning("%s: what is computed from here on is not stored", error)
+            self._records = False
+
+    # --- what layers and generate() ask of a cache
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values, `[batch, heads, n, dim]`; return all that its queries may see."""
+        layer, now = self.layers[layer_idx], self._now
+        if now is None or current() is not now.scope or not (now.records or now.plan):
+            return layer.update(key_states, value_states)
+        bare = now.scope.tap.take(key_states, value_states)
+        kind = LayerKV(
+            key_states.shape[1],
+            key_states.shape[3],
+            value_states.shape[1],
+            value_states.shape[3],
+            layer.window,
+            bare.rotated,
+            bare.dims,
+            bare.movable,
+        )
+        if now.records:
+            self._recorder.catch(layer_idx, kind, bare.keys, bare.values)
+        if now.plan is None:
+            return layer.update(key_states, value_states)
+        with self._account.timing("assemble_seconds"):
+            return self._assemble(now, layer_idx, kind, bare, key_states, value_states)
+
+    def _assemble(
+        self,
+        now: _Pass,
+        index: int,
+        kind: LayerKV,
+        bare: Unrotated,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Restored and computed columns, side by side."""
+        layer, plan = self.layers[index], now.plan
+        first = max(0, plan.first_kept(layer.window))
+        keys, values = layer.extend(key_states, value_states, plan.columns, first)
+        rotate_ = partial(now.scope.tap.rotate_, bare.call, bare.dims)
+        restore_layer(now.prefetch, index, kind, keys, values, first, rotate_)
+        if plan.suffix is not None:
+            keys[:, :, plan.suffix - first :] = key_states
+            values[:, :, plan.suffix - first :] = value_states
+            return layer.seen_by(key_states.shape[2])
+        columns = torch.from_numpy(plan.computed[index] - first).to(keys.device)
+        keys.index_copy_(2, columns, key_states)
+        values.index_copy_(2, columns, value_states)
+        return layer.seen_by(None)
+
+    def check_continues(self, input_ids: torch.Tensor) -> None:
+        """Refuse a prompt that does not go on from what this cache holds."""
+        if self._history is None or not self._history.columns:
+            return
+        held, prompt = self._history.ids(), input_ids.cpu().numpy()
+        longer = prompt.shape[0] == held.shape[0] and prompt.shape[1] > held.shape[1]
+        if not longer or (prompt[:, : held.shape[1]] != held).any():
+            raise CacheMismatchError(
+                f"this cache holds {held.shape[1]} tokens of another prompt; make a new TieredCache for each prompt "
+                "(it is cheap, and finds what is stored), or pass the whole conversation so far to go on with this one"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        if self._history is not None and (gone := before - self.get_seq_length()) >= 0:
+            self._history.crop(gone)
+            self._recorder.crop(gone)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes what row `beam_idx[i]` was (beam search)."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times, side by side."""
+        super().batch_repeat_interleave(repeats)
+        if self._history is not None:
+            self._select(torch.arange(self._history.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the rows `indices`, in that order."""
+        super().batch_select_indices(indices)
+        self._select(indices)
+
+    def _select(self, rows: torch.Tensor) -> None:
+        if self._history is not None:
+            self._history.select(rows)
+            self._recorder.select(rows)
+
+    def reset(self) -> None:
+        """Forget everything, for another prompt. What was computed is stored."""
+        if self._recorder is not None:
+            self._recorder.finish()
+        super().reset()
+        self._begin()
+
+    def fork(self) -> TieredCache:
+        """A cache that goes on from here on its own, and shares memory with this one until one of the two writes."""
+        twin = TieredCache(self.model, self.store, method=self.method, restore=self._restores, record=self._records)
+        twin.layers = [layer.fork() if isinstance(layer, TieredLayer) else layer for layer in self.layers]
+        twin._plain, twin._regime = self._plain, self._regime
+        if self._recorder is not None:
+            twin._follow(self._recorder.fork())
+            twin._history = twin._recorder.history
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
+        return self.fork()
+
+    def __repr__(self) -> str:
+        model = type(self.model).__name__
+        return f"TieredCache({model}, {self.store!r}, {self.method}, {self.get_seq_length()} tokens)"
+
+    def _kv_layers(self) -> list[TieredLayer]:
+        return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
+
+
+def _store_at(attachment: Attachment, path: str | os.PathLike[str]) -> KVStore:
+    """The store at `path`, opened once for each attached model."""
+    key = f"store {Path(path).expanduser().resolve()}"
+    if key not in attachment.extras:
+        attachment.extras[key] = KVStore(path)
+    return attachment.extras[key]

@@ -1,0 +1,234 @@
+"""Who made this KV: a name for everything about a model that its keys and values depend on.
+
+Two models share stored KV only if their fingerprints are equal: configuration with RoPE parameters, dtype,
+quantization, weights, active adapters, and the format's version.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .errors import UnsupportedModelError
+from .store.digest import xxh3
+from .store.format import FORMAT_VERSION
+
+WHOLE_BYTES = 16 << 10
+"""Tensors up to this are hashed whole; of larger ones `WINDOWS` windows of `WINDOW_BYTES`, evenly spread."""
+WINDOWS = 8
+WINDOW_BYTES = 512
+
+_IRRELEVANT = frozenset(
+    {
+        *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
+        *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class", "is_decoder"),
+        *("chunk_size_feed_forward", "tie_word_embeddings", "initializer_range", "keys_to_ignore_at_inference"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
+    }
+)
+"""What a configuration says that changes no key and no value."""
+
+
+class Fingerprinter:
+    """Names one model, and notices when that name has to be made anew.
+
+    Before each request the samples of all weights are read again, which takes a millisecond or two: weights can be
+    written to in ways that leave no other trace (merging an adapter, say).
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._placed: tuple | None = None
+        self._samples: Samples | None = None
+        self._seen: tuple | None = None
+        self._name = ""
+
+    def __call__(self) -> str:
+        """The fingerprint of the model as it is now: 32 hexadecimal digits."""
+        adapters = _adapter_state(self.model)
+        placed = (adapters, tuple(_place(t) for t in (*self.model.parameters(), *self.model.buffers())))
+        if self._samples is None or placed != self._placed:
+            self._samples, self._placed = Samples(self.model), placed
+        seen = (adapters, _autocast(self.model), xxh3(self._samples.read()))
+        if seen != self._seen:
+            self._name, self._seen = _name(self.model, self._samples), seen
+        return self._name
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """The name of everything that the KV of `model` depends on: 32 hexadecimal digits.
+
+    Raises:
+        UnsupportedModelError: some weights cannot be read.
+    """
+    return _name(model, Samples(model))
+
+
+def _name(model: PreTrainedModel, samples: Samples) -> str:
+    description = {
+        "format": FORMAT_VERSION,
+        "class": type(model).__name__,
+        "config": canonical_config(model.config.get_text_config(decoder=True)),
+        "quantization": _plain(getattr(model.config, "quantization_config", None)),
+        "adapters": [list(map(str, state)) for state in _adapter_state(model)],
+        "autocast": str(_autocast(model)),
+        "weights": samples.names,
+    }
+    digest = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=16)
+    digest.update(samples.read())
+    return digest.hexdigest()
+
+
+def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a configuration bears on keys and values, JSON-ready."""
+    return {key: _plain(value) for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- weights
+
+
+class Samples:
+    """Views of the bytes that stand for a model's weights: small tensors whole, of large ones evenly spread windows.
+
+    Tensors of inactive adapters are left out and names freed of what adapters add to them, so that switching an
+    adapter off leads back to the base model's KV. Accelerate's offloaded weights are read where they lie.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: list[str] = []
+        self._views: dict[torch.device, list[torch.Tensor]] = {}
+        idle = tuple(_idle_adapter_prefixes(model))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (idle and name.startswith(idle)) or _varies_while_running(model, name):
+                continue
+            if tensor.device.type == "meta":
+                tensor = _offloaded(model, name)
+            self.names.append(f"{name.replace('.base_layer.', '.')} {tensor.dtype} {tuple(tensor.shape)}")
+            for plain in _plain_tensors(tensor):
+                self._views.setdefault(plain.device, []).extend(_windows(plain))
+
+    def read(self) -> bytes:
+        """The sampled bytes, as they are now."""
+        return b"".join(torch.cat(views).cpu().numpy().tobytes() for views in self._views.values())
+
+
+def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapping one (quantized weights) is made of, or the tensor itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor.detach()]
+    inner, _ = tensor.__tensor_flatten__()
+    return [plain for name in inner for plain in _plain_tensors(getattr(tensor, name))]
+
+
+def _windows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() <= WHOLE_BYTES:
+        return [flat]
+    starts = np.linspace(0, flat.numel() - WINDOW_BYTES, WINDOWS).astype(np.int64).tolist()
+    return [flat[start : start + WINDOW_BYTES] for start in starts]
+
+
+def _place(tensor: torch.Tensor) -> tuple:
+    """Changes when a tensor is replaced or moved."""
+    return id(tensor), 0 if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
+
+
+def _varies_while_running(model: nn.Module, name: str) -> bool:
+    """Frequencies that follow the length of the prompt; the chain's RoPE regime keeps these apart."""
+    return name.endswith("inv_freq") and varying_rope(model.config.get_text_config(decoder=True)) is not None
+
+
+def _offloaded(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, leaf = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        weights = getattr(candidate, "weights_map", None)
+        if weights is not None:
+            return weights[leaf]
+    raise UnsupportedModelError(
+        f"the weights of {name} are on the meta device, so the model cannot be told from others; load them first"
+    )
+
+
+# --- adapters and precision
+
+
+def _tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if hasattr(module, "adapter_layer_names") and hasattr(module, "active_adapters"):
+            yield name, module
+
+
+def _adapter_state(model: nn.Module) -> tuple[tuple, ...]:
+    """For each layer with an adapter switched on: its name, the active and the merged adapters, and their scales."""
+    states = []
+    for name, layer in _tuner_layers(model):
+        merged = tuple(getattr(layer, "merged_adapters", ()))
+        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        if active or merged:
+            scaling = getattr(layer, "scaling", {})
+            states.append((name, active, merged, tuple(scaling.get(adapter) for adapter in active)))
+    return tuple(states)
+
+
+def _idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
+    for name, layer in _tuner_layers(model):
+        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        for container in layer.adapter_layer_names:
+            for adapter in getattr(layer, container, {}):
+                if adapter not in active:
+                    yield f"{name}.{container}.{adapter}"
+
+
+def _autocast(model: PreTrainedModel) -> torch.dtype | None:
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+# --- RoPE
+
+
+def varying_rope(config: PreTrainedConfig) -> str | None:
+    """The RoPE type of a model whose frequencies follow the length of the prompt, or None."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = group.get("rope_type")
+        if kind == "longrope" or (kind is not None and "dynamic" in kind):
+            return kind
+    return None
+
+
+def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
+    """Which frequencies a pass uses whose last position is `length - 1`.
+
+    KV made under one regime is not served under another. None means that the frequencies depend on more than that
+    (dynamic NTK scaling beyond the trained length), and nothing can be reused.
+    """
+    kind = varying_rope(config)
+    if kind is None:
+        return ""
+    parameters = config.rope_parameters
+    original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
+    if kind == "longrope":
+        return "long" if length > original else "short"
+    return "" if length < config.max_position_embeddings else None

@@ -1,0 +1,256 @@
+"""The store: one folder of segments, the tiers of memory before it, and the thread that writes behind it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import convert_file_size_to_int
+
+from .errors import ConfigError, StoreClosedError
+from .precompute import PrecomputeReport, precompute
+from .restore.chain import Chain
+from .restore.match import MatchedRun, longest_prefix
+from .stats import Counters, StoreStats
+from .store import maintain
+from .store.catalogue import Catalogue, SegmentRow
+from .store.disk import SegmentStore
+from .store.engines import Engine, open_engine
+from .store.quota import Limits
+from .store.segment import SegmentReader
+from .store.writer import Draft, Writer
+from .tiers.residency import Residency
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+
+def parse_bytes(size: int | str | None, name: str) -> int | None:
+    """A size as bytes: an int, or a string such as "10GiB" or "500MB". Raises ConfigError."""
+    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
+        return size
+    if isinstance(size, str):
+        text = size.replace(" ", "")
+        if text.isdigit():
+            return int(text)
+        try:
+            return convert_file_size_to_int(text)
+        except ValueError:
+            pass
+    raise ConfigError(f"{name}={size!r} is no size; write bytes as an int, or a string such as '10GiB' or '500MB'")
+
+
+class KVStore:
+    """KV of prompts, kept in chunks on disk and cached in host and device memory.
+
+    One store serves many caches, threads and processes. As a context manager it is closed at the end; otherwise what
+    is still to be written is written when it is collected or the interpreter ends.
+
+    Args:
+        path: a folder; made if missing. On fast local storage, best.
+        device_memory: bytes of each GPU's memory for blocks. On a CPU-only machine the host tier is the device tier.
+        host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
+        disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
+        verify: whether the checksum of every block is compared when it is read.
+        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing.
+        engine: "auto", "kvikio" (GPUDirect Storage or its compat mode) or "posix".
+        policy: which blocks leave memory first: "lru" or "lfu".
+        ttl: seconds a segment lives, or None.
+        watermarks: shares of the quota to which eviction goes, and at which it begins.
+        free_space_floor: bytes of the file system that always stay free.
+        queue_depth: segments that may wait to be written before a request waits for them.
+
+    Raises:
+        ConfigError: an argument has no meaning.
+        StoreError: `path` cannot be a store.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        device_memory: int | str = "0",
+        host_memory: int | str = "1GiB",
+        disk_quota: int | str | None = None,
+        verify: bool = True,
+        salt: str | bytes | None = None,
+        engine: str = "auto",
+        policy: str = "lru",
+        ttl: float | None = None,
+        watermarks: tuple[float, float] = (0.85, 0.95),
+        free_space_floor: int | str = "256MiB",
+        queue_depth: int = 8,
+    ) -> None:
+        if ttl is not None and ttl <= 0:
+            raise ConfigError(f"ttl must be positive seconds, not {ttl!r}")
+        low, high = watermarks
+        floor = parse_bytes(free_space_floor, "free_space_floor")
+        limits = Limits(parse_bytes(disk_quota, "disk_quota"), high, low, floor)
+        self.path = Path(path).expanduser()
+        self.salt = salt
+        self.ttl = ttl
+        self._counters = Counters()
+        self._engine = open_engine(engine)
+        self.residency = Residency(
+            parse_bytes(host_memory, "host_memory"),
+            parse_bytes(device_memory, "device_memory"),
+            policy,
+            pin=torch.cuda.is_available(),
+            direct=self._engine.reads_device,
+        )
+        self.disk = SegmentStore(
+            self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
+        )
+        self.writer = Writer(self.disk, queue_depth)
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._close = weakref.finalize(self, _close, self._recorders, self.writer, self.disk, self._engine)
+
+    # --- for caches
+
+    def chain(self, fingerprint: str, provenance: str, regime: str) -> Chain:
+        """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
+        return Chain((fingerprint, provenance, regime), self.salt)
+
+    def match(self, links: list[bytes]) -> list[tuple[MatchedRun, SegmentReader]]:
+        """The longest stored prefix of a sequence: runs of segments, opened.
+
+        What other caches of this process have computed but not stored yet is stored first, as far as it matters.
+        """
+        self._check()
+        self.seal()
+        self.writer.wait_for(links)
+        rows = self.disk.find(links)
+        while True:
+            found = [(run, self.disk.reader(run.row.id)) for run in longest_prefix(links, rows)]
+            lost = {run.row.id for run, reader in found if reader is None}
+            if not lost:
+                break
+            rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
+        if used := [run.row.id for run, _ in found]:
+            self.writer.later(lambda: self.disk.touch(used))
+        return found
+
+    def submit(self, draft: Draft, wait: bool = True) -> None:
+        """Queue a segment for writing; its blocks are cached in host memory on the way."""
+        pack = draft.lanes
+
+        def lanes() -> Iterator[torch.Tensor]:
+            for lane, blocks in enumerate(pack()):
+                self.residency.admit((draft.header.id, lane), blocks)
+                yield blocks
+
+        self.writer.submit(replace(draft, lanes=lanes), wait)
+
+    def register(self, recorder: Recorder) -> None:
+        """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
+        with self._lock:
+            self._recorders.add(recorder)
+
+    def seal(self) -> None:
+        """Queue everything that live caches have computed and not stored, between their passes."""
+        with self._lock:
+            recorders = list(self._recorders)
+        for recorder in recorders:
+            recorder.seal()
+
+    def _check(self) -> None:
+        if not self._close.alive:
+            raise StoreClosedError(f"the store {self.path} is closed; open it anew")
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
+
+    # --- for users
+
+    def precompute(
+        self, model: torch.nn.Module, input_ids: Any, *, progress: bool = True, pin: bool = False
+    ) -> PrecomputeReport:
+        """Compute and store the KV of prompts ahead of time.
+
+        Args:
+            model: any causal LM of transformers.
+            input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
+            progress: whether to show a progress bar.
+            pin: whether to keep these segments from eviction.
+
+        Returns:
+            How many tokens were computed and how many were stored already.
+        """
+        self._check()
+        return precompute(self, model, input_ids, progress=progress, pin=pin)
+
+    def flush(self) -> None:
+        """Write everything that has been computed, and make it durable."""
+        self._check()
+        self.seal()
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Write everything that has been computed, and let files, threads and memory go."""
+        if self._close.alive:
+            self.seal()
+            self._close()
+            self.residency.clear()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"KVStore({str(self.path)!r}, {self._engine.describe()}{'' if self._close.alive else ', closed'})"
+
+    @property
+    def stats(self) -> StoreStats:
+        """What the store holds and what happened since it was opened."""
+        stats = self._counters.snapshot()
+        if self._close.alive:
+            stats.segments, stats.tokens, stats.disk_bytes = self.disk.ask(Catalogue.counts, (0, 0, 0))
+        stats.disk_quota = self.disk.limits.quota
+        stats.host_bytes, stats.host_budget = self.residency.host.allocated, self.residency.host.budget
+        stats.device_bytes = sum(tier.allocated for tier in self.residency.devices.values())
+        stats.device_budget = self.residency.device_budget
+        stats.evicted_blocks = self.residency.evicted
+        return stats
+
+    def segments(self) -> list[SegmentRow]:
+        """What is stored, last used last."""
+        self._check()
+        return self.disk.ask(Catalogue.all, [])
+
+    def verify(self, *, progress: bool = False) -> maintain.VerifyReport:
+        """Read every stored byte and compare every checksum. Damaged segments are named in the report."""
+        self._check()
+        self.writer.flush()
+        return maintain.verify(self.disk, progress=progress)
+
+    def gc(self) -> maintain.GcReport:
+        """Delete what no request can use, and what is over the quota."""
+        self._check()
+        return maintain.gc(self.disk)
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments by id. Returns how many there were."""
+        self._check()
+        return self.disk.remove(ids)
+
+    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
+        """Keep segments from eviction, or (`pinned=False`) let them go again."""
+        self._check()
+        self.disk.pin(ids, pinned)
+
+
+def _close(recorders: weakref.WeakSet[Recorder], writer: Writer, disk: SegmentStore, engine: Engine) -> None:
+    for recorder in list(recorders):
+        recorder.finish()
+    writer.close()
+    engine.close()
+    disk.close()

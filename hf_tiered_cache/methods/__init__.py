@@ -1,0 +1,22 @@
+"""The methods: how a prompt's KV is cut, planned and restored. One file and one row in `METHODS` each."""
+
+from __future__ import annotations
+
+from ..errors import ConfigError
+from .base import Method
+from .exact import Exact
+
+METHODS: dict[str, type[Method]] = {"exact": Exact}
+
+__all__ = ["METHODS", "Exact", "Method", "make_method"]
+
+
+def make_method(method: Method | str | None) -> Method:
+    """A method given as itself, by name, or as None for exact reuse. Raises ConfigError if there is none."""
+    if method is None:
+        return Exact()
+    if isinstance(method, Method):
+        return method
+    if method not in METHODS:
+        raise ConfigError(f"unknown method {method!r}; there are: {', '.join(METHODS)}")
+    return METHODS[method]()

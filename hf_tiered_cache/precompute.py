@@ -1,0 +1,68 @@
+"""Filling a store ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm.auto import tqdm
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .kvstore import KVStore
+
+
+@dataclass(frozen=True)
+class PrecomputeReport:
+    """What `precompute` did, in tokens."""
+
+    prompts: int
+    tokens: int
+    restored: int
+    """Tokens whose KV was stored before."""
+    stored: int
+    """Tokens whose KV is stored now and was not before."""
+
+
+def as_prompts(input_ids: Any) -> list[torch.Tensor]:
+    """One or several prompts as a list of int64 `[tokens]`. Raises ConfigError."""
+    if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
+        rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
+    elif isinstance(input_ids, list | tuple) and input_ids:
+        rows = [input_ids] if isinstance(input_ids[0], int) else input_ids
+    else:
+        raise ConfigError("precompute takes token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
+    try:
+        prompts = [torch.as_tensor(row, dtype=torch.int64).view(-1) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"precompute takes token ids; tokenize the text first ({error})") from error
+    return [prompt for prompt in prompts if len(prompt)]
+
+
+def precompute(
+    store: KVStore, model: torch.nn.Module, input_ids: Any, *, progress: bool, pin: bool
+) -> PrecomputeReport:
+    """See `KVStore.precompute`."""
+    from .cache import TieredCache  # a cache knows its store; only here does the store make caches
+
+    prompts = as_prompts(input_ids)
+    total = sum(len(prompt) for prompt in prompts)
+    restored = stored = 0
+    with tqdm(total=total, unit="tok", desc="precompute", disable=not progress) as bar:
+        for prompt in prompts:
+            cache = TieredCache(model, store)
+            ids = prompt.unsqueeze(0).to(cache.model.device)
+            with torch.no_grad():
+                cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            segments = cache.store_now()
+            if pin:
+                store.writer.flush()
+                store.pin(segments)
+            restored += cache.stats.tokens_restored
+            stored += cache.stats.tokens_stored
+            bar.update(len(prompt))
+    store.flush()
+    return PrecomputeReport(len(prompts), total, restored, stored)

@@ -1,0 +1,307 @@
+"""The recorder: what a cache has computed becomes segments, behind the request."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+
+from .errors import StoreClosedError
+from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
+from .restore.history import History
+from .store.format import LINK_BYTES, SegmentHeader
+from .store.writer import Draft
+from .tiers.streams import copy_stream
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass
+class Caught:
+    """Unrotated KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
+
+    kind: LayerKV
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+class Recorder:
+    """Collects the KV of computed tokens until `seal` makes segments of it.
+
+    Only runs of columns are recorded that every layer has computed, exactly, one after the other. A recorder belongs
+    to the thread that runs the passes, but others may seal it between two of them.
+
+    Args:
+        history: the tokens of the cache.
+        fingerprint: of the model.
+        geometry: how segments are cut.
+        submit: takes the drafts.
+        ttl: seconds a segment lives, or None.
+        provenance: how the KV is computed.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        fingerprint: str,
+        geometry: Geometry,
+        submit: Callable[[Draft, bool], None],
+        ttl: float | None,
+        provenance: str = "exact",
+    ) -> None:
+        self.history = history
+        self.fingerprint = fingerprint
+        self.geometry = geometry
+        self.provenance = provenance
+        self._submit = submit
+        self._ttl = ttl
+        self._lock = threading.RLock()
+        self._layers: dict[int, Caught] = {}
+        self._first = 0  # column of the first caught token
+        self._count = 0  # caught columns
+        self._revocable = 0  # columns at the end that the next crop may take back
+        self._stored = [0] * history.rows  # links of each row that are stored or on their way
+        self._ancestors: list[tuple[str, ...]] = [()] * history.rows
+        self._catching = False
+        self._in_pass = False
+
+    # --- during a pass
+
+    def begin(self, first: int) -> None:
+        """A pass begins to compute at column `first`; what was caught before a gap is sealed."""
+        with self._lock:
+            if first != self._first + self._count:
+                self.seal()
+                self._forget()
+                self._first = first
+            self._in_pass = self._catching = True
+
+    def catch(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
+        if not self._catching:
+            return
+        caught = self._layers.setdefault(layer, Caught(kind))
+        if caught.kind != kind:  # a segment stores a layer in one way only
+            self._catching = False
+            return
+        caught.keys.append(_compact(keys))
+        caught.values.append(_compact(values))
+
+    def end(self, columns: int, revocable: int = 0) -> None:
+        """The pass computed `columns` columns, whose ids the history knows; the last `revocable` may be taken back."""
+        with self._lock:
+            self._count += columns
+            self._revocable = revocable
+            if not self._catching:
+                self._forget()
+                self._first = self.history.columns
+            self._in_pass = self._catching = False
+
+    def abandon(self) -> None:
+        """The pass failed midway: forget what it left."""
+        with self._lock:
+            for tensors in self._tensors():
+                _cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
+            self._in_pass = self._catching = False
+
+    # --- what generate() does to a cache
+
+    def crop(self, columns: int) -> None:
+        """The cache, and the history, forgot their last `columns` columns."""
+        with self._lock:
+            gone = min(columns, self._count)
+            for tensors in self._tensors():
+                _cut_end(tensors, gone)
+            self._count -= gone
+            self._first = min(self._first, self.history.columns)
+            self._revocable = 0
+            for row, pad in enumerate(self.history.pads):
+                self._stored[row] = min(self._stored[row], max(0, self.history.columns - pad) // LINK_TOKENS)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Row i becomes what row `rows[i]` was, as in the history."""
+        with self._lock:
+            order = rows.tolist()
+            for tensors in self._tensors():
+                tensors[:] = [t.index_select(0, rows.to(t.device)) for t in tensors]
+            self._stored = [self._stored[row] for row in order]
+            self._ancestors = [self._ancestors[row] for row in order]
+
+    def found(self, row: int, links: int, segments: tuple[str, ...]) -> None:
+        """The first `links` links of a row are stored, in `segments`."""
+        if links > self._stored[row]:
+            self._stored[row], self._ancestors[row] = links, segments
+
+    # --- making segments
+
+    @property
+    def unsealed(self) -> int:
+        """Caught columns that no segment holds yet."""
+        return self._count
+
+    def seal(self, wait: bool = True) -> int:
+        """Hand every full link that is caught and not stored to the writer, unless a pass is under way.
+
+        Args:
+            wait: whether to wait while the writer's queue is full.
+
+        Returns:
+            How many tokens these are.
+        """
+        with self._lock:
+            if self._in_pass or not self._count or not self._layers:
+                return 0
+            layout = self._layout()
+            end = self._first + self._count - self._revocable
+            sealed, made = 0, {}
+            for row, pad in enumerate(self.history.pads):
+                links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
+                first = self._stored[row]
+                if first >= len(links) or first * LINK_TOKENS < self._first - pad:
+                    continue  # nothing new, or a gap before it: nothing would lead to such a segment
+                if links[first] not in made:
+                    draft = self._draft(row, first, links, layout)
+                    self._submit(draft, wait)
+                    made[links[first]] = draft.header.id
+                    sealed += draft.header.shape.tokens
+                self._ancestors[row] = (*self._ancestors[row], made[links[first]])
+                self._stored[row] = len(links)
+            starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._stored, strict=True)]
+            self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
+            return sealed
+
+    def segments(self, row: int) -> tuple[str, ...]:
+        """The segments that hold a row's stored tokens, in order."""
+        return self._ancestors[row]
+
+    def fork(self) -> Recorder:
+        """A recorder that goes on from here on its own; what is caught so far is sealed or shared."""
+        with self._lock:
+            self.seal()
+            twin = copy.copy(self)
+            twin._lock = threading.RLock()
+            twin.history = self.history.fork()
+            twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
+            twin._stored, twin._ancestors = list(self._stored), list(self._ancestors)
+            return twin
+
+    def finish(self) -> None:
+        """The cache is gone: store what is left. Runs in finalizers, so it neither waits nor raises."""
+        with self._lock:
+            self._in_pass = False
+            self._revocable = 0
+            try:
+                self.seal(wait=False)
+            except StoreClosedError:
+                logger.debug("the store was closed first")
+
+    def _tensors(self) -> Iterator[list[torch.Tensor]]:
+        for caught in self._layers.values():
+            yield caught.keys
+            yield caught.values
+
+    def _layout(self) -> KVLayout:
+        last = max(self._layers)
+        kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
+        return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
+
+    def _draft(self, row: int, first: int, links: list[bytes], layout: KVLayout) -> Draft:
+        mine = links[first:]
+        parent = links[first - 1] if first else self.history.chain.root
+        tokens = len(mine) * LINK_TOKENS
+        shape = SegmentShape(layout, self.geometry, tokens)
+        name = hashlib.blake2b(digest_size=LINK_BYTES)
+        for item in (parent, mine[-1], repr(self.geometry.to_json()).encode(), self.provenance.encode()):
+            name.update(item)
+        now = time.time()
+        header = SegmentHeader(
+            id=name.hexdigest(),
+            fingerprint=self.fingerprint,
+            shape=shape,
+            parent=parent,
+            position=first * LINK_TOKENS,
+            created=now,
+            expires=None if self._ttl is None else now + self._ttl,
+            provenance=self.provenance,
+        )
+        start = first * LINK_TOKENS + self.history.pads[row] - self._first
+        sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
+        return Draft(header, mine, _packer(shape, sources, row, start), self._ancestors[row])
+
+    def _keep_from(self, column: int) -> None:
+        """Hold on to the columns from `column` on, and to no more memory than these take."""
+        end = self._first + self._count
+        keep = max(0, end - column)
+        for tensors in self._tensors():
+            tensors[:] = [torch.cat(tensors, dim=2)[:, :, self._count - keep :].clone()] if keep else []
+        self._first, self._count = end - keep, keep
+
+    def _forget(self) -> None:
+        self._layers.clear()
+        self._count = 0
+
+
+def _packer(
+    shape: SegmentShape, sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], row: int, start: int
+) -> Callable[[], Iterator[torch.Tensor]]:
+    """A function that packs a segment's lanes, one after the other, from column `start` of `row` of the sources."""
+    streams = [copy_stream(device) for device in {t.device for pair in sources.values() for ts in pair for t in ts}]
+    computed = [(stream, stream.computed()) for stream in streams]
+
+    def lanes() -> Iterator[torch.Tensor]:
+        with ExitStack() as stack:
+            for stream, event in computed:
+                stack.enter_context(stream.copying())
+                stream.await_computation(event)
+            for lane in shape.lanes:
+                blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
+                for part in lane.parts:
+                    tensors = sources[part.layer][0 if part.tensor == "key" else 1]
+                    heads = slice(part.first_head, part.first_head + part.heads)
+                    _pack(shape.part_view(blocks, part), _tokens(tensors, row, heads, start, shape.tokens))
+                yield blocks
+
+    return lanes
+
+
+def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
+    """`[heads, count, dim]` on the CPU, from column `start` of the tensors set one after the other."""
+    mine = [t[row, heads] for t in tensors]
+    whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
+    return whole[:, start : start + count].cpu()
+
+
+def _pack(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy `[heads, tokens, dim]` into blocks `[n, heads, chunk_tokens, dim]`; the last block may be ragged."""
+    chunk = target.shape[2]
+    whole, rest = divmod(source.shape[1], chunk)
+    if whole:
+        target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
+    if rest:
+        target[whole, :, :rest] = source[:, whole * chunk :]
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
+    tensor = tensor.detach()
+    if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
+        return tensor.clone()
+    return tensor
+
+
+def _cut_end(tensors: list[torch.Tensor], columns: int) -> None:
+    while columns > 0 and tensors:
+        last = tensors[-1]
+        if last.shape[2] <= columns:
+            tensors.pop()
+            columns -= last.shape[2]
+        else:
+            tensors[-1] = last[:, :, :-columns]
+            columns = 0

@@ -1,0 +1,72 @@
+"""Dropping hidden states between layers, where a plan computes fewer columns with depth (Krul, Section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from .scope import current
+
+
+def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
+    """The model's list of `count` decoder layers.
+
+    Raises:
+        UnsupportedModelError: it has no such list.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+@contextmanager
+def dropping(layers: nn.ModuleList, first: int) -> Iterator[None]:
+    """Within this, the layers from `first` on keep only the hidden states that the current scope says."""
+    handles = [
+        layers[i].register_forward_pre_hook(_drop_before(i), with_kwargs=True) for i in range(first, len(layers))
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _drop_before(layer: int) -> Any:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+        scope = current()
+        if scope is None or layer not in scope.rows:
+            return None
+        rows = scope.tap.rows = scope.rows[layer]
+        hidden_states = args[0] if args else kwargs["hidden_states"]
+        if layer in scope.kept:
+            hidden_states = _rows(hidden_states, scope.kept[layer])
+        # all but the hidden states is made once for the first layer's queries, and handed to every layer
+        changed = {name: _sliced(name, value, rows) for name, value in kwargs.items()}
+        if args:
+            return (hidden_states, *args[1:]), changed
+        return args, changed | {"hidden_states": hidden_states}
+
+    return hook
+
+
+def _sliced(name: str, value: Any, rows: torch.Tensor) -> Any:
+    if value is None:
+        return None
+    if name == "position_ids":
+        return _rows(value, rows)
+    if name == "position_embeddings":
+        return tuple(_rows(table, rows) for table in value)
+    if name == "attention_mask" and isinstance(value, torch.Tensor) and value.ndim == 4:
+        return value[:, :, rows.to(value.device)]
+    return value
+
+
+def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return tensor[:, rows.to(tensor.device)]

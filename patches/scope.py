@@ -1,0 +1,51 @@
+"""The forward pass under way in this thread, for the patches to find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .rotary import RotaryTap
+
+
+@dataclass(eq=False)
+class Scope:
+    """One forward pass with one of our caches.
+
+    Args:
+        cache: the cache that this pass serves.
+        tap: what the rotary patch has seen.
+        positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None.
+        kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
+        rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
+    """
+
+    cache: object
+    tap: RotaryTap
+    positions: torch.Tensor | None = None
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    rows: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+_current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)
+
+
+def current() -> Scope | None:
+    """The pass under way in this thread, or None."""
+    return _current.get()
+
+
+@contextmanager
+def entered(scope: Scope) -> Iterator[Scope]:
+    """Make `scope` the current one."""
+    token = _current.set(scope)
+    try:
+        yield scope
+    finally:
+        _current.reset(token)

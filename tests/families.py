@@ -1,0 +1,98 @@
+"""Tiny models of every family, from configs: random weights, real architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+VOCABULARY = 160
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+
+
+def _spec(model: str, config: str, **changes: Any) -> tuple[str, str, dict[str, Any]]:
+    return model, config, changes
+
+
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": _spec("LlamaForCausalLM", "LlamaConfig"),
+    "mistral": _spec("MistralForCausalLM", "MistralConfig", sliding_window=40),
+    "qwen2": _spec("Qwen2ForCausalLM", "Qwen2Config"),
+    "qwen2_sliding": _spec(
+        "Qwen2ForCausalLM", "Qwen2Config", use_sliding_window=True, sliding_window=40, max_window_layers=3
+    ),
+    "qwen3": _spec("Qwen3ForCausalLM", "Qwen3Config", head_dim=16),
+    "qwen3_moe": _spec(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "phi3": _spec("Phi3ForCausalLM", "Phi3Config", sliding_window=None),
+    "gemma2": _spec("Gemma2ForCausalLM", "Gemma2Config", head_dim=16, sliding_window=40),
+    "gemma3": _spec("Gemma3ForCausalLM", "Gemma3TextConfig", head_dim=16, sliding_window=40, sliding_window_pattern=3),
+    "olmo2": _spec("Olmo2ForCausalLM", "Olmo2Config"),
+    "granite": _spec("GraniteForCausalLM", "GraniteConfig"),
+    "smollm3": _spec("SmolLM3ForCausalLM", "SmolLM3Config", no_rope_layer_interval=3),
+    "cohere": _spec("CohereForCausalLM", "CohereConfig"),
+    "glm4": _spec("Glm4ForCausalLM", "Glm4Config", head_dim=16, partial_rotary_factor=0.5),
+    "stablelm": _spec("StableLmForCausalLM", "StableLmConfig", partial_rotary_factor=0.25),
+    "phi": _spec("PhiForCausalLM", "PhiConfig", partial_rotary_factor=0.5),
+    "gpt_neox": _spec("GPTNeoXForCausalLM", "GPTNeoXConfig", rotary_pct=0.25),
+    "starcoder2": _spec("Starcoder2ForCausalLM", "Starcoder2Config", sliding_window=40),
+    "opt": _spec("OPTForCausalLM", "OPTConfig", ffn_dim=96, word_embed_proj_dim=64, do_layer_norm_before=True),
+    "deepseek_v3": _spec(
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        num_key_value_heads=4,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        kv_lora_rank=32,
+        q_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+    ),
+}
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """A tiny model with random weights, in eval mode."""
+    model, config, own = FAMILIES[family]
+    arguments = _COMMON | own | changes
+    if family == "opt":
+        arguments.pop("intermediate_size")
+        arguments.pop("num_key_value_heads")
+    torch.manual_seed(seed)
+    made: PreTrainedModel = getattr(transformers, model)(getattr(transformers, config)(**arguments))
+    return made.to(dtype).eval()
+
+
+def prompt(tokens: int, seed: int = 1, rows: int = 1) -> torch.Tensor:
+    """Random token ids, int64 `[rows, tokens]`, none of them padding."""
+    return torch.randint(3, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+ByName = Callable[[str], PreTrainedModel]

@@ -1,0 +1,261 @@
+"""Exactness: every family, every way of generating, in float32 and bfloat16, over stores another process has written.
+
+Logits are compared bit for bit with those of a DynamicCache that was filled by the same forward passes and cropped
+to the same prefix.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+from reference import KV, Remembering, kv_of, prefilled, put, trimming_first_pass
+from write_stores import DTYPES, PROMPTS
+
+from hf_tiered_cache import KVStore, TieredCache
+
+NEW = 6
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+
+pytestmark = pytest.mark.parametrize(
+    ("family", "dtype"), [(f, d) for f in FAMILIES for d in DTYPES], ids=lambda value: value
+)
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory) -> Path:
+    """Written by another process, read by this one."""
+    root = tmp_path_factory.mktemp("stores")
+    script = Path(__file__).with_name("write_stores.py")
+    environment = os.environ | {"PYTHONPATH": str(script.parent)}
+    subprocess.run([sys.executable, str(script), str(root)], check=True, timeout=600, env=environment)
+    return root
+
+
+@lru_cache(maxsize=2)
+def model_of(family, dtype):
+    return build(family, DTYPES[dtype])
+
+
+@lru_cache(maxsize=8)
+def kv(family, dtype, name) -> KV:
+    return kv_of(model_of(family, dtype), PROMPTS[name])
+
+
+@pytest.fixture
+def model(family, dtype):
+    return model_of(family, dtype)
+
+
+@pytest.fixture
+def store(stores, family, dtype):
+    with KVStore(stores / f"{family}-{dtype}", engine="posix") as opened:
+        yield opened
+
+
+@pytest.fixture
+def cache(model, store):
+    """Restores, and leaves the store as it is for the next test."""
+    return TieredCache(model, store, record=False)
+
+
+def assert_same(ours, theirs):
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert len(ours.logits) == len(theirs.logits)
+    for step, (a, b) in enumerate(zip(ours.logits, theirs.logits, strict=True)):
+        assert torch.equal(a, b), f"step {step}: logits differ by {(a - b).abs().max()}"
+
+
+def longer(name: str, keep: int, more: int, seed: int = 7) -> torch.Tensor:
+    """A prompt that shares its first `keep` tokens with a stored one."""
+    return torch.cat([PROMPTS[name][:, :keep], prompt(more, seed=seed)], dim=1)
+
+
+def test_greedy(model, cache, family, dtype):
+    ids = longer("a", 90, 12)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 80
+    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
+
+
+def test_logits_of_one_forward_pass(model, cache, family, dtype):
+    ids = longer("a", 100, 9)
+    with torch.no_grad():
+        ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=5).logits
+        reference = prefilled(model, [kv(family, dtype, "a")], 96)
+        theirs = model(input_ids=ids[:, 96:], past_key_values=reference, logits_to_keep=5).logits
+    assert cache.stats.tokens_restored == 96
+    assert torch.equal(ours, theirs)
+
+
+def test_without_logits_to_keep_all_logits_are_there(model, cache, family, dtype):
+    ids = longer("a", 50, 4)
+    with torch.no_grad():
+        assert torch.equal(
+            model(input_ids=ids, past_key_values=cache).logits, model(input_ids=ids, use_cache=True).logits
+        )
+
+
+def test_sampling_with_the_same_seed(model, cache, family, dtype):
+    ids = longer("a", 90, 12)
+    arguments = GREEDY | {"do_sample": True, "temperature": 0.9, "top_k": 20}
+    torch.manual_seed(3)
+    ours = model.generate(ids, past_key_values=cache, **arguments)
+    torch.manual_seed(3)
+    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **arguments))
+
+
+@pytest.mark.parametrize("mode", ["beams", "sequences"])
+def test_several_rows_of_one_prompt(model, cache, family, dtype, mode):
+    ids = longer("a", 70, 5)
+    arguments = GREEDY | ({"num_beams": 3} if mode == "beams" else {"do_sample": True, "num_return_sequences": 3})
+    torch.manual_seed(3)
+    ours = model.generate(ids, past_key_values=cache, **arguments)
+    assert cache.stats.tokens_restored == 3 * 64
+    assert cache.stats.disk.blocks == cache.stats.host.misses  # read once for all rows
+    torch.manual_seed(3)
+    reference = prefilled(model, [kv(family, dtype, "a")] * 3, 64)
+    assert_same(ours, model.generate(ids, past_key_values=reference, **arguments))
+
+
+@pytest.mark.parametrize("mode", ["prompt lookup", "assistant"])
+def test_assisted_decoding(model, cache, family, dtype, mode):
+    ids = torch.cat([longer("a", 90, 4), PROMPTS["a"][:, 10:18]], dim=1)  # an n-gram to look up
+    arguments = GREEDY | (
+        {"prompt_lookup_num_tokens": 4} if mode == "prompt lookup" else {"assistant_model": build("llama", seed=5)}
+    )
+    ours = model.generate(ids, past_key_values=cache, **arguments)
+    assert cache.stats.tokens_restored == 80
+    reference = prefilled(model, [kv(family, dtype, "a")], 80)
+    reference.activate_past_recording()
+    with trimming_first_pass(model, 80):
+        assert_same(ours, model.generate(ids, past_key_values=reference, **arguments))
+
+
+def test_chunked_prefill(model, cache, family, dtype):
+    """Each chunk restores what is stored of it, but for a ragged end and its last token."""
+    ids = longer("a", 96, 10)
+    ours = model.generate(ids, past_key_values=cache, prefill_chunk_size=40, **GREEDY)
+    reference = prefilled(model, [kv(family, dtype, "a")], 32)
+    with torch.no_grad():
+        model(input_ids=ids[:, 32:40], past_key_values=reference, logits_to_keep=1)
+        _restore(model, reference, kv(family, dtype, "a"), 40, 79)
+        model(input_ids=ids[:, 79:80], past_key_values=reference, logits_to_keep=1)
+        _restore(model, reference, kv(family, dtype, "a"), 80, 96)
+    assert cache.stats.tokens_restored == 32 + 39 + 16
+    assert_same(ours, model.generate(ids, past_key_values=reference, **GREEDY))
+
+
+def _restore(model, reference, full: KV, first, stop):
+    """Put columns `[first, stop)` of the stored prompt behind what a reference cache holds."""
+    for index, layer in enumerate(reference.layers):
+        both = []
+        for held, stored in zip((layer.keys, layer.values), full[index], strict=True):
+            missing = first - held.shape[2]  # what has left the window, and is not looked at again
+            zeros = held.new_zeros(1, held.shape[1], missing, held.shape[3])
+            both.append(torch.cat([zeros, held, stored[:, :, first:stop]], dim=2))
+        put(layer, *both)
+
+
+def test_streaming(model, cache, family, dtype):
+    class Collector:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    ids = longer("a", 90, 12)
+    streamer = Collector()
+    ours = model.generate(ids, past_key_values=cache, streamer=streamer, **GREEDY)
+    assert cache.stats.tokens_restored == 80
+    assert streamer.ended
+    assert streamer.tokens == ours.sequences[0].tolist()
+    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 80), **GREEDY))
+
+
+def test_input_embeddings_reuse_nothing_and_are_right(model, cache, family, dtype):
+    embeddings = model.get_input_embeddings()(longer("a", 90, 4)).detach()
+    ours = model.generate(inputs_embeds=embeddings, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 0
+    assert_same(ours, model.generate(inputs_embeds=embeddings, **GREEDY))
+
+
+@pytest.mark.parametrize("rows", ["share a prefix", "differ", "partly stored"])
+def test_left_padded_batches(model, cache, family, dtype, rows):
+    first = longer("a", 90, 12, seed=3)
+    second, name = {
+        "share a prefix": (longer("a", 85, 5, seed=4), "a"),
+        "differ": (longer("b", 80, 9, seed=4), "b"),
+        "partly stored": (longer("b", 40, 30, seed=4), "b"),
+    }[rows]
+    pad = first.shape[1] - second.shape[1]
+    ids = torch.cat([first, torch.cat([torch.zeros(1, pad, dtype=torch.int64), second], dim=1)])
+    mask = torch.ones_like(ids)
+    mask[1, :pad] = 0
+    columns = {"share a prefix": 80, "differ": 80, "partly stored": pad + 32}[rows]
+    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == columns + columns - pad
+    reference = prefilled(model, [kv(family, dtype, "a"), kv(family, dtype, name)], columns, [0, pad])
+    assert_same(ours, model.generate(ids, attention_mask=mask, past_key_values=reference, **GREEDY))
+
+
+def test_a_batch_with_one_unknown_row_restores_nothing(model, cache, family, dtype):
+    ids = torch.cat([longer("a", 60, 4), prompt(64, seed=11)])
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 0
+    assert_same(ours, model.generate(ids, **GREEDY))
+
+
+def test_a_second_turn_with_the_same_cache(model, cache, family, dtype):
+    ids = longer("a", 90, 12)
+    reference = prefilled(model, [kv(family, dtype, "a")], 80)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
+    again = torch.cat([ours.sequences, prompt(8, seed=12)], dim=1)
+    assert_same(
+        model.generate(again, past_key_values=cache, **GREEDY),
+        model.generate(again, past_key_values=reference, **GREEDY),
+    )
+    assert_same(ours, theirs)
+
+
+def test_a_full_hit_computes_one_token(model, cache, family, dtype):
+    ids = PROMPTS["a"][:, :96]
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 95
+    assert_same(ours, model.generate(ids, past_key_values=prefilled(model, [kv(family, dtype, "a")], 95), **GREEDY))
+
+
+def test_an_empty_store_is_a_dynamic_cache(model, family, dtype, tmp_path):
+    ids = longer("a", 90, 12)
+    with KVStore(tmp_path / "empty") as store:
+        cache = TieredCache(model, store)
+        assert_same(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+        assert cache.stats.tokens_restored == 0
+
+
+def test_generated_tokens_are_found_by_the_next_turn(model, family, dtype, tmp_path):
+    """The second turn, in a cache of its own, restores the answer too."""
+    ids = longer("a", 30, 10)
+    arguments = GREEDY | {"max_new_tokens": 40}
+    with KVStore(tmp_path / "turns") as store:
+        first = model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
+    again = torch.cat([first.sequences, prompt(8, seed=12)], dim=1)  # 40 + 40 + 8 tokens, KV of 79 computed
+    turn = Remembering(model)
+    model.generate(ids, past_key_values=turn, **arguments)
+    reference = prefilled(model, [turn.all()], 64)
+    with KVStore(tmp_path / "turns") as store:
+        cache = TieredCache(model, store)
+        ours = model.generate(again, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 64
+    assert_same(ours, model.generate(again, past_key_values=reference, **GREEDY))

@@ -1,0 +1,294 @@
+"""Any plan is exact over exact KV: whatever is computed and whatever restored, the logits are full computation's.
+
+And keys restored at other positions than their own are those that rotating by hand gives.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from reference import kv_of
+
+from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
+from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.patches.scope import current
+from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup, Situation
+
+TOKENS = 130
+LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Chosen(Method):
+    """Computes given columns at the first layer, and of those fewer with depth."""
+
+    first: frozenset[int] = frozenset()
+    dropped: tuple[frozenset[int], ...] = ()
+    seen: list = field(default_factory=list)
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+        must = {*range(situation.restorable, situation.columns)}
+        must |= {*range(situation.columns - situation.must_compute, situation.columns)}
+        columns, result = (set(self.first) & set(range(situation.columns))) | must, []
+        for layer in range(situation.layers):
+            columns = columns - (self.dropped[layer] if layer < len(self.dropped) else frozenset()) | must
+            result.append(np.array(sorted(columns)))
+        self.seen.append(result)
+        return tuple(result)
+
+
+@lru_cache
+def stored(family, root):
+    """A model, a store with one prompt of it, and the logits of computing everything."""
+    model, ids = build(family), prompt(TOKENS)
+    store = KVStore(root / family, engine="posix")
+    store.precompute(model, ids, progress=False)
+    with torch.no_grad():
+        return model, store, ids, model(input_ids=ids, logits_to_keep=2).logits
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("plans")
+
+
+columns = st.frozensets(st.integers(0, TOKENS - 1), max_size=TOKENS)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=12)
+@given(first=columns, dropped=st.lists(columns, max_size=LAYERS).map(tuple))
+@example(first=frozenset(), dropped=())
+@example(first=frozenset(range(TOKENS)), dropped=())
+@example(first=frozenset(range(0, TOKENS, 2)), dropped=(frozenset(), frozenset(range(0, TOKENS, 4))))
+@example(first=frozenset({0}), dropped=(frozenset(),) * 5 + (frozenset({0}),))
+def test_any_plan_is_exact_over_exact_kv(root, family, first, dropped):
+    model, store, ids, full = stored(family, root)
+    method = Chosen(first=first, dropped=dropped)
+    cache = TieredCache(model, store, method=method, record=False)
+    with torch.no_grad():
+        ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
+    computed = len(method.seen[0][0])
+    assert cache.stats.tokens_restored == TOKENS - computed
+    assert cache.stats.tokens_computed == computed
+    torch.testing.assert_close(ours, full, rtol=0, atol=2e-5 * full.abs().max().item() + 1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
+    """So that the test above can fail: the same plan over another prompt's KV gives other logits."""
+    model, _, ids, full = stored(family, root)
+    with KVStore(tmp_path / "wrong") as store:
+        cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
+        store.precompute(model, prompt(TOKENS, seed=99), progress=False)
+        store.match = lambda links, honest=store.match: honest(other_links(store, cache))
+        with torch.no_grad():
+            ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
+    assert cache.stats.tokens_restored > 0
+    assert (ours - full).abs().max() > 1e-3 * full.abs().max()
+
+
+def other_links(store, cache):
+    return cache._history.chain.links(prompt(TOKENS, seed=99)[0].numpy())
+
+
+@settings(max_examples=15)
+@given(first=columns, pad=st.integers(1, 40))
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_scattered_plans_honour_padding(root, family, first, pad):
+    model, store, ids, _ = stored(family, root)
+    batch = torch.zeros(2, TOKENS, dtype=torch.int64)
+    batch[0], batch[1, pad:] = ids[0], ids[0, : TOKENS - pad]
+    mask = torch.ones_like(batch)
+    mask[1, :pad] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    arguments = {"input_ids": batch, "attention_mask": mask, "position_ids": positions, "logits_to_keep": 1}
+    cache = TieredCache(model, store, method=Chosen(first=first), record=False)
+    with torch.no_grad():
+        ours = model(past_key_values=cache, **arguments).logits
+        full = model(**arguments).logits
+    assert cache.stats.tokens_restored > 0
+    torch.testing.assert_close(ours, full, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_sliding", "gemma2"])
+def test_decoding_goes_on_from_any_plan(root, family):
+    model, store, ids, _ = stored(family, root)
+    arguments = {"do_sample": False, "max_new_tokens": 12}
+    method = Chosen(first=frozenset(range(1, TOKENS, 3)), dropped=(frozenset(), frozenset(range(1, 60, 3))))
+    cache = TieredCache(model, store, method=method, record=False)
+    ours = model.generate(ids, past_key_values=cache, **arguments)
+    assert torch.equal(ours, model.generate(ids, **arguments))
+
+
+def test_after_a_plan_the_model_is_as_before(root):
+    model, store, ids, _ = stored("llama", root)
+    before = model.config._attn_implementation
+    method = Chosen(first=frozenset({3, 50}), dropped=(frozenset(), frozenset({3})))
+    model(input_ids=ids, past_key_values=TieredCache(model, store, method=method, record=False), logits_to_keep=1)
+    assert model.config._attn_implementation == before
+    assert "_tiered_passes" not in vars(model.config)
+    assert not any(layer._forward_pre_hooks for layer in model.model.layers)
+    assert current() is None
+
+
+def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
+    model, store, ids, _ = stored("llama", root)
+    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+    cache = TieredCache(model, store, method=Chosen(first=frozenset({3, 50})), record=False)
+    with pytest.raises(ConfigError, match="set_attn_implementation"):
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+    assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize(
+    ("computed", "says"),
+    [
+        (([0, 1],), "last"),
+        (([],), "last"),
+        (([3, 2, 9],), "ascending"),
+        (([-1, 9],), "ascending"),
+        (([2, 9], [2, 3, 9]), "layer 1"),
+    ],
+)
+def test_impossible_plans_are_refused(computed, says):
+    with pytest.raises(ValueError, match=says):
+        Plan(0, 10, tuple(np.array(c, np.int64) for c in computed), ())
+
+
+@given(st.integers(1, 40), st.integers(0, 39), st.integers(0, 30))
+def test_a_suffix_is_recognised(columns, first, base):
+    first = min(first, columns - 1)
+    suffix = np.arange(first, columns)
+    assert Plan(base, columns, (suffix,) * 3, ()).suffix == first
+    assert Plan(base, columns, (suffix, suffix.copy()), ()).suffix == first
+    if columns - first > 1:
+        assert Plan(base, columns, (suffix, suffix[1:]), ()).suffix is None
+    if columns - first > 2:
+        assert Plan(base, columns, (np.delete(suffix, 1),), ()).suffix is None
+
+
+# --- positions
+
+SCALINGS = {
+    "default": {"rope_type": "default", "rope_theta": 10000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    },
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+        "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+        "original_max_position_embeddings": 256,
+    },
+}
+
+
+class Moved(TieredCache):
+    """Restores one stored segment at another place than its own, and computes the rest."""
+
+    place = 0
+
+    def _plan(self, request):
+        (row,) = self.store.segments()
+        reader = self.store.disk.reader(row.id)
+        tokens = reader.shape.tokens
+        columns = request.columns
+        computed = np.r_[0 : self.place, self.place + tokens : columns]
+        group = RowGroup((0,), 0, (Piece(reader, 0, tokens, self.place),))
+        return Plan(0, columns, (computed,) * len(self.layers), (group,))
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("place", [1, 37, 160])
+@pytest.mark.parametrize(
+    "geometry", [Geometry(), Geometry(chunk_tokens=8, layers_per_block=1, heads_per_block=1, split_kv=True)]
+)
+def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, place, geometry):
+    """160 + 96 tokens lie within longrope's short regime, 160 + 96 + 4 in its long one."""
+    model = build("llama", rope_parameters=SCALINGS[scaling])
+    passage, around = prompt(96, seed=4), prompt(place + 96 + 4, seed=5)
+    around[:, place : place + 96] = passage
+    raw = []  # keys before rotation, as the projections give them
+    hooks = [
+        layer.self_attn.k_proj.register_forward_hook(
+            lambda _, __, out: raw.append(out.view(1, 96, 2, 16).transpose(1, 2))
+        )
+        for layer in model.model.layers
+    ]
+    values = [value for _, value in kv_of(model, passage)]
+    for hook in hooks:
+        hook.remove()
+    with KVStore(tmp_path) as store:
+        first = TieredCache(model, store, method=Plain(geometry=geometry))
+        model(input_ids=passage, past_key_values=first, logits_to_keep=1)
+        store.flush()
+        cache = Moved(model, store, record=False)
+        cache.place = place
+        model(input_ids=around, past_key_values=cache, logits_to_keep=1)
+    # the frequencies that a pass of this length uses
+    cos, sin = model.model.rotary_emb(raw[0], torch.arange(place + 96 + 4).unsqueeze(0))
+    cos, sin = cos[:, place : place + 96], sin[:, place : place + 96]
+    apply = sys.modules[type(model).__module__].apply_rotary_pos_emb
+    for layer, keys, value in zip(cache.layers, raw, values, strict=True):
+        ours = layer.keys[:, :, place : place + 96]
+        assert torch.equal(ours, apply(keys, keys, cos, sin)[1])
+        pairs = torch.complex(keys[..., :8].double(), keys[..., 8:].double())
+        turned = pairs * torch.complex(cos[..., :8].double(), sin[..., :8].double()).unsqueeze(1)
+        torch.testing.assert_close(ours.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5)
+        assert torch.equal(layer.values[:, :, place : place + 96], value)
+
+
+@dataclass(frozen=True)
+class Plain(Method):
+    """Exact reuse under another geometry."""
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+        first = min(situation.restorable, situation.columns - situation.must_compute)
+        return (np.arange(first, situation.columns),) * situation.layers
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(8, 1),
+        Geometry(64, 2),
+        Geometry(16, 3, 1),
+        Geometry(4, 1, 1, True),
+        Geometry(32, 6, None, True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
+    model, ids = build(family), prompt(TOKENS)
+    arguments = {"do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+    with KVStore(tmp_path) as store:
+        model.generate(ids, past_key_values=TieredCache(model, store, method=Plain(geometry=geometry)), **arguments)
+    longer = torch.cat([ids[:, :120], prompt(7, seed=8)], dim=1)
+    with KVStore(tmp_path) as store:
+        assert {store.disk.reader(row.id).shape.geometry for row in store.segments()} == {geometry}
+        cache = TieredCache(model, store)
+        ours = model.generate(longer, past_key_values=cache, **arguments)
+        assert cache.stats.tokens_restored == 112
+    with KVStore(tmp_path / "default") as store:
+        model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
+        theirs = model.generate(longer, past_key_values=TieredCache(model, store), **arguments)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
