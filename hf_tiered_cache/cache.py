@@ -22,7 +22,7 @@ from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
-from .patches.attach import Attachment, ServedCache, attach
+from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.attention import WRAPPED, can_scatter, exchanged
 from .patches.layers import decoder_layers, dropping
 from .patches.rotary import RotaryTap, Unrotated
@@ -83,8 +83,8 @@ class TieredCache(Cache, ServedCache):
         record: bool = True,
     ) -> None:
         self.method = make_method(method)
+        super().__init__(layers=layers_for(base_model(model)))
         self._attachment = attach(model)
-        super().__init__(layers=layers_for(self._attachment.model))
         self.store = store if isinstance(store, KVStore) else _store_at(self._attachment, store)
         self._restores, self._records = restore, record
         self._begin()
@@ -116,6 +116,7 @@ class TieredCache(Cache, ServedCache):
 
     # --- one pass
 
+    @torch.compiler.disable
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """One forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._attachment:
@@ -235,6 +236,7 @@ class TieredCache(Cache, ServedCache):
                 self._prepare(now, stack)
             if request is None or request.columns > 1:
                 stack.enter_context(exchanged(self._attachment.config))
+            stack.enter_context(self._attachment.running_eagerly())
             stack.enter_context(entered(scope))
             return forward(**kwargs)
 

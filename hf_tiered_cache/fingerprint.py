@@ -110,7 +110,7 @@ def _plain(value: Any) -> Any:
 class Samples:
     """Views of the bytes that stand for a model's weights: small tensors whole, of large ones evenly spread windows.
 
-    Tensors of inactive adapters are left out and names freed of what adapters add to them, so that switching an
+    Tensors of inactive adapters are left out and names freed of what wrappers add to them, so that switching an
     adapter off leads back to the base model's KV. Accelerate's offloaded weights are read where they lie.
     """
 
@@ -123,7 +123,8 @@ class Samples:
                 continue
             if tensor.device.type == "meta":
                 tensor = _offloaded(model, name)
-            self.names.append(f"{name.replace('.base_layer.', '.')} {tensor.dtype} {tuple(tensor.shape)}")
+            name = name.replace(".base_layer.", ".").replace("_orig_mod.", "")
+            self.names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
             for plain in _plain_tensors(tensor):
                 self._views.setdefault(plain.device, []).extend(_windows(plain))
 

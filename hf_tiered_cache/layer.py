@@ -261,8 +261,6 @@ def layers_for(model: PreTrainedModel) -> list[Any]:
             "leave past_key_values to generate()"
         )
     config = model.config.get_text_config(decoder=True)
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(_stateful(name, 0, "a recurrent state"))
     layers: list[Any] = []
     kinds = getattr(config, "layer_types", None)
     for index, like in enumerate(DynamicCache(config=config).layers):
@@ -275,6 +273,8 @@ def layers_for(model: PreTrainedModel) -> list[Any]:
         else:
             kind = kinds[index] if kinds else type(like).__name__
             raise UnsupportedModelError(_stateful(name, index, f"state of kind {kind!r}"))
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(_stateful(name, 0, "a recurrent state"))
     return layers
 
 

@@ -135,9 +135,8 @@ class Recorder:
             self._ancestors = [self._ancestors[row] for row in order]
 
     def found(self, row: int, links: int, segments: tuple[str, ...]) -> None:
-        """The first `links` links of a row are stored, in `segments`."""
-        if links > self._stored[row]:
-            self._stored[row], self._ancestors[row] = links, segments
+        """Just the first `links` links of a row are stored, in `segments`."""
+        self._stored[row], self._ancestors[row] = links, segments
 
     # --- making segments
 

@@ -53,10 +53,13 @@ class Request:
             pads: of each row.
         """
         kwargs = dict(self.kwargs)
-        suffix = len(columns) == self.columns - columns[0]
-        if kwargs.get("position_ids") is None and not suffix:  # of a suffix the model knows them itself
-            positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)  # [rows, columns]
-            kwargs["position_ids"] = positions.clamp(min=0).to(self.ids.device)
+        if len(columns) < self.columns - columns[0]:  # of a suffix the model knows positions and length itself
+            device = self.ids.device
+            if kwargs.get("position_ids") is None:
+                positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)
+                kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
+            if kwargs.get("attention_mask") is None:
+                kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
         index = torch.from_numpy(columns)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
@@ -108,7 +111,7 @@ def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[in
     rows, columns = ids.shape
     if mask is None:
         return [0] * rows
-    if mask.ndim != 2 or mask.shape != (rows, base + columns):
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, base + columns):
         return None
     present = mask.to("cpu", torch.bool)
     pads = (~present).sum(dim=1)

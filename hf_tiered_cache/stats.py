@@ -29,7 +29,7 @@ def render(table: Table) -> str:
     console = Console(width=100, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
-    return capture.get().rstrip()
+    return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
 @dataclass

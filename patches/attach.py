@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from ..errors import UnsupportedModelError
 from . import rotary
 from .layers import decoder_layers
+from .scope import current
 
 _ATTRIBUTE = "_hf_tiered_cache"
 
@@ -43,24 +45,41 @@ class Attachment:
         self.config = model.config.get_text_config(decoder=True)
         self.extras: dict[str, Any] = {}
         """What users of the attachment keep with it; closed, where it can be, and forgotten with `detach`."""
-        self._before = {name: model.__dict__.get(name) for name in ("forward", "prepare_inputs_for_generation")}
         self.signature = inspect.signature(model.forward)
+        self.compiled = False
         self._devices: list[torch.device] = []
         self._handles = rotary.watch_tables(model)
         self._functions = rotary.rotary_functions(model)
         for module, name in self._functions:
             rotary.patch_function(module, name)
-        model.forward = _Forward(self, model.forward)
-        if hasattr(model, "prepare_inputs_for_generation"):
-            model.prepare_inputs_for_generation = _PrepareInputs(self, model.prepare_inputs_for_generation)
+        self.active = True
+
+    def refresh(self) -> None:
+        """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
+        model = self.model
+        for name, wrapper in _WRAPPERS.items():
+            method = getattr(model, name, None)
+            if method is not None and not isinstance(method, wrapper):
+                setattr(model, name, wrapper(self, method, model.__dict__.get(name)))
+        self.compiled = any(
+            module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or _is_compiled(module.forward)
+            for module in model.modules()
+        )
+
+    def running_eagerly(self) -> AbstractContextManager:
+        """Passes of ours within a compiled model run uncompiled: they do other things at every call."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
 
     def undo(self) -> None:
         """Leave the model exactly as it was."""
-        for name, value in self._before.items():
-            if value is not None:
-                setattr(self.model, name, value)
-            else:
-                self.model.__dict__.pop(name, None)
+        self.active = False
+        for name, wrapper in _WRAPPERS.items():
+            method = self.model.__dict__.get(name)
+            if isinstance(method, wrapper):
+                if method.before is None:
+                    del self.model.__dict__[name]
+                else:
+                    setattr(self.model, name, method.before)
         for handle in self._handles:
             handle.remove()
         for module, name in self._functions:
@@ -85,12 +104,26 @@ class Attachment:
 
 
 class _Wrapper:
-    """A bound method of the model, wrapped. In a deep copy of the model it is the copy's own method again."""
+    """A bound method of the model, wrapped. In a deep copy of the model it is the copy's own method again.
 
-    def __init__(self, attachment: Attachment, method: Callable[..., Any]) -> None:
+    Args:
+        method: the method.
+        before: what stood under its name in the instance, or None if it is the class's.
+    """
+
+    def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
         functools.update_wrapper(self, method)
         self.attachment = attachment
         self.method = method
+        self.before = before
+
+    def serves(self, values: Iterable[Any]) -> bool:
+        """Whether a cache of ours is among the arguments, and not already being served further out."""
+        cache = next((value for value in values if isinstance(value, ServedCache)), None)
+        if cache is None or not self.attachment.active:
+            return False
+        scope = None if torch.compiler.is_compiling() else current()
+        return scope is None or scope.cache is not cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = memo[id(self.attachment.model)]
@@ -100,14 +133,20 @@ class _Wrapper:
 class _Forward(_Wrapper):
     """The model's forward: passes with a cache of ours are handed to that cache."""
 
-    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.serves((*args, *kwargs.values())):
+            return self.method(*args, **kwargs)
         if args:
             kwargs = _by_name(self.attachment.signature, args, kwargs)
-        cache = kwargs.get("past_key_values")
-        if isinstance(cache, ServedCache):
-            return cache.run(self.attachment, self.method, kwargs)
-        return self.method(**kwargs)
+        return kwargs["past_key_values"].run(self.attachment, self.method, kwargs)
+
+
+class _CompiledCall(_Wrapper):
+    """What `model.compile()` made of the model's call: passes with a cache of ours go around it."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        uncompiled = self.serves((*args, *kwargs.values()))
+        return (self.attachment.model._call_impl if uncompiled else self.method)(*args, **kwargs)
 
 
 class _PrepareInputs(_Wrapper):
@@ -121,11 +160,24 @@ class _PrepareInputs(_Wrapper):
         return self.method(input_ids, *args, **kwargs)
 
 
+def _is_compiled(forward: Callable[..., Any]) -> bool:
+    if isinstance(forward, _Wrapper):
+        forward = forward.method
+    return hasattr(forward, "_torchdynamo_orig_callable")
+
+
 def _device(module: nn.Module) -> torch.device:
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     if device is None:
         device = next((p.device for p in module.parameters() if p.device.type != "meta"), "cpu")
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+
+
+_WRAPPERS: dict[str, type[_Wrapper]] = {
+    "forward": _Forward,
+    "prepare_inputs_for_generation": _PrepareInputs,
+    "_compiled_call_impl": _CompiledCall,
+}
 
 
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -163,6 +215,7 @@ def attach(model: nn.Module) -> Attachment:
     if found is None:
         found = Attachment(model)
         model.__dict__[_ATTRIBUTE] = found
+    found.refresh()
     return found
 
 

@@ -180,7 +180,7 @@ def watch_tables(model: nn.Module) -> list[Any]:
 
 def _note_table(signature: inspect.Signature) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        scope = current()
+        scope = None if torch.compiler.is_compiling() else current()
         if scope is None or not isinstance(output, tuple) or len(output) != 2:
             return
         arguments = signature.bind(*args, **kwargs)
@@ -235,8 +235,7 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.function(*args, **kwargs)
-        scope = current()
-        if scope is not None:
+        if not torch.compiler.is_compiling() and (scope := current()) is not None:
             arguments = self.signature.bind(*args, **kwargs)
             scope.tap.last = RotaryCall(self.function, arguments, arguments.arguments["k"], rotated[1])
         return rotated

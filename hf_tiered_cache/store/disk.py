@@ -162,16 +162,19 @@ class SegmentStore:
     def report(self, segment_id: str, error: BaseException) -> None:
         """Note that a segment could not be used: from now on only what stands before the fault is offered.
 
-        A read error may pass, so it hides the segment from this process alone.
+        One without a whole beginning is deleted, so that it can be stored anew. A read error may pass, so it hides
+        the segment from this process alone.
         """
-        damaged = isinstance(error, IntegrityError | FormatError)
-        self.counters.add("verification_failures" if damaged else "read_errors")
+        damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NewerFormatError)
+        newer = isinstance(error, NewerFormatError)
+        self.counters.add("newer_files" if newer else "verification_failures" if damaged else "read_errors")
         self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
         with self._lock:
             self._readers.pop(segment_id, None)
-        if damaged:
-            whole = error.whole_links if isinstance(error, IntegrityError) else 0
-            self.ask(lambda c: c.limit(segment_id, whole), None)
+        if damaged and getattr(error, "whole_links", 0):
+            self.ask(lambda c: c.limit(segment_id, error.whole_links), None)
+        elif damaged and self.writable:
+            self.remove([segment_id])
         elif isinstance(error, FileNotFoundError):
             self.ask(lambda c: c.remove([segment_id]), None)
         else:
@@ -221,8 +224,7 @@ class SegmentStore:
     def _write(self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor]) -> None:
         """Write to a temporary file and give it its name; raises FileExistsError where another was first."""
         final = self.path(header.id)
-        if final.exists():
-            raise FileExistsError(final)
+        self._make_way(final)
         fd, tmp = self._reserve(header.file_bytes)
         try:
             digests = []
@@ -242,6 +244,19 @@ class SegmentStore:
         self.counters.add("bytes_written", row.nbytes)
         with self._lock:
             self._unsynced.append(final)
+
+    def _make_way(self, final: Path) -> None:
+        """Raise FileExistsError for a segment that is there; delete a damaged file under its name."""
+        try:
+            read_head(final)
+        except FileNotFoundError:
+            return
+        except NewerFormatError:
+            pass
+        except FormatError:
+            final.unlink(missing_ok=True)
+            return
+        raise FileExistsError(final)
 
     def _reserve(self, nbytes: int) -> tuple[int, Path]:
         """A temporary file of `nbytes`, its room taken from the quota and from the disk before a byte is written.

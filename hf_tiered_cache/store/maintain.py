@@ -67,6 +67,7 @@ def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
             reader = SegmentReader(path, store.engine, verify=True)
             if reader.id != path.stem:
                 raise FormatError(f"{path.name} calls itself {reader.id}")
+            bar.update(reader.header.blocks.offset)
             for nbytes, blocks in _read_all(reader):
                 report.blocks += blocks
                 report.nbytes += nbytes

@@ -1,0 +1,246 @@
+"""Attaching and detaching: symmetric, without traces, without a model disturbing another; compiled models fall back."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from families import build, prompt
+from torch import nn
+from transformers import DynamicCache
+
+import hf_tiered_cache
+from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach
+from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.patches.scope import current
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+
+def state(model):
+    """Everything that attaching could change: of every module its attributes and hooks, of its code its globals."""
+    modules = {
+        name: (
+            {k: id(v) for k, v in vars(m).items() if not k.startswith("_forward")},
+            len(m._forward_hooks),
+            len(m._forward_pre_hooks),
+        )
+        for name, m in model.named_modules()
+    }
+    code = {name: id(value) for name, value in vars(sys.modules[type(model).__module__]).items()}
+    return modules, code, dict(vars(model.config))
+
+
+def test_detach_leaves_the_model_exactly_as_it_was(tmp_path):
+    model = build("llama")
+    before = state(model)
+    attach(model)
+    assert state(model) != before
+    with KVStore(tmp_path) as store:
+        model.generate(prompt(50), past_key_values=TieredCache(model, store), **GREEDY)
+        detach(model)
+    assert state(model) == before
+    assert attachment_of(model) is None
+
+
+def test_attaching_twice_is_attaching_once_and_detaching_twice_is_harmless():
+    model = build("llama")
+    before = state(model)
+    assert attach(model) is attach(model)
+    detach(model)
+    detach(model)
+    assert state(model) == before
+
+
+def test_importing_patches_nothing():
+    code = (
+        "import sys, transformers.models.llama.modeling_llama as m; before = m.apply_rotary_pos_emb\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as a; keys = sorted(a.valid_keys())\n"
+        "import hf_tiered_cache, hf_tiered_cache.patches\n"
+        "assert m.apply_rotary_pos_emb is before and sorted(a.valid_keys()) == keys\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_two_models_of_one_family_do_not_disturb_each_other(tmp_path):
+    """They share the modelling code that is patched; either may be detached first."""
+    function = sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb
+    one, two = build("llama", seed=1), build("llama", seed=2)
+    with KVStore(tmp_path) as store:
+        for model in (one, two):
+            model.generate(prompt(60), past_key_values=TieredCache(model, store), **GREEDY)
+        detach(one)
+        cache = TieredCache(two, store)
+        ours = two.generate(prompt(60), past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored > 0
+        assert torch.equal(ours, two.generate(prompt(60), **GREEDY))
+        detach(two)
+    assert sys.modules["transformers.models.llama.modeling_llama"].apply_rotary_pos_emb is function
+
+
+def test_attached_models_work_without_a_cache_of_ours(tmp_path):
+    model = build("llama")
+    before = model.generate(prompt(40), **GREEDY)
+    attach(model)
+    assert torch.equal(model.generate(prompt(40), **GREEDY), before)
+    assert torch.equal(model.generate(prompt(40), past_key_values=DynamicCache(config=model.config), **GREEDY), before)
+    assert torch.equal(model(prompt(40)).logits, model(input_ids=prompt(40), use_cache=False).logits)
+
+
+def test_a_cache_without_its_model_attached_is_still_right(tmp_path):
+    """Somebody detached in between: nothing is restored, nothing recorded, nothing wrong."""
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        detach(model)
+        assert torch.equal(
+            model.generate(prompt(40), past_key_values=cache, **GREEDY), model.generate(prompt(40), **GREEDY)
+        )
+        assert store.stats.segments == 0
+
+
+def test_positional_arguments_are_understood(tmp_path):
+    model = build("llama")
+    with KVStore(tmp_path) as store, torch.no_grad():
+        store.precompute(model, prompt(60), progress=False)
+        mask = torch.ones(1, 60, dtype=torch.int64)
+        cache = TieredCache(model, store)
+        ours = model(prompt(60), mask, None, cache, logits_to_keep=1).logits
+        assert cache.stats.tokens_restored == 48
+        torch.testing.assert_close(ours, model(prompt(60)).logits[:, -1:], rtol=0, atol=1e-5)
+
+
+def test_a_deep_copy_of_an_attached_model_is_a_model_of_its_own(tmp_path):
+    model = build("llama")
+    attach(model)
+    twin = copy.deepcopy(model)
+    assert attachment_of(twin) is None
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+    alone = build("llama")
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(twin(prompt(20)).logits, alone(prompt(20)).logits)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(twin, store)
+        assert torch.equal(
+            twin.generate(prompt(40), past_key_values=cache, **GREEDY), alone.generate(prompt(40), **GREEDY)
+        )
+
+
+def test_an_attached_model_can_be_saved_and_loaded(tmp_path):
+    model = build("llama")
+    attach(model)
+    model.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved").eval()
+    assert torch.equal(model(prompt(20)).logits, again(prompt(20)).logits)
+
+
+def test_a_cache_of_another_model_is_refused(tmp_path):
+    one, two = build("llama", seed=1), build("llama", seed=2)
+    with KVStore(tmp_path) as store:
+        attach(two)
+        with pytest.raises(CacheMismatchError, match="another"):
+            two.generate(prompt(40), past_key_values=TieredCache(one, store), **GREEDY)
+
+
+def test_what_is_no_transformers_model_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="Linear"):
+        TieredCache(nn.Linear(2, 2), tmp_path)
+
+
+def test_one_model_in_several_threads(tmp_path):
+    """Each thread has passes of its own; one of them without a cache of ours."""
+    model = build("qwen2")
+    prompts = [prompt(80, seed=i % 3) for i in range(6)]
+    expected = [model.generate(p, **GREEDY) for p in prompts]
+    failures = []
+    with KVStore(tmp_path, host_memory="200KiB") as store:
+
+        def work(number):
+            try:
+                for _ in range(6):
+                    cache = None if number == 0 else TieredCache(model, store)
+                    out = model.generate(prompts[number], past_key_values=cache, **GREEDY)
+                    assert torch.equal(out, expected[number])
+                    assert current() is None
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    assert failures == []
+    assert model.config._attn_implementation == "sdpa"
+
+
+# --- torch.compile
+
+
+def whole(model):
+    return torch.compile(model, backend="eager")
+
+
+def in_place(model):
+    model.compile(backend="eager", fullgraph=True)
+    return model
+
+
+def forward(model):
+    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True)
+    return model
+
+
+def inner(model):
+    model.model = torch.compile(model.model, backend="eager")
+    return model
+
+
+def layers(model):
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer, backend="eager", fullgraph=True)
+    return model
+
+
+@pytest.mark.parametrize("compiled", [whole, in_place, forward, inner, layers])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_fall_back(tmp_path, compiled, when):
+    torch._dynamo.reset()
+    model, ids = build("llama"), prompt(70)
+    expected = model.generate(ids, **GREEDY)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+        if when == "before":
+            detach(model)
+        made = compiled(model)
+        cache = TieredCache(made, store)
+        assert torch.equal(made.generate(ids, past_key_values=cache, **GREEDY), expected)
+        assert cache.stats.tokens_restored == 64
+        detach(made)
+
+
+def test_a_compiled_model_stays_compiled_for_others():
+    """Being attached costs other passes nothing: what was one graph still is."""
+    torch._dynamo.reset()
+    model = build("llama")
+    attach(model)
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model.forward = torch.compile(model.forward, backend=counting, fullgraph=True)
+    with torch.no_grad():
+        model(input_ids=prompt(20), use_cache=False)
+    assert len(graphs) == 1
+
+
+def test_version():
+    assert hf_tiered_cache.__version__

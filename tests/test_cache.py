@@ -1,0 +1,428 @@
+"""TieredCache as an object: forks, misuse, odd requests, and what it keeps and stores."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+
+import pytest
+import torch
+from families import build, prompt
+from transformers import (
+    BertConfig,
+    DynamicCache,
+    MambaConfig,
+    MambaForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.bert.modeling_bert import BertLMHeadModel
+
+from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
+from hf_tiered_cache.layer import layers_for
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2_sliding", "gemma3"])
+def model(request):
+    return build(request.param)
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store") as opened:
+        yield opened
+
+
+def plain(model, ids, **arguments):
+    return model.generate(ids, **GREEDY | arguments)
+
+
+# --- forks
+
+
+def test_a_fork_goes_its_own_way_and_leaves_its_parent_alone(model, store):
+    store.precompute(model, prompt(90), progress=False)
+    parent = TieredCache(model, store)
+    first = model.generate(prompt(90), past_key_values=parent, **GREEDY)
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in parent.layers]
+    memory = {layer._keys.data_ptr() for layer in parent.layers}
+    forks = [parent.fork() for _ in range(2)]
+    assert {layer._keys.data_ptr() for layer in forks[0].layers} == memory  # nothing copied yet
+    questions = [torch.cat([first, prompt(7, seed=s)], dim=1) for s in (3, 4)]
+    for fork, question in zip(forks, questions, strict=True):
+        answer = model.generate(question, past_key_values=fork, **GREEDY)
+        assert torch.equal(answer, plain(model, question))
+    for layer, (keys, values) in zip(parent.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+        assert torch.equal(layer.values, values)
+    assert parent.get_seq_length() == first.shape[1] - 1
+    again = torch.cat([first, prompt(5, seed=5)], dim=1)
+    assert torch.equal(model.generate(again, past_key_values=parent, **GREEDY), plain(model, again))
+
+
+def test_a_parent_that_goes_on_leaves_its_forks_alone(model, store):
+    parent = TieredCache(model, store)
+    first = model.generate(prompt(60), past_key_values=parent, **GREEDY)
+    fork = parent.fork()
+    more = torch.cat([first, prompt(9, seed=3)], dim=1)
+    model.generate(more, past_key_values=parent, **GREEDY)
+    other = torch.cat([first, prompt(9, seed=4)], dim=1)
+    assert torch.equal(model.generate(other, past_key_values=fork, **GREEDY), plain(model, other))
+
+
+def test_deepcopy_is_a_fork(model, store):
+    """What transformers' documentation tells users to do with a cache of a prompt."""
+    parent = TieredCache(model, store)
+    with torch.no_grad():
+        model(input_ids=prompt(50), past_key_values=parent)
+    for seed in (3, 4):
+        ids = torch.cat([prompt(50), prompt(6, seed=seed)], dim=1)
+        assert torch.equal(model.generate(ids, past_key_values=copy.deepcopy(parent), **GREEDY), plain(model, ids))
+
+
+def test_forks_record_what_they_compute(model, store):
+    parent = TieredCache(model, store)
+    with torch.no_grad():
+        model(input_ids=prompt(70), past_key_values=parent, logits_to_keep=1)
+    ids = torch.cat([prompt(70), prompt(60, seed=3)], dim=1)
+    model.generate(ids, past_key_values=parent.fork(), **GREEDY)
+    cache = TieredCache(model, store)
+    model.generate(ids, past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 128
+
+
+# --- misuse
+
+
+def test_another_prompt_in_a_used_cache_is_refused(model, store):
+    cache = TieredCache(model, store)
+    model.generate(prompt(50), past_key_values=cache, **GREEDY)
+    for other in (prompt(80, seed=2), prompt(20, seed=2), prompt(50)):
+        with pytest.raises(CacheMismatchError, match="make a new TieredCache"):
+            model.generate(other, past_key_values=cache, **GREEDY)
+    going_on = torch.cat([prompt(50), plain(model, prompt(50))[:, 50:], prompt(4, seed=3)], dim=1)
+    assert torch.equal(model.generate(going_on, past_key_values=cache, **GREEDY), plain(model, going_on))
+
+
+def test_a_cache_that_was_reset_serves_another_prompt(model, store):
+    cache = TieredCache(model, store)
+    model.generate(prompt(50), past_key_values=cache, **GREEDY)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(
+        model.generate(prompt(80, seed=2), past_key_values=cache, **GREEDY), plain(model, prompt(80, seed=2))
+    )
+
+
+def test_unknown_methods_are_named_with_those_there_are(model, store):
+    with pytest.raises(ConfigError, match=r"'quick'.*exact"):
+        TieredCache(model, store, method="quick")
+    assert TieredCache(model, store, method="exact").method == TieredCache(model, store).method == Exact()
+
+
+# --- requests that are no plain prompts
+
+
+def test_right_padding_reuses_nothing_and_is_right(model, store):
+    ids = torch.cat([prompt(40), prompt(40, seed=2)])
+    mask = torch.ones_like(ids)
+    mask[1, 30:] = 0
+    store.precompute(model, ids, progress=False)
+    with torch.no_grad():
+        cache = TieredCache(model, store)
+        ours = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+        assert cache.stats.tokens_restored == 0
+        reference = DynamicCache(config=model.config)
+        assert torch.equal(
+            ours, model(input_ids=ids, attention_mask=mask, past_key_values=reference, logits_to_keep=1).logits
+        )
+
+
+def masks(model):
+    """Ready-made masks of 60 tokens: one, or one for each kind of layer."""
+    full = torch.ones(60, 60).tril().bool()[None, None]
+    windows = [layer.window for layer in layers_for(model) if layer.window]
+    return {"full_attention": full, "sliding_attention": full & ~full.tril(-windows[0])} if windows else full
+
+
+@pytest.mark.parametrize("what", ["positions", "labels", "masks", "hidden states", "attentions"])
+def test_requests_that_need_every_token_computed(model, store, what):
+    ids = prompt(60)
+    store.precompute(model, ids, progress=False)
+    arguments = {
+        "positions": {"position_ids": torch.arange(5, 65).unsqueeze(0)},
+        "labels": {"labels": ids},
+        "masks": {"attention_mask": masks(model)},
+        "hidden states": {"output_hidden_states": True, "logits_to_keep": 1},
+        "attentions": {"output_attentions": True, "logits_to_keep": 1},
+    }[what]
+    if what == "attentions":
+        model.set_attn_implementation("eager")
+    cache = TieredCache(model, store)
+    with torch.no_grad():
+        ours = model(input_ids=ids, past_key_values=cache, **arguments)
+        theirs = model(input_ids=ids, past_key_values=DynamicCache(config=model.config), **arguments)
+    assert cache.stats.tokens_restored == 0
+    assert torch.equal(ours.logits, theirs.logits)
+    if what == "hidden states":
+        assert ours.hidden_states[-1].shape[1] == 60
+    if what == "attentions":
+        assert ours.attentions[0].shape[2] == 60
+        model.set_attn_implementation("sdpa")
+    if what == "labels":
+        assert torch.equal(ours.loss, theirs.loss)
+
+
+def test_odd_positions_are_not_recorded(model, store):
+    with torch.no_grad():
+        model(
+            input_ids=prompt(60),
+            position_ids=torch.arange(5, 65).unsqueeze(0),
+            past_key_values=TieredCache(model, store),
+        )
+    store.flush()
+    assert store.stats.segments == 0
+
+
+def test_a_model_in_training_mode_reuses_and_records_nothing(model, store):
+    store.precompute(model, prompt(60), progress=False)
+    model.train()
+    try:
+        cache = TieredCache(model, store)
+        model(input_ids=prompt(60), past_key_values=cache, logits_to_keep=1)
+        model(input_ids=prompt(60, seed=2), past_key_values=TieredCache(model, store))
+    finally:
+        model.eval()
+    assert cache.stats.tokens_restored == 0
+    store.flush()
+    assert store.stats.segments == 1
+
+
+def test_gradients_do_not_flow_and_do_not_pile_up(model, store):
+    cache = TieredCache(model, store)
+    out = model(input_ids=prompt(30), past_key_values=cache)
+    assert not out.logits.requires_grad
+    assert not cache.layers[0].keys.requires_grad
+
+
+def test_a_prompt_of_one_token_and_one_shorter_than_a_chunk(model, store):
+    for ids in (prompt(1), prompt(9), prompt(16), prompt(17)):
+        for _ in range(2):
+            cache = TieredCache(model, store)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), plain(model, ids))
+
+
+def test_restore_and_record_can_be_switched_off(model, store):
+    store.precompute(model, prompt(60), progress=False)
+    cache = TieredCache(model, store, restore=False)
+    model.generate(prompt(60), past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 0
+    model.generate(prompt(60, seed=2), past_key_values=TieredCache(model, store, record=False), **GREEDY)
+    store.flush()
+    cache = TieredCache(model, store)
+    model.generate(prompt(60, seed=2), past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_restored == 0
+
+
+def test_the_batch_may_change_between_passes(model, store):
+    """As a user's own search loop would: rows repeated, some dropped, some swapped."""
+    ids = torch.cat([prompt(70), prompt(70, seed=2)])
+    ours, theirs = TieredCache(model, store), DynamicCache(config=model.config)
+    for cache in (ours, theirs):
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache.batch_repeat_interleave(2)
+            cache.reorder_cache(torch.tensor([3, 0, 1, 0]))
+            cache.batch_select_indices(torch.tensor([0, 2]))
+            more = torch.cat([prompt(70, seed=4), prompt(70, seed=5)])
+            cache.logits = model(input_ids=more, past_key_values=cache, logits_to_keep=1).logits
+    assert torch.equal(ours.logits, theirs.logits)
+    store.flush()
+    wanted = torch.cat([torch.cat([ids[1], more[0]])[None], torch.cat([ids[0], more[1]])[None]])  # rows 3, 1 of four
+    cache = TieredCache(model, store)
+    with torch.no_grad():
+        model(input_ids=wanted, past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored == 2 * 128
+
+
+# --- memory
+
+
+def test_buffers_double_and_decoding_copies_nothing_in_between(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    ids = prompt(100)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        capacities, moves, address = [], 0, None
+        for _ in range(400):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+            buffer = cache.layers[0]._keys
+            moves += buffer.data_ptr() != address and buffer.shape[2] not in capacities
+            address = buffer.data_ptr()
+            if buffer.shape[2] not in capacities:
+                capacities.append(buffer.shape[2])
+    assert cache.get_seq_length() == 500
+    assert moves <= 4
+    assert all(b >= 2 * a for a, b in itertools.pairwise(capacities))
+
+
+def test_a_sliding_layer_holds_its_window_and_not_the_prompt(store):
+    model = build("mistral")
+    cache = TieredCache(model, store)
+    with torch.no_grad():
+        model(input_ids=prompt(800), past_key_values=cache, logits_to_keep=1)
+        assert all(layer._keys.shape[2] < 3 * 40 + 200 for layer in cache.layers)
+        for _ in range(300):
+            model(input_ids=prompt(1), past_key_values=cache)
+    assert all(layer._keys.shape[2] < 3 * 40 + 200 for layer in cache.layers)
+    assert cache.get_seq_length() == 1100
+
+
+def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
+    model = build("gemma3")  # four sliding layers of six, windows of 40
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(1000), progress=False)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        ours = model.generate(prompt(1000), past_key_values=cache, **GREEDY)
+        assert torch.equal(ours, plain(model, prompt(1000)))
+        assert cache.stats.tokens_restored == 992
+        segment = store.disk.reader(store.segments()[0].id)
+        full = sum(lane.block_bytes for lane in segment.shape.lanes if not lane.window) * 62
+        sliding = sum(lane.block_bytes for lane in segment.shape.lanes if lane.window) * 4
+        assert full <= cache.stats.bytes_read <= full + sliding
+
+
+def test_a_cache_that_is_gone_leaves_no_memory_but_stores_its_tokens(model, store):
+    cache = TieredCache(model, store)
+    model.generate(prompt(50), past_key_values=cache, **GREEDY)
+    recorder = cache._recorder
+    assert recorder.unsealed
+    del cache
+    gc.collect()
+    assert recorder.unsealed < 16
+    store.flush()
+    assert sum(row.tokens for row in store.segments()) == 48
+
+
+def test_recording_keeps_no_more_than_the_ragged_end(model, store):
+    """The prompt's tensors go to the writer, and are let go."""
+    cache = TieredCache(model, store)
+    with torch.no_grad():
+        model(input_ids=prompt(900), past_key_values=cache, logits_to_keep=1)
+    held = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in cache._recorder._tensors() for t in ts
+    }
+    assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
+    store.flush()
+
+
+# --- stats
+
+
+def test_stats_count_and_print(tmp_path):
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(100), progress=False)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        ids = torch.cat([prompt(100)[:, :90], prompt(30, seed=3)], dim=1)
+        model.generate(ids, past_key_values=cache, **GREEDY)
+        stats = cache.stats
+        segment = store.disk.reader(store.segments()[0].id)
+        blocks = 5 * len(segment.shape.lanes)
+        nbytes = 5 * sum(lane.block_bytes for lane in segment.shape.lanes)
+        assert (stats.tokens_restored, stats.tokens_computed) == (80, 40 + 5)
+        assert (stats.disk.blocks, stats.disk.hits, stats.disk.misses, stats.disk.bytes) == (blocks, blocks, 0, nbytes)
+        assert (stats.host.hits, stats.host.misses) == (0, blocks)
+        assert (stats.bytes_read, stats.bytes_used) == (nbytes, 80 * segment.shape.layout.bytes_per_token)
+        assert stats.read_amplification == 1.0
+        assert stats.tier == "disk"
+        assert stats.io_seconds > 0
+        assert 0 <= stats.stall_seconds <= stats.assemble_seconds
+        text = str(stats)
+        assert "80 / 45" in text
+        assert "disk" in text
+        assert stats.as_dict()["disk"]["blocks"] == blocks
+        warm = TieredCache(model, store)
+        model.generate(ids, past_key_values=warm, **GREEDY)
+        assert warm.stats.tier == "host"
+        assert warm.stats.bytes_read == 0
+        assert warm.stats.tokens_restored == 96 + 16  # the first request's tokens too
+
+
+def test_a_part_of_a_chunk_is_read_whole_and_counted(tmp_path):
+    """A full hit leaves one token to compute, so of the last chunk 15 of 16 tokens are used."""
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(96), progress=False)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(96), past_key_values=cache, **GREEDY)
+        per_token = store.disk.reader(store.segments()[0].id).shape.layout.bytes_per_token
+        assert cache.stats.bytes_read == 96 * per_token
+        assert cache.stats.bytes_used == 95 * per_token
+        assert cache.stats.read_amplification == pytest.approx(96 / 95)
+
+
+def test_repr_says_what_it_is(model, store):
+    assert "exact" in repr(TieredCache(model, store)).lower()
+
+
+# --- models that cannot be served
+
+
+def test_models_with_recurrent_state_are_refused_by_layer(tmp_path):
+    config = Qwen3NextConfig(
+        vocab_size=100, hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, linear_num_key_heads=1, linear_num_value_heads=1,
+        linear_key_head_dim=8, linear_value_head_dim=8,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 of Qwen3Next.*linear_attention.*DynamicCache"):
+        TieredCache(Qwen3NextForCausalLM(config), tmp_path)
+
+
+def test_state_space_models_are_refused(tmp_path):
+    model = MambaForCausalLM(MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2))
+    with pytest.raises(UnsupportedModelError, match=r"layer 0 of MambaForCausalLM.*DynamicCache"):
+        TieredCache(model, tmp_path)
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    model = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(UnsupportedModelError, match=r"encoder-decoder.*generate"):
+        TieredCache(model, tmp_path)
+
+
+def test_refused_models_are_left_unattached(tmp_path):
+    model = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    with pytest.raises(UnsupportedModelError):
+        TieredCache(model, tmp_path)
+    assert "forward" not in vars(model)
+
+
+def test_other_causal_models_work_too(tmp_path):
+    """One that no test was written for: no rotation, other names."""
+    config = BertConfig(
+        vocab_size=160,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        is_decoder=True,
+    )
+    torch.manual_seed(0)
+    model = BertLMHeadModel(config).eval()
+    with KVStore(tmp_path) as store:
+        for _ in range(2):
+            cache = TieredCache(model, store)
+            ours = model.generate(prompt(60), past_key_values=cache, **GREEDY)
+            assert torch.equal(ours, model.generate(prompt(60), **GREEDY))
+    detach(model)

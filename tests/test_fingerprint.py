@@ -1,0 +1,257 @@
+"""The fingerprint: whatever changes keys and values changes it, and nothing else does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+
+from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
+from hf_tiered_cache.fingerprint import Fingerprinter, fingerprint, rope_regime
+
+peft = pytest.importorskip("peft")
+
+GREEDY = {"do_sample": False, "max_new_tokens": 4}
+
+
+def restored(model, store, ids=None):
+    """How many tokens of the stored prompt `model` restores, and whether its output is right."""
+    ids = prompt(70) if ids is None else ids
+    cache = TieredCache(model, store, record=False)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert torch.equal(ours, model.generate(ids, **GREEDY))
+    return cache.stats.tokens_restored
+
+
+def fill(model, store):
+    store.precompute(model, prompt(70), progress=False)
+
+
+CHANGES = {
+    "other weights of the same shape": lambda: build("llama", seed=1),
+    "rope_theta": lambda: build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5000.0}),
+    "rope scaling": lambda: build(
+        "llama", rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+    ),
+    "bf16": lambda: build("llama", torch.bfloat16),
+    "fp16": lambda: build("llama", torch.float16),
+    "norm epsilon": lambda: build("llama", rms_norm_eps=1e-3),
+    "another class": lambda: build("mistral", sliding_window=None),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_is_a_miss(tmp_path, change):
+    with KVStore(tmp_path) as store:
+        model = build("llama")
+        fill(model, store)
+        assert restored(model, store) == 64
+        assert restored(CHANGES[change](), store) == 0
+
+
+def test_bf16_against_fp16(tmp_path):
+    """The same bytes per token, and other numbers."""
+    with KVStore(tmp_path) as store:
+        fill(build("llama", torch.bfloat16), store)
+        assert restored(build("llama", torch.float16), store) == 0
+        assert restored(build("llama", torch.bfloat16), store) == 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_the_same_in_every_process_and_for_every_copy(family):
+    one = build(family)
+    assert fingerprint(one) == fingerprint(build(family)) == fingerprint(copy.deepcopy(one))
+    assert fingerprint(one) != fingerprint(build(family, seed=1))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_one_tensor_counts(family):
+    model = build(family)
+    seen = {fingerprint(model)}
+    parameters = list(model.named_parameters())
+    for _, parameter in parameters[:: max(1, len(parameters) // 12)]:
+        with torch.no_grad():
+            parameter.view(-1)[0] += 0.25
+        seen.add(fingerprint(model))
+    assert len(seen) == 1 + len(parameters[:: max(1, len(parameters) // 12)])
+
+
+def test_what_changes_no_kv_changes_nothing():
+    model = build("llama")
+    name = fingerprint(model)
+    model.config._name_or_path = "elsewhere"
+    model.config.use_cache = False
+    model.config.transformers_version = "6.0"
+    model.config.pad_token_id = 7
+    model.generation_config.temperature = 0.3
+    assert fingerprint(model) == name
+    model.requires_grad_(False)
+    assert fingerprint(model) == name
+
+
+def test_weights_written_to_behind_its_back_are_noticed(tmp_path):
+    """Through `.data`, which counts no versions."""
+    with KVStore(tmp_path) as store:
+        model = build("llama")
+        fill(model, store)
+        model.model.layers[0].self_attn.k_proj.weight.data.mul_(1.5)
+        assert restored(model, store) == 0
+        model.model.layers[0].self_attn.k_proj.weight.data.div_(1.5)
+
+
+def test_weights_replaced_moved_and_loaded_are_noticed():
+    model = build("llama")
+    name = Fingerprinter(model)
+    seen = [name()]
+    model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(
+        torch.randn_like(model.model.layers[1].mlp.up_proj.weight)
+    )
+    seen.append(name())
+    model.load_state_dict(build("llama", seed=3).state_dict())
+    seen.append(name())
+    model.to(torch.bfloat16)
+    seen.append(name())
+    assert len(set(seen)) == 4
+    assert name() == seen[-1]
+
+
+# --- adapters
+
+
+def lora(model, seed=5):
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def test_an_adapter_is_a_miss_and_its_kv_its_own(tmp_path):
+    with KVStore(tmp_path) as store:
+        base = build("llama")
+        fill(base, store)
+        tuned = lora(base)
+        assert restored(tuned, store) == 0
+        fill(tuned, store)
+        assert restored(tuned, store) == 64
+        with tuned.disable_adapter():
+            assert restored(tuned, store) == 64  # the base model's KV
+        assert restored(build("llama"), store) == 64
+
+
+def test_adapters_with_other_weights_scale_or_merged_are_told_apart():
+    base = build("llama")
+    names = {"base": fingerprint(base)}
+    tuned = lora(base)
+    names["lora"] = fingerprint(base)
+    torch.manual_seed(9)
+    tuned.add_adapter("second", peft.LoraConfig(r=4, target_modules=["k_proj"], init_lora_weights=False))
+    assert fingerprint(base) == names["lora"]  # loaded, but not switched on
+    tuned.set_adapter("second")
+    names["second"] = fingerprint(base)
+    tuned.set_adapter("default")
+    assert fingerprint(base) == names["lora"]
+    for module in base.modules():
+        if isinstance(getattr(module, "scaling", None), dict) and "default" in module.scaling:
+            module.scaling["default"] *= 2
+    names["scaled"] = fingerprint(base)
+    tuned.merge_adapter()
+    names["merged"] = fingerprint(base)
+    assert len(set(names.values())) == len(names)
+
+
+def test_an_adapter_switched_on_between_two_requests_is_noticed(tmp_path):
+    with KVStore(tmp_path) as store:
+        model = lora(build("llama"))
+        fill(model, store)
+        assert restored(model, store) == 64
+        model.base_model.disable_adapter_layers()
+        assert restored(model, store) == 0
+        model.base_model.enable_adapter_layers()
+        assert restored(model, store) == 64
+        model.merge_adapter()
+        assert restored(model, store) == 0
+
+
+def test_prompt_learning_is_refused(tmp_path):
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with pytest.raises(UnsupportedModelError, match="prompt-learning"):
+        TieredCache(peft.get_peft_model(build("llama"), config), tmp_path)
+
+
+# --- precision and offloading
+
+
+def test_autocast_is_another_precision(tmp_path):
+    with KVStore(tmp_path) as store:
+        model = build("llama")
+        fill(model, store)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert restored(model, store) == 0
+
+
+def test_quantization_is_part_of_it():
+    model = build("llama")
+    name = fingerprint(model)
+    model.config.quantization_config = {"quant_method": "something", "bits": 4}
+    assert fingerprint(model) != name
+
+
+def test_weights_on_the_meta_device_cannot_be_named():
+    with torch.device("meta"):
+        model = build("llama")
+    with pytest.raises(UnsupportedModelError, match=r"meta device.*load them"):
+        fingerprint(model)
+
+
+# --- RoPE that follows the length
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 5.5],
+    "original_max_position_embeddings": 80,
+}
+
+
+def test_longrope_keeps_its_two_regimes_apart(tmp_path):
+    model = build("llama", rope_parameters=LONGROPE)
+    short, long = prompt(70), prompt(120)
+    long[:, :70] = short
+    with KVStore(tmp_path) as store:
+        store.precompute(model, [short[0]], progress=False)
+        assert restored(model, store, short) == 64
+        assert restored(model, store, long) == 0
+        store.precompute(model, [long[0]], progress=False)
+        assert restored(model, store, long) == 112
+        assert restored(model, store, short) == 64
+
+
+def test_longrope_records_nothing_across_the_border(tmp_path):
+    """Generation leads from the short regime into the long one: those tokens' KV is of neither."""
+    model, ids = build("llama", rope_parameters=LONGROPE), prompt(70)
+    with KVStore(tmp_path) as store:
+        out = model.generate(ids, past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=40)
+        store.flush()
+        assert max(row.position + row.tokens for row in store.segments()) <= 80
+        assert restored(model, store, out) == 0
+
+
+def test_dynamic_scaling_reuses_only_what_it_does_not_scale(tmp_path):
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = build("llama", rope_parameters=rope, max_position_embeddings=100)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, [prompt(70)[0]], progress=False)
+        assert restored(model, store, prompt(70)) == 64
+        long = torch.cat([prompt(70), prompt(60, seed=2)], dim=1)
+        assert restored(model, store, long) == 0
+        assert restored(model, store, prompt(70)) == 64  # also after the frequencies have grown and come back
+
+
+def test_regimes_of_known_configurations():
+    assert rope_regime(build("llama").config, 5000) == ""
+    longrope = build("llama", rope_parameters=LONGROPE).config
+    assert (rope_regime(longrope, 80), rope_regime(longrope, 81)) == ("short", "long")
+    assert rope_regime(build("gemma3").config, 10) == ""
