@@ -59,7 +59,7 @@ class Fingerprinter:
         placed = (adapters, tuple(_place(t) for t in (*self.model.parameters(), *self.model.buffers())))
         if self._samples is None or placed != self._placed:
             self._samples, self._placed = Samples(self.model), placed
-        seen = (adapters, _autocast(self.model), xxh3(self._samples.read()))
+        seen = (adapters, _autocast(), xxh3(self._samples.read()))
         if seen != self._seen:
             self._name, self._seen = _name(self.model, self._samples), seen
         return self._name
@@ -81,7 +81,7 @@ def _name(model: PreTrainedModel, samples: Samples) -> str:
         "config": canonical_config(model.config.get_text_config(decoder=True)),
         "quantization": _plain(getattr(model.config, "quantization_config", None)),
         "adapters": [list(map(str, state)) for state in _adapter_state(model)],
-        "autocast": str(_autocast(model)),
+        "autocast": _autocast(),
         "weights": samples.names,
     }
     digest = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=16)
@@ -111,15 +111,86 @@ class Samples:
     """Views of the bytes that stand for a model's weights: small tensors whole, of large ones evenly spread windows.
 
     Tensors of inactive adapters are left out and names freed of what wrappers add to them, so that switching an
-    adapter off leads back to the base model's KV. Accelerate's offloaded weights are read where they lie.
+    adapter off leads back to the base model's KV. The head, which reads KV and makes none, is left out too: where it
+    is tied to the embeddings, whether it has a tensor of its own depends on how the model was loaded. Accelerate's
+    offloaded weights are read where they lie.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._placed: tuple | None = None
+        self._samples: Samples | None = None
+        self._seen: tuple | None = None
+        self._name = ""
+
+    def __call__(self) -> str:
+        """The fingerprint of the model as it is now: 32 hexadecimal digits."""
+        adapters = _adapter_state(self.model)
+        placed = (adapters, tuple(_place(t) for t in (*self.model.parameters(), *self.model.buffers())))
+        if self._samples is None or placed != self._placed:
+            self._samples, self._placed = Samples(self.model), placed
+        seen = (adapters, _autocast(), xxh3(self._samples.read()))
+        if seen != self._seen:
+            self._name, self._seen = _name(self.model, self._samples), seen
+        return self._name
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """The name of everything that the KV of `model` depends on: 32 hexadecimal digits.
+
+    Raises:
+        UnsupportedModelError: some weights cannot be read.
+    """
+    return _name(model, Samples(model))
+
+
+def _name(model: PreTrainedModel, samples: Samples) -> str:
+    description = {
+        "format": FORMAT_VERSION,
+        "class": type(model).__name__,
+        "config": canonical_config(model.config.get_text_config(decoder=True)),
+        "quantization": _plain(getattr(model.config, "quantization_config", None)),
+        "adapters": [list(map(str, state)) for state in _adapter_state(model)],
+        "autocast": _autocast(),
+        "weights": samples.names,
+    }
+    digest = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=16)
+    digest.update(samples.read())
+    return digest.hexdigest()
+
+
+def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:
+    """What of a configuration bears on keys and values, JSON-ready."""
+    return {key: _plain(value) for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- weights
+
+
+class Samples:
+    """Views of the bytes that stand for a model's weights: small tensors whole, of large ones evenly spread windows.
+
+    Tensors of inactive adapters are left out and names freed of what wrappers add to them, so that switching an
+    adapter off leads back to the base model's KV. The head, which reads KV and makes none, is left out too: where it
+    is tied to the embeddings, whether it has a tensor of its own depends on how the model was loaded. Accelerate's offloaded weights are read where they lie.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
         self.names: list[str] = []
         self._views: dict[torch.device, list[torch.Tensor]] = {}
-        idle = tuple(_idle_adapter_prefixes(model))
+        idle = (*_idle_adapter_prefixes(model), *_head_prefixes(model))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (idle and name.startswith(idle)) or _varies_while_running(model, name):
+            if name.startswith(idle) or _varies_while_running(model, name):
                 continue
             if tensor.device.type == "meta":
                 tensor = _offloaded(model, name)
@@ -152,6 +223,11 @@ def _windows(tensor: torch.Tensor) -> list[torch.Tensor]:
 def _place(tensor: torch.Tensor) -> tuple:
     """Changes when a tensor is replaced or moved."""
     return id(tensor), 0 if tensor.device.type == "meta" or is_traceable_wrapper_subclass(tensor) else tensor.data_ptr()
+
+
+def _head_prefixes(model: PreTrainedModel) -> list[str]:
+    head = model.get_output_embeddings()
+    return [f"{name}." for name, module in model.named_modules() if module is head and name]
 
 
 def _varies_while_running(model: nn.Module, name: str) -> bool:
@@ -201,9 +277,10 @@ def _idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
                     yield f"{name}.{container}.{adapter}"
 
 
-def _autocast(model: PreTrainedModel) -> torch.dtype | None:
-    kind = model.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+def _autocast() -> tuple[str, ...]:
+    """The precisions that passes are cast to, as set by the caller's `torch.autocast`."""
+    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
+    return tuple(f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds)
 
 
 # --- RoPE

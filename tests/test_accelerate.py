@@ -1,0 +1,100 @@
+"""Models that accelerate has dispatched or offloaded: KV lives where its layer computes, weights wherever."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_from_module
+from families import build, prompt
+
+from hf_tiered_cache import KVStore, TieredCache, attach, detach
+from hf_tiered_cache.fingerprint import fingerprint
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+
+def dispatched(model, tmp_path):
+    return dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+
+
+def offloaded_to_host(model, tmp_path):
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    return model
+
+
+def offloaded_to_disk(model, tmp_path):
+    disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
+    return model
+
+
+WAYS = [dispatched, offloaded_to_host, offloaded_to_disk]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_it_restores_what_the_model_stored_when_it_was_whole(tmp_path, way, family):
+    model, ids = build(family), prompt(100)
+    expected = model.generate(ids, **GREEDY)
+    name = fingerprint(model)
+    with KVStore(tmp_path / "kv") as store:
+        store.precompute(model, ids, progress=False)
+        detach(model)
+        model = way(model, tmp_path)
+        assert fingerprint(model) == name
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+        assert cache.stats.tokens_restored == 96
+        assert attach(model).device_of(3) == torch.device("cpu")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_records_and_restores_its_own(tmp_path, way):
+    model, ids = build("qwen2"), prompt(100)
+    expected = model.generate(ids, **GREEDY)
+    model = way(model, tmp_path)
+    with KVStore(tmp_path / "kv") as store:
+        for wanted in (0, 96):
+            cache = TieredCache(model, store)
+            assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), expected)
+            assert cache.stats.tokens_restored == wanted
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_detach_leaves_the_dispatch_in_place(tmp_path, way):
+    model, ids = build("llama"), prompt(40)
+    expected = model.generate(ids, **GREEDY)
+    model = way(model, tmp_path)
+    forward = model.forward
+    attach(model)
+    detach(model)
+    assert model.forward is forward
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
+
+
+def test_the_layers_device_is_where_its_hook_computes():
+    model = build("llama")
+    for i, layer in enumerate(model.model.layers):
+        add_hook_to_module(layer, AlignDevicesHook(execution_device=torch.device("meta" if i % 2 else "cpu")))
+    devices = [attach(model).device_of(i).type for i in range(6)]
+    assert devices == ["cpu", "meta"] * 3
+    detach(model)
+    remove_hook_from_module(model, recurse=True)
+
+
+def test_tables_that_accelerate_copies_between_devices_are_recognised(tmp_path):
+    """On several devices each layer gets cos and sin of its own; here, copies on one device."""
+    model, ids = build("gemma3"), prompt(100)  # two kinds of tables
+
+    def copying(module, args, kwargs):
+        return args, {k: tuple(t.clone() for t in v) if k == "position_embeddings" else v for k, v in kwargs.items()}
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(copying, with_kwargs=True)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+        kinds = store.disk.reader(store.segments()[0].id).shape.layout.layers
+        assert all(kind.rotated == "key" for kind in kinds)
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
+        assert cache.stats.tokens_restored == 96

@@ -1,0 +1,367 @@
+"""KVStore: its arguments, its life, and the many who share it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from families import build, prompt
+
+from hf_tiered_cache import (
+    ConfigError,
+    EngineUnavailableError,
+    KVStore,
+    StoreClosedError,
+    StoreError,
+    TieredCache,
+    attach,
+    detach,
+)
+from hf_tiered_cache.kvstore import parse_bytes
+
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
+HERE = os.path.dirname(__file__)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def restored(model, store, ids=None):
+    ids = prompt(100) if ids is None else ids
+    cache = TieredCache(model, store, record=False)
+    mask = torch.ones_like(ids)  # generated ids may be the padding's, which generate() would take for padding
+    ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY)
+    assert torch.equal(ours, model.generate(ids, attention_mask=mask, **GREEDY))
+    return cache.stats.tokens_restored
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("size", "nbytes"),
+    [
+        (0, 0),
+        ("0", 0),
+        (123, 123),
+        ("123", 123),
+        ("10GiB", 10 << 30),
+        ("500MB", 500_000_000),
+        ("1 MiB", 1 << 20),
+        (None, None),
+    ],
+)
+def test_sizes(size, nbytes):
+    assert parse_bytes(size, "host_memory") == nbytes
+
+
+@pytest.mark.parametrize("size", ["many", "-5", -5, 1.5, True, "GiB", [1]])
+def test_what_is_no_size_is_said_with_its_name(size):
+    with pytest.raises(ConfigError, match=r"host_memory=.*is no size.*10GiB"):
+        parse_bytes(size, "host_memory")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"engine": "tape"}, ConfigError, "posix"),
+        ({"policy": "fifo"}, ConfigError, "lru, lfu"),
+        ({"disk_quota": "lots"}, ConfigError, "disk_quota"),
+        ({"ttl": 0}, ConfigError, "ttl"),
+        ({"watermarks": (0.9, 0.5)}, ConfigError, "watermarks"),
+        ({"free_space_floor": -1}, ConfigError, "free_space_floor"),
+    ],
+)
+def test_meaningless_arguments_are_refused_before_anything_is_made(tmp_path, arguments, error, says):
+    with pytest.raises(error, match=says):
+        KVStore(tmp_path / "store", **arguments)
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kvikio may well work here")
+def test_an_engine_that_does_not_work_here_is_an_error_if_it_was_asked_for(tmp_path):
+    with pytest.raises(EngineUnavailableError, match="CUDA"):
+        KVStore(tmp_path / "store", engine="kvikio")
+
+
+def test_a_path_that_cannot_be_a_store_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="folder"):
+        KVStore(tmp_path / "file")
+
+
+# --- life
+
+
+def test_a_closed_store_says_so_and_closes_twice(model, tmp_path):
+    store = KVStore(tmp_path)
+    cache = TieredCache(model, store)
+    store.close()
+    store.close()
+    for action in (store.flush, store.verify, store.gc, store.segments, lambda: store.precompute(model, prompt(40))):
+        with pytest.raises(StoreClosedError, match="open it anew"):
+            action()
+    with pytest.raises(StoreClosedError):
+        model.generate(prompt(40), past_key_values=cache, **GREEDY)
+    assert "closed" in repr(store)
+
+
+def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
+    """The prompt's pass is done; decoding goes on, and what cannot be stored is not."""
+    store = KVStore(tmp_path)
+
+    class Closing:
+        steps = 0
+
+        def put(self, value):
+            self.steps += 1
+            if self.steps == 3:
+                store.close()
+
+        def end(self):
+            pass
+
+    ours = model.generate(
+        prompt(40), past_key_values=TieredCache(model, store), do_sample=False, max_new_tokens=600, streamer=Closing()
+    )
+    assert torch.equal(ours, model.generate(prompt(40), do_sample=False, max_new_tokens=600))
+
+
+def test_what_was_computed_is_stored_when_the_interpreter_ends(tmp_path):
+    """Nobody flushed, closed or deleted anything."""
+    code = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+from families import *
+from hf_tiered_cache import KVStore, TieredCache
+model, store = build("llama"), KVStore({str(tmp_path)!r})
+cache = TieredCache(model, store)
+model.generate(prompt(40), past_key_values=cache, do_sample=False, max_new_tokens=30)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with KVStore(tmp_path) as store:
+        assert sum(row.tokens for row in store.segments()) == 64
+
+
+def test_a_store_that_is_collected_has_written(model, tmp_path):
+    store = KVStore(tmp_path)
+    model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
+    del store
+    gc.collect()
+    with KVStore(tmp_path) as again:
+        assert restored(model, again) == 96
+
+
+def test_a_store_in_a_forked_process_says_what_to_do(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(40), progress=False)
+        store._pid -= 1
+        with pytest.raises(StoreClosedError, match="forked"):
+            TieredCache(model, store)._history or store.match([])
+        store._pid += 1
+
+
+def test_a_path_stands_for_a_store_that_is_opened_once(tmp_path):
+    model = build("llama")
+    first, second = TieredCache(model, tmp_path / "kv"), TieredCache(model, str(tmp_path / "kv"))
+    assert first.store is second.store
+    model.generate(prompt(100), past_key_values=first, **GREEDY)
+    assert restored(model, tmp_path / "kv") == 96
+    detach(model)
+    with pytest.raises(StoreClosedError):
+        first.store.flush()
+    with KVStore(tmp_path / "kv") as store:
+        assert restored(model, store) == 96
+
+
+def test_a_home_folder_is_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with KVStore("~/kv") as store:
+        assert store.path == tmp_path / "kv"
+
+
+# --- precompute
+
+
+def test_precompute_takes_prompts_in_many_forms(model, tmp_path):
+    one, two = prompt(50), prompt(40, seed=2)
+    forms = [one, one[0], one[0].tolist(), [one[0], two[0]], [one[0].tolist(), two[0].tolist()], torch.cat([one, one])]
+    with KVStore(tmp_path) as store:
+        reports = [store.precompute(model, form, progress=False) for form in forms]
+    assert [r.prompts for r in reports] == [1, 1, 1, 2, 2, 2]
+    assert [r.stored for r in reports] == [48, 0, 0, 32, 0, 0]
+    assert reports[1].restored == 48
+
+
+@pytest.mark.parametrize("wrong", ["a text", None, [], [["a"]], torch.zeros(2, 2, 2), [1.5, "x"]])
+def test_precompute_says_what_it_takes(model, tmp_path, wrong):
+    with KVStore(tmp_path) as store, pytest.raises(ConfigError, match="token ids"):
+        store.precompute(model, wrong)
+
+
+def test_precompute_shows_its_progress(model, tmp_path, capsys):
+    with KVStore(tmp_path) as store:
+        store.precompute(model, [prompt(50)[0], prompt(30, seed=2)[0]])
+        assert "precompute: 100%" in capsys.readouterr().err
+        store.precompute(model, prompt(20, seed=3), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(100), progress=False, pin=True)
+        assert store.disk.pinned() == {row.id for row in store.segments()}
+        store.disk.limits = type(store.disk.limits)(quota=1)
+        assert store.gc().evicted == 0
+        assert restored(model, store) == 96
+
+
+# --- sharing
+
+
+def test_a_salt_keeps_stores_apart(model, tmp_path):
+    with KVStore(tmp_path, salt="secret") as store:
+        store.precompute(model, prompt(100), progress=False)
+        assert restored(model, store) == 96
+    for salt, expected in ((None, 0), ("other", 0), (b"secret", 96)):
+        with KVStore(tmp_path, salt=salt) as store:
+            assert restored(model, store) == expected
+
+
+def test_segments_expire(model, tmp_path):
+    with KVStore(tmp_path, ttl=0.5) as store:
+        store.precompute(model, prompt(100), progress=False)
+        assert restored(model, store) == 96
+        time.sleep(0.6)
+        assert restored(model, store) == 0
+        assert store.gc().expired == 1
+        assert store.segments() == []
+
+
+def test_two_models_share_a_store(tmp_path):
+    models = [build("llama"), build("gemma3"), build("deepseek_v3"), build("llama", torch.bfloat16)]
+    with KVStore(tmp_path, host_memory="300KiB") as store:
+        for _ in range(2):
+            for model in models:
+                store.precompute(model, prompt(100), progress=False)
+                cache = TieredCache(model, store)
+                model.generate(prompt(100), past_key_values=cache, **GREEDY)
+                assert cache.stats.tokens_restored == 96
+        assert len(store.segments()) == 4
+        assert store.stats.host_bytes <= 300 << 10
+
+
+@pytest.mark.parametrize("host", [0, "64KiB", "200KiB", "1GiB"])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_any_host_budget_is_kept_and_right(model, tmp_path, host, policy):
+    with KVStore(tmp_path, host_memory=host, policy=policy) as store:
+        for seed in (1, 2, 3, 1, 2, 1):
+            ids = prompt(100, seed=seed)
+            model.generate(ids, past_key_values=TieredCache(model, store), **GREEDY)
+            assert restored(model, store, ids) >= 96
+            assert store.stats.host_bytes <= store.stats.host_budget
+
+
+def test_many_threads_write_and_read_one_store(tmp_path):
+    """Each with a model of its own, so that passes really overlap."""
+    models = [build("llama") for _ in range(4)]
+    prompts = [prompt(80 + 10 * i, seed=i % 3) for i in range(8)]
+    expected = [models[0].generate(p, **GREEDY) for p in prompts]
+    failures = []
+    with KVStore(tmp_path, host_memory="500KiB", disk_quota="3MiB", queue_depth=1) as store:
+
+        def work(number):
+            try:
+                for i in range(12):
+                    which = (number + i) % len(prompts)
+                    cache = TieredCache(models[number], store)
+                    ours = models[number].generate(prompts[which], past_key_values=cache, **GREEDY)
+                    assert torch.equal(ours, expected[which])
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+        assert failures == []
+        assert store.verify().ok
+
+
+def test_processes_share_a_store_while_it_is_in_use(model, tmp_path):
+    """What one process stores, another that is running already finds."""
+    with KVStore(tmp_path) as store:
+        assert restored(model, store) == 0
+        code = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+from families import *
+from hf_tiered_cache import KVStore
+with KVStore({str(tmp_path)!r}) as store:
+    store.precompute(build("llama"), prompt(100), progress=False)
+"""
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        assert restored(model, store) == 96
+
+
+def test_a_prompt_asked_again_at_once_waits_for_its_writing(model, tmp_path, monkeypatch):
+    """Rather than being computed twice."""
+    with KVStore(tmp_path) as store:
+        publish = type(store.disk).publish
+
+        def slow(*args, **kwargs):
+            time.sleep(0.3)
+            return publish(*args, **kwargs)
+
+        monkeypatch.setattr(type(store.disk), "publish", slow)
+        model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
+        assert restored(model, store) == 96
+
+
+def test_a_full_queue_makes_requests_wait_and_loses_nothing(model, tmp_path, monkeypatch):
+    with KVStore(tmp_path, queue_depth=1) as store:
+        publish = type(store.disk).publish
+
+        def slow(*args, **kwargs):
+            time.sleep(0.05)
+            return publish(*args, **kwargs)
+
+        monkeypatch.setattr(type(store.disk), "publish", slow)
+        for seed in range(6):
+            model.generate(prompt(100, seed=seed), past_key_values=TieredCache(model, store, restore=False), **GREEDY)
+        store.flush()
+        assert sum(row.tokens for row in store.segments() if row.position == 0) == 6 * 96
+
+
+def test_unfinished_chunks_of_one_cache_are_found_by_another(model, tmp_path):
+    """A short answer is not written at once; another request of the process finds it all the same."""
+    with KVStore(tmp_path) as store:
+        first = TieredCache(model, store)
+        out = model.generate(prompt(40), past_key_values=first, do_sample=False, max_new_tokens=25)
+        assert store.stats.segments == 0
+        assert restored(model, store, torch.cat([out, prompt(3, seed=4)], dim=1)) == 64
+
+
+def test_attach_before_the_first_cache_is_allowed(tmp_path):
+    model = build("llama")
+    attach(model)
+    with KVStore(tmp_path) as store:
+        assert restored(model, store) == 0
+
+
+def test_stats_of_a_store(model, tmp_path):
+    with KVStore(tmp_path, disk_quota="1GiB") as store:
+        store.precompute(model, prompt(100), progress=False)
+        stats = store.stats
+        assert (stats.segments, stats.tokens, stats.segments_written) == (1, 96, 1)
+        assert stats.disk_bytes == stats.bytes_written > 96 * 6 * 2 * 2 * 16 * 4
+        assert stats.disk_quota == 1 << 30
+        assert "96" in str(stats)
+        assert stats.as_dict()["tokens"] == 96
