@@ -117,87 +117,19 @@ class Samples:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model
-        self._placed: tuple | None = None
-        self._samples: Samples | None = None
-        self._seen: tuple | None = None
-        self._name = ""
-
-    def __call__(self) -> str:
-        """The fingerprint of the model as it is now: 32 hexadecimal digits."""
-        adapters = _adapter_state(self.model)
-        placed = (adapters, tuple(_place(t) for t in (*self.model.parameters(), *self.model.buffers())))
-        if self._samples is None or placed != self._placed:
-            self._samples, self._placed = Samples(self.model), placed
-        seen = (adapters, _autocast(), xxh3(self._samples.read()))
-        if seen != self._seen:
-            self._name, self._seen = _name(self.model, self._samples), seen
-        return self._name
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """The name of everything that the KV of `model` depends on: 32 hexadecimal digits.
-
-    Raises:
-        UnsupportedModelError: some weights cannot be read.
-    """
-    return _name(model, Samples(model))
-
-
-def _name(model: PreTrainedModel, samples: Samples) -> str:
-    description = {
-        "format": FORMAT_VERSION,
-        "class": type(model).__name__,
-        "config": canonical_config(model.config.get_text_config(decoder=True)),
-        "quantization": _plain(getattr(model.config, "quantization_config", None)),
-        "adapters": [list(map(str, state)) for state in _adapter_state(model)],
-        "autocast": _autocast(),
-        "weights": samples.names,
-    }
-    digest = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=16)
-    digest.update(samples.read())
-    return digest.hexdigest()
-
-
-def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a configuration bears on keys and values, JSON-ready."""
-    return {key: _plain(value) for key, value in config.to_dict().items() if key not in _IRRELEVANT}
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "to_dict"):
-        value = value.to_dict()
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-# --- weights
-
-
-class Samples:
-    """Views of the bytes that stand for a model's weights: small tensors whole, of large ones evenly spread windows.
-
-    Tensors of inactive adapters are left out and names freed of what wrappers add to them, so that switching an
-    adapter off leads back to the base model's KV. The head, which reads KV and makes none, is left out too: where it
-    is tied to the embeddings, whether it has a tensor of its own depends on how the model was loaded. Accelerate's offloaded weights are read where they lie.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
         self.names: list[str] = []
         self._views: dict[torch.device, list[torch.Tensor]] = {}
         idle = (*_idle_adapter_prefixes(model), *_head_prefixes(model))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.startswith(idle) or _varies_while_running(model, name):
                 continue
-            if tensor.device.type == "meta":
+            lent = tensor.device.type == "meta"
+            if lent:
                 tensor = _offloaded(model, name)
             name = name.replace(".base_layer.", ".").replace("_orig_mod.", "")
             self.names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)}")
             for plain in _plain_tensors(tensor):
-                self._views.setdefault(plain.device, []).extend(_windows(plain))
+                self._views.setdefault(plain.device, []).extend(_windows(plain, lent))
 
     def read(self) -> bytes:
         """The sampled bytes, as they are now."""
@@ -212,12 +144,16 @@ def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [plain for name in inner for plain in _plain_tensors(getattr(tensor, name))]
 
 
-def _windows(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _windows(tensor: torch.Tensor, lent: bool) -> list[torch.Tensor]:
+    """Views into `tensor`, or small copies if it was made for us and must not be kept alive."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
+    lent = lent or flat.data_ptr() != tensor.data_ptr()
     if flat.numel() <= WHOLE_BYTES:
-        return [flat]
-    starts = np.linspace(0, flat.numel() - WINDOW_BYTES, WINDOWS).astype(np.int64).tolist()
-    return [flat[start : start + WINDOW_BYTES] for start in starts]
+        windows = [flat]
+    else:
+        starts = np.linspace(0, flat.numel() - WINDOW_BYTES, WINDOWS).astype(np.int64).tolist()
+        windows = [flat[start : start + WINDOW_BYTES] for start in starts]
+    return [window.clone() for window in windows] if lent else windows
 
 
 def _place(tensor: torch.Tensor) -> tuple:

@@ -48,19 +48,29 @@ class RotaryTable:
 class RotaryCall:
     """One call of the modelling code's rotation of queries and keys."""
 
-    function: Callable[..., tuple[torch.Tensor, torch.Tensor]]
-    arguments: inspect.BoundArguments
-    keys: torch.Tensor
+    watched: _Watched
+    args: tuple
+    kwargs: dict[str, Any]
     rotated: torch.Tensor
 
     @property
+    def keys(self) -> torch.Tensor:
+        return self._argument("k")
+
+    @property
     def cos(self) -> torch.Tensor:
-        return self.arguments.arguments["cos"]
+        return self._argument("cos")
+
+    def _argument(self, name: str) -> Any:
+        """By hand: binding a signature at every layer and token would cost more than the rotation."""
+        place = self.watched.places[name]
+        return self.args[place] if place < len(self.args) else self.kwargs[name]
 
     def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """The same rotation of other keys, `[batch, heads, n, dims]`, with tables `[1, n, dims]`."""
         # the queries' half of the work is not wanted: one head stands in for them
-        return _call(self.function, self.arguments, {"q": keys[:, :1], "k": keys, "cos": cos, "sin": sin})[1]
+        arguments = self.watched.signature.bind(*self.args, **self.kwargs)
+        return _call(self.watched.function, arguments, {"q": keys[:, :1], "k": keys, "cos": cos, "sin": sin})[1]
 
 
 @dataclass
@@ -231,11 +241,11 @@ class _Watched:
         functools.update_wrapper(self, function)
         self.function = function
         self.signature = inspect.signature(function)
+        self.places = {name: place for place, name in enumerate(self.signature.parameters)}
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.function(*args, **kwargs)
         if not torch.compiler.is_compiling() and (scope := current()) is not None:
-            arguments = self.signature.bind(*args, **kwargs)
-            scope.tap.last = RotaryCall(self.function, arguments, arguments.arguments["k"], rotated[1])
+            scope.tap.last = RotaryCall(self, args, kwargs, rotated[1])
         return rotated

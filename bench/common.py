@@ -1,0 +1,155 @@
+"""What the benchmarks share: timing, what was measured on what, and results as JSON and as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+import hf_tiered_cache
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "qwen2.5-7b": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
+    """A Qwen2-architecture model of a known shape with random weights."""
+    vocabulary = 1000 if shape == "tiny" else 151936
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **SHAPES[shape],
+    )
+    torch.manual_seed(seed)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model = Qwen2ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """How long `action` takes, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
+
+
+def interleaved(actions: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Run measurements in turns, so that a machine that slows down slows all of them down.
+
+    Args:
+        actions: each returns one measured time.
+        repeats: turns that count.
+        warm_up: turns before that do not.
+    """
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for turn in range(warm_up + repeats):
+        for name, action in actions.items():
+            measured = action()
+            if turn >= warm_up:
+                times[name].append(measured)
+    return times
+
+
+def median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def ratio(over: list[float], under: list[float]) -> float:
+    """Median of the ratios of what was measured side by side."""
+    return median(a / b for a, b in zip(over, under, strict=True))
+
+
+def forget_page_cache(folder: Path) -> None:
+    """Let the kernel drop what it caches of these files, so that a read is a read."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fdatasync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def machine(device: torch.device, folder: Path) -> dict[str, Any]:
+    """What the figures were measured on and with."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    file_system = subprocess.run(["stat", "-f", "-c", "%T", folder], capture_output=True, text=True, check=False)
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "torch_threads": torch.get_num_threads(),
+        "file_system": file_system.stdout.strip() or "unknown",
+        "free_disk_bytes": shutil.disk_usage(folder).free,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "hf_tiered_cache": hf_tiered_cache.__version__,
+    }
+
+
+def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
+    """Write `<name>.json` and `<name>.md`."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
+    (out / f"{name}.md").write_text(markdown)
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

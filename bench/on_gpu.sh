@@ -1,0 +1,20 @@
+#!/bin/sh
+# Everything that only a GPU can show, in one call of about ten minutes: the GPU tests, then the prefix benchmark on a
+# 0.5B and a 7B shape in bf16, through each engine. Results go to the folder named by the first argument.
+#   PYTHON (default python3) must have torch with CUDA, transformers and what pyproject.toml asks for; kvikio if it is to be measured.
+set -u
+cd "$(dirname "$0")/.."
+out=${1:-bench/results}
+python=${PYTHON:-python3}
+mkdir -p "$out"
+# patches/ ships inside the package; without an installation a link does the same
+[ -e hf_tiered_cache/patches ] || "$python" -c "import hf_tiered_cache" 2>/dev/null || ln -s ../patches hf_tiered_cache/patches
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+"$python" -m pytest -q -p no:cacheprovider tests/gpu 2>&1 | tee "$out/gpu-tests.log" | tail -n 15
+for engine in posix kvikio; do
+    "$python" bench/prefix.py --device cuda --dtype bfloat16 --shape qwen2.5-0.5b --engine $engine \
+        --prefixes 1024,4096,16384 --out "$out" --name "prefix-0.5b-gpu-$engine" 2>&1 | tail -n 30
+    "$python" bench/prefix.py --device cuda --dtype bfloat16 --shape qwen2.5-7b --engine $engine \
+        --host-memory 16GiB --device-memory 16GiB \
+        --prefixes 1024,4096,16384 --out "$out" --name "prefix-7b-gpu-$engine" 2>&1 | tail -n 30
+done

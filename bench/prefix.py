@@ -1,0 +1,402 @@
+"""Exact prefix reuse: time to first token from disk and from host memory, beside recomputing and beside DynamicCache.
+
+    python bench/prefix.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/prefix.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 20GiB
+
+Every figure is a median over turns in which all ways are measured one after the other; ratios are taken within a turn.
+Reads are cold: O_DIRECT, and the page cache is told to forget the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.store.memory import aligned_bytes
+
+SUFFIX = 64
+AIMS = {
+    "recompute / disk at 4k": (">=", 20.0),
+    "host / DynamicCache at 4k": ("<=", 1.10),
+    "disk read / raw O_DIRECT read at 4k": (">=", 0.80),
+    "with recording / without at 4k": ("<=", 1.05),
+    "decode, tokens/s over DynamicCache's at 4k": (">=", 1.0),
+}
+
+
+class Bench:
+    """One model, one folder, one prefix length at a time."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments = arguments
+        self.folder = folder
+        self.device = torch.device(arguments.device)
+        self.model: PreTrainedModel = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.random = torch.Generator().manual_seed(0)
+
+    def ids(self, tokens: int) -> torch.Tensor:
+        vocabulary = self.model.config.vocab_size
+        return torch.randint(1, vocabulary, (1, tokens), generator=self.random).to(self.device)
+
+    def first_token(self, ids: torch.Tensor, cache: Any) -> float:
+        """Seconds that `generate()` takes to the first token."""
+        return seconds(
+            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
+        )
+
+    def store(self, path: Path) -> KVStore:
+        wanted = self.arguments
+        return KVStore(path, host_memory=wanted.host_memory, device_memory=wanted.device_memory, engine=wanted.engine)
+
+    # --- the measurements
+
+    def run(self, prefix: int) -> dict[str, Any]:
+        path = self.folder / str(prefix)
+        turns = self.arguments.long_repeats if prefix > 8192 else self.arguments.repeats
+        print(f"prefix of {prefix} tokens", flush=True)
+        document = self.ids(prefix)
+        result: dict[str, Any] = {"prefix": prefix, "suffix": SUFFIX, "turns": turns}
+        result |= self.recording(document, path, max(1, min(turns, self.arguments.recompute_repeats)))
+        result |= self.reuse(document, path, turns)
+        result |= self.disk(path, turns)
+        result |= self.decode(document, path)
+        shutil.rmtree(path)
+        gc.collect()
+        return result
+
+    def recording(self, document: torch.Tensor, path: Path, turns: int) -> dict[str, Any]:
+        """The first request: plain, and with a store that takes what it computes. The last turn fills `path`."""
+        store = self.store(path)
+
+        def recorded() -> float:
+            store.remove([row.id for row in store.segments()])
+            cache = TieredCache(self.model, store)
+            took = self.first_token(torch.cat([document, self.ids(SUFFIX)], dim=1), cache)
+            del cache
+            store.flush()
+            return took
+
+        def plain() -> float:
+            ids = torch.cat([document, self.ids(SUFFIX)], dim=1)
+            return self.first_token(ids, DynamicCache(config=self.model.config))
+
+        times = interleaved({"recompute": plain, "record": recorded}, turns, warm_up=0)
+        result = {
+            "recompute_s": times["recompute"],
+            "record_s": times["record"],
+            "record_over_recompute": ratio(times["record"], times["recompute"]),
+            "kv_bytes": sum(row.nbytes for row in store.segments()),
+        }
+        store.close()
+        return result
+
+    def reuse(self, document: torch.Tensor, path: Path, turns: int) -> dict[str, Any]:
+        """The same prefix under new suffixes: DynamicCache in memory, host tier, disk."""
+        dynamic = DynamicCache(config=self.model.config)
+        with torch.no_grad():
+            self.model(input_ids=document, past_key_values=dynamic, logits_to_keep=1)
+        warm = self.store(path)
+        stats: dict[str, Any] = {}
+        suffix = self.ids(SUFFIX)
+
+        def in_memory() -> float:
+            dynamic.crop(min(0, document.shape[1] - dynamic.get_seq_length()))
+            return self.first_token(torch.cat([document, suffix], dim=1), dynamic)
+
+        def restored(store: KVStore, name: str) -> float:
+            cache = TieredCache(self.model, store, record=False)
+            took = self.first_token(torch.cat([document, suffix], dim=1), cache)
+            assert cache.stats.tokens_restored >= document.shape[1] // 16 * 16, "nothing was restored"
+            stats[name] = cache.stats.as_dict()
+            return took
+
+        def from_disk() -> float:
+            forget_page_cache(path)
+            with self.store(path) as cold:
+                return restored(cold, "disk")
+
+        self._fresh_suffix(suffix)
+        times = interleaved(
+            {"dynamic": in_memory, "host": lambda: restored(warm, "host"), "disk": from_disk}, turns, warm_up=2
+        )
+        warm.close()
+        return {
+            "dynamic_s": times["dynamic"],
+            "host_s": times["host"],
+            "disk_s": times["disk"],
+            "host_over_dynamic": ratio(times["host"], times["dynamic"]),
+            "disk_over_dynamic": ratio(times["disk"], times["dynamic"]),
+            "stats": stats,
+        }
+
+    def _fresh_suffix(self, suffix: torch.Tensor) -> None:
+        suffix.copy_(self.ids(SUFFIX))
+
+    def disk(self, path: Path, turns: int) -> dict[str, Any]:
+        """All blocks of the segment: through the store, checksums included, and by a plain parallel O_DIRECT read."""
+        store = self.store(path)
+        (row,) = [row for row in store.segments() if row.position == 0]
+        reader = store.disk.reader(row.id)
+        file = store.disk.path(row.id)
+        lanes = [
+            aligned_bytes(reader.shape.chunks * lane.block_bytes).view(-1, lane.block_bytes)
+            for lane in reader.shape.lanes
+        ]
+        nbytes = sum(memory.numel() for memory in lanes)
+        raw = aligned_bytes(nbytes)
+
+        def ours() -> float:
+            forget_page_cache(path)
+            started = time.perf_counter()
+            futures = [reader.read(i, [(0, memory)]) for i, memory in enumerate(lanes)]
+            for future in futures:
+                future.result()
+            return time.perf_counter() - started
+
+        def plain() -> float:
+            forget_page_cache(path)
+            return _raw_read(file, reader.header.blocks.offset, raw)
+
+        times = interleaved({"ours": ours, "raw": plain}, max(turns, 7), warm_up=2)
+        result = {
+            "read_bytes": nbytes,
+            "read_s": times["ours"],
+            "raw_read_s": times["raw"],
+            "read_over_raw": ratio(times["raw"], times["ours"]),
+            "fio_bytes_per_s": _fio(file),
+        }
+        store.close()
+        return result
+
+    def decode(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
+        """Steps of one token after the prefix, in turns."""
+        steps = self.arguments.decode_steps
+        dynamic = DynamicCache(config=self.model.config)
+        store = self.store(path)
+        tiered = TieredCache(self.model, store)
+        token = document[:, :1]
+        with torch.no_grad():
+            for cache in (dynamic, tiered):
+                self.model(input_ids=document, past_key_values=cache, logits_to_keep=1)
+            times = interleaved(
+                {
+                    name: lambda cache=cache: seconds(
+                        lambda: self.model(input_ids=token, past_key_values=cache), self.device
+                    )
+                    for name, cache in (("dynamic", dynamic), ("tiered", tiered))
+                },
+                steps,
+                warm_up=8,
+            )
+        store.close()
+        return {
+            "decode_dynamic_s": median(times["dynamic"]),
+            "decode_tiered_s": median(times["tiered"]),
+            "decode_speed_over_dynamic": ratio(times["dynamic"], times["tiered"]),
+        }
+
+
+def _raw_read(path: Path, offset: int, memory: torch.Tensor, threads: int = 8, size: int = 1 << 20) -> float:
+    """Read a file's tail with O_DIRECT in `threads` threads of 1 MiB reads each; nothing else is done."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    view = memoryview(memory.numpy())
+    starts = iter(range(0, len(view), size))
+
+    def work() -> None:
+        for start in starts:
+            piece = view[start : start + size]
+            done = 0
+            while done < len(piece):
+                done += os.preadv(fd, [piece[done:]], offset + start + done)
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    started = time.perf_counter()
+    [worker.start() for worker in workers]
+    [worker.join() for worker in workers]
+    took = time.perf_counter() - started
+    os.close(fd)
+    return took
+
+
+def _fio(path: Path) -> float | None:
+    """What fio reads of the same file, io_uring at depth 32, in bytes per second; None where there is no fio."""
+    if shutil.which("fio") is None:
+        return None
+    command = [
+        "fio", "--name=read", f"--filename={path}", "--readonly", "--rw=read", "--bs=1M", "--direct=1", "--iodepth=32",
+        "--ioengine=io_uring", "--loops=5", "--output-format=json",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return None
+    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
+
+
+# --- reporting
+
+
+def headline(results: list[dict[str, Any]]) -> dict[str, float]:
+    """The aims' figures, at the 4k prefix or the longest below."""
+    at = max((r for r in results if r["prefix"] <= 4096), key=lambda r: r["prefix"])
+    return {
+        "recompute / disk at 4k": median(at["recompute_s"]) / median(at["disk_s"]),
+        "host / DynamicCache at 4k": at["host_over_dynamic"],
+        "disk read / raw O_DIRECT read at 4k": at["read_over_raw"],
+        "with recording / without at 4k": at["record_over_recompute"],
+        "decode, tokens/s over DynamicCache's at 4k": at["decode_speed_over_dynamic"],
+    }
+
+
+def report(document: dict[str, Any]) -> str:
+    on, results = document["machine"], document["results"]
+    rows = [
+        [
+            str(r["prefix"]),
+            f"{r['kv_bytes'] / 2**20:.0f} MiB",
+            f"{median(r['recompute_s']):.2f} s",
+            f"{median(r['disk_s']) * 1e3:.0f} ms",
+            f"{median(r['host_s']) * 1e3:.0f} ms",
+            f"{median(r['dynamic_s']) * 1e3:.0f} ms",
+            f"{median(r['recompute_s']) / median(r['disk_s']):.1f}",
+            f"{r['host_over_dynamic']:.3f}",
+            f"{r['disk_over_dynamic']:.3f}",
+        ]
+        for r in results
+    ]
+    more = [
+        [
+            str(r["prefix"]),
+            f"{r['read_bytes'] / median(r['read_s']) / 1e9:.2f} GB/s",
+            f"{r['read_bytes'] / median(r['raw_read_s']) / 1e9:.2f} GB/s",
+            "–" if r["fio_bytes_per_s"] is None else f"{r['fio_bytes_per_s'] / 1e9:.2f} GB/s",
+            f"{r['read_over_raw']:.2f}",
+            f"{r['record_over_recompute']:.3f}",
+            f"{1 / r['decode_tiered_s']:.1f}",
+            f"{1 / r['decode_dynamic_s']:.1f}",
+            f"{r['decode_speed_over_dynamic']:.2f}",
+        ]
+        for r in results
+    ]
+    aims = [
+        [
+            name,
+            f"{sign} {aim}",
+            f"{document['headline'][name]:.3f}",
+            "yes" if _met(document["headline"][name], sign, aim) else "**no**",
+        ]
+        for name, (sign, aim) in AIMS.items()
+    ]
+    return (
+        f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
+        f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
+        f"{on['transformers']}; {on['date']}. Random weights, suffix of {SUFFIX} tokens, engine {document['engine']}. "
+        "Medians; ratios are taken within a turn.\n\n"
+        "## Time to first token\n\n"
+        + table(
+            ["prefix", "KV on disk", "recompute", "from disk, cold", "from host", "DynamicCache in memory",
+             "recompute / disk", "host / DynamicCache", "disk / DynamicCache"],
+            rows,
+        )
+        + "\n## Disk, recording, decoding\n\n"
+        + table(
+            ["prefix", "read with checks", "raw O_DIRECT read", "fio", "read / raw", "first request, recording / not",
+             "decode tok/s", "DynamicCache's", "ratio"],
+            more,
+        )
+        + "\n## Aims\n\n"
+        + table(["figure", "aim", "measured", "met"], aims)
+    )  # fmt: skip
+
+
+def _met(value: float, sign: str, aim: float) -> bool:
+    return value >= aim if sign == ">=" else value <= aim
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """TTFT over prefix length, where matplotlib is installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot as plt
+    except ImportError:
+        return
+    figure, axes = plt.subplots(figsize=(6.5, 4))
+    lengths = [r["prefix"] for r in document["results"]]
+    for key, label in (
+        ("recompute_s", "recompute"),
+        ("disk_s", "TieredCache, cold disk"),
+        ("host_s", "TieredCache, host memory"),
+        ("dynamic_s", "DynamicCache already in memory"),
+    ):
+        values = [median(r[key]) for r in document["results"]]
+        low = [np.min(r[key]) for r in document["results"]]
+        high = [np.max(r[key]) for r in document["results"]]
+        axes.plot(lengths, values, marker="o", label=label)
+        axes.fill_between(lengths, low, high, alpha=0.15)
+    axes.set(xscale="log", yscale="log", xlabel="prefix (tokens)", ylabel="time to first token (s)")
+    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.set_title(f"{document['shape']}, {document['dtype']}, {document['machine']['device']}")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prefixes", default="1024,4096,16384", help="tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of each measurement")
+    parser.add_argument("--long-repeats", type=int, default=5, help="turns for prefixes over 8k")
+    parser.add_argument("--recompute-repeats", type=int, default=3, help="turns of what computes the whole prompt")
+    parser.add_argument("--decode-steps", type=int, default=60)
+    parser.add_argument("--engine", default="auto", help="auto, kvikio or posix")
+    parser.add_argument("--host-memory", default="2GiB")
+    parser.add_argument("--device-memory", default="0")
+    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--name", help="of the result files; default: prefix-<shape>-<dtype>-<device>")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench-prefix-", dir=arguments.store))
+    try:
+        bench = Bench(arguments, folder)
+        with KVStore(folder / "probe", engine=arguments.engine) as probe:
+            engine = probe._engine.describe()
+        results = [bench.run(int(prefix)) for prefix in tqdm(arguments.prefixes.split(","), desc="prefixes")]
+        document = {
+            "shape": arguments.shape,
+            "dtype": arguments.dtype,
+            "engine": engine,
+            "machine": machine(bench.device, folder),
+            "headline": headline(results),
+            "results": results,
+        }
+        name = arguments.name or f"prefix-{arguments.shape}-{arguments.dtype}-{bench.device.type}"
+        save(arguments.out, name, document, report(document))
+        plot(document, arguments.out / f"{name}.png")
+        print(report(document))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What methods cost in accuracy, measured."""

@@ -1,0 +1,177 @@
+"""One long text, three questions, three processes: the first computes and stores, the others restore.
+
+    make demo                                         # a model of 100M parameters with random weights; no network
+    make demo ARGS="--model Qwen/Qwen2.5-0.5B-Instruct"     # any causal LM of the hub, or of a folder
+
+Each process asks its question twice: through TieredCache, and by recomputing everything. Random weights answer
+nonsense, but the same nonsense both ways, and they take as long as trained ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+TEXT = Path(__file__).parent / "data" / "a_scandal_in_bohemia_part_1.txt"
+QUESTIONS = (
+    "Question: Who comes to see Sherlock Holmes that night, and what does he wear on his face? Answer:",
+    "Question: What does the photograph show, and who has it? Answer:",
+    "Question: How did Holmes know that Watson had been getting himself very wet lately? Answer:",
+)
+ANSWER_TOKENS = 16
+
+
+def ask(arguments: argparse.Namespace) -> dict[str, Any]:
+    """One process's work: put one question about the text to the model, restoring and recomputing."""
+    import torch
+    from transformers import DynamicCache, set_seed
+    from transformers.utils import logging
+
+    from hf_tiered_cache import KVStore, TieredCache
+
+    logging.set_verbosity_error()
+    set_seed(0)
+    model, encode, decode = load(arguments.model)
+    ids = encode(f"{TEXT.read_text()}\n\n{QUESTIONS[arguments.ask]}").to(model.device)
+    with torch.no_grad():  # the first pass of a process is slow for reasons of its own: threads, memory, page faults
+        model(input_ids=ids[:, :64], use_cache=False)
+    with KVStore(arguments.store) as store:
+        cache = TieredCache(model, store)
+        ours, ours_ttft = generate(model, ids, cache)
+        theirs, theirs_ttft = generate(model, ids, DynamicCache(config=model.config))
+    stats = cache.stats
+    return {
+        "question": QUESTIONS[arguments.ask],
+        "answer": decode(ours[0, ids.shape[1] :]),
+        "prompt_tokens": ids.shape[1],
+        "ttft_s": ours_ttft,
+        "recompute_ttft_s": theirs_ttft,
+        "tokens_restored": stats.tokens_restored,
+        "bytes_read": stats.bytes_read,
+        "tier": stats.tier,
+        "same_tokens": torch.equal(ours, theirs),
+    }
+
+
+def generate(model: Any, ids: Any, cache: Any) -> tuple[Any, float]:
+    """Greedy answer, and the seconds until its first token."""
+
+    class FirstToken:
+        started = time.perf_counter()
+        seconds = 0.0
+        puts = 0
+
+        def put(self, value: Any) -> None:
+            self.puts += 1
+            if self.puts == 2:  # the prompt comes first
+                self.seconds = time.perf_counter() - self.started
+
+        def end(self) -> None:
+            pass
+
+    first = FirstToken()
+    out = model.generate(
+        ids,
+        attention_mask=ids.new_ones(ids.shape),
+        past_key_values=cache,
+        max_new_tokens=ANSWER_TOKENS,
+        do_sample=False,
+        streamer=first,
+    )
+    return out, first.seconds
+
+
+def load(name: str | None) -> tuple[Any, Any, Any]:
+    """A model, and functions from text to ids `[1, tokens]` and from ids to text."""
+    import torch
+
+    if name is not None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        return model, lambda text: tokenizer(text, return_tensors="pt").input_ids, tokenizer.decode
+
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<pad>"], show_progress=False)
+    tokenizer.train_from_iterator([TEXT.read_text(), *QUESTIONS], trainer)
+    config = Qwen2Config(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=768,
+        intermediate_size=2304,
+        num_hidden_layers=14,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        initializer_range=0.06,  # wide enough that answers are not one word over and over
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    return model, lambda text: torch.tensor([tokenizer.encode(text).ids]), lambda ids: tokenizer.decode(ids.tolist())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a model of the hub, or a folder; default: 100M parameters, random weights")
+    parser.add_argument("--store", help="folder of the store; default: a temporary one, deleted at the end")
+    parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.ask is not None:
+        print(json.dumps(ask(arguments)))
+        return 0
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_tiered_cache.stats import format_bytes
+
+    console = Console()
+    table = Table(title="\nOne text, three questions, three processes", title_justify="left", box=None)
+    for heading in ("process", "TTFT", "recompute", "", "restored", "read", "tier", "tokens"):
+        table.add_column(heading, justify="left" if heading in ("process", "tier", "tokens") else "right", no_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="hf-tiered-demo-") as temporary:
+        all_same = True
+        for number in range(len(QUESTIONS)):
+            command = [sys.executable, __file__, "--ask", str(number), "--store", arguments.store or temporary]
+            command += ["--model", arguments.model] if arguments.model else []
+            with console.status(f"process {number + 1} of {len(QUESTIONS)}: {QUESTIONS[number]}"):
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+            if done.returncode:
+                console.print(f"process {number + 1} failed; its errors stand above")
+                return done.returncode
+            result = json.loads(done.stdout.splitlines()[-1])
+            all_same &= result["same_tokens"]
+            console.print(f"[bold]{result['question']}[/bold] {result['answer']}", highlight=False)
+            table.add_row(
+                f"{number + 1} {'stores' if not result['tokens_restored'] else 'restores'}",
+                f"{result['ttft_s']:.2f} s",
+                f"{result['recompute_ttft_s']:.2f} s",
+                f"{result['recompute_ttft_s'] / result['ttft_s']:.1f}×",
+                f"{result['tokens_restored']} of {result['prompt_tokens']}",
+                format_bytes(result["bytes_read"]),
+                result["tier"],
+                "the same" if result["same_tokens"] else "DIFFER",
+            )
+    console.print(table)
+    console.print(
+        "TTFT: seconds to the first token. Each process was new; what it restored came from the store's folder."
+    )
+    return 0 if all_same else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

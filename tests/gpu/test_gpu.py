@@ -1,0 +1,167 @@
+"""What only a GPU can show: bits on CUDA, the device tier, pinned memory, side streams, kvikio. Skipped without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA device", allow_module_level=True)
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from families import FAMILIES, build, prompt
+from reference import kv_of, prefilled
+
+from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
+from hf_tiered_cache.store.digest import lin64
+from hf_tiered_cache.store.engines import open_engine
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+DEVICE = torch.device("cuda", 0)
+
+
+def engines() -> list[str]:
+    try:
+        open_engine("kvikio").close()
+    except EngineUnavailableError:
+        return ["posix"]
+    return ["posix", "kvikio"]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def dtype(request):
+    return getattr(torch, request.param)
+
+
+def question(ids, seed):
+    return torch.cat([ids[:, : ids.shape[1] - 20], prompt(20, seed=seed).to(DEVICE)], dim=1)
+
+
+def ask(model, store, ids, reference_ids):
+    """Generate and compare bit for bit with a DynamicCache of the same passes."""
+    cache = TieredCache(model, store, record=False)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    reference = prefilled(model, [kv_of(model, reference_ids)], cache.stats.tokens_restored)
+    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for a, b in zip(ours.logits, theirs.logits, strict=True):
+        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
+    return cache.stats
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_exact(tmp_path, family, dtype):
+    model, ids = build(family, dtype).to(DEVICE), prompt(200).to(DEVICE)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+    with KVStore(tmp_path) as store:
+        assert ask(model, store, question(ids, 3), ids).tokens_restored == 176
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("budgets", [("0", "0"), ("0", "1GiB"), ("1GiB", "1GiB"), ("300KiB", "300KiB"), ("1GiB", "0")])
+def test_any_tiers_and_engines_are_exact_and_keep_their_budgets(tmp_path, engine, budgets, dtype):
+    model = build("qwen2", dtype).to(DEVICE)
+    prompts = [prompt(300, seed=seed).to(DEVICE) for seed in (1, 2, 3)]
+    with KVStore(tmp_path, engine=engine) as store:
+        store.precompute(model, [p[0] for p in prompts], progress=False)
+    device_memory, host_memory = budgets
+    with KVStore(tmp_path, engine=engine, device_memory=device_memory, host_memory=host_memory) as store:
+        for turn in range(3):
+            for ids in prompts:
+                stats = ask(model, store, question(ids, turn), ids)
+                assert stats.tokens_restored == 272
+                assert store.stats.host_bytes <= store.stats.host_budget
+                assert store.stats.device_bytes <= store.stats.device_budget
+        if budgets == ("1GiB", "1GiB"):
+            assert (stats.device.hits, stats.bytes_read) == (stats.device.blocks, 0)
+            assert stats.device.blocks > 0
+
+
+def test_the_device_tier_takes_hits_from_the_host(tmp_path):
+    model, ids = build("llama").to(DEVICE), prompt(300).to(DEVICE)
+    with KVStore(tmp_path, device_memory="64MiB", host_memory="64MiB") as store:
+        store.precompute(model, ids, progress=False)
+        first, second = (ask(model, store, question(ids, seed), ids) for seed in (3, 4))
+    assert first.host.hits > 0  # written through the host tier
+    assert (second.device.hits, second.host.hits, second.bytes_read) == (second.device.blocks, 0, 0)
+
+
+def test_host_memory_is_pinned(tmp_path):
+    model, ids = build("llama").to(DEVICE), prompt(100).to(DEVICE)
+    with KVStore(tmp_path, host_memory="64MiB") as store:
+        store.precompute(model, ids, progress=False)
+        ask(model, store, ids, ids)
+        slabs = [slab for pool in store.residency.host._pools.values() for slab in pool.slabs]
+        assert slabs
+        assert all(slab.is_pinned() for slab in slabs)
+
+
+def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
+    model, ids = build("llama").to(DEVICE), prompt(300).to(DEVICE)
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+        (row,) = store.segments()
+        path, reader = store.disk.path(row.id), store.disk.reader(row.id)
+    data = bytearray(path.read_bytes())
+    data[reader.header.blocks.offset + 9 * reader.shape.lanes[0].block_bytes] ^= 1
+    path.write_bytes(data)
+    with KVStore(tmp_path, device_memory="64MiB") as store:
+        cache = TieredCache(model, store)
+        ours = model.generate(ids, past_key_values=cache, **GREEDY)
+        assert torch.equal(ours.sequences, model.generate(ids, **GREEDY).sequences)
+        assert cache.stats.verification_failures == 1
+        assert cache.stats.tokens_restored == 144
+
+
+def test_lin64_is_the_same_on_both_sides():
+    blocks = torch.randint(0, 256, (7, 65536), dtype=torch.uint8)
+    assert torch.equal(lin64(blocks), lin64(blocks.to(DEVICE)).cpu())
+
+
+def test_kv_of_the_cpu_serves_the_gpu(tmp_path):
+    """One store, one fingerprint; numbers differ by the device's rounding alone."""
+    ids = prompt(200)
+    with KVStore(tmp_path) as store:
+        store.precompute(build("llama"), ids, progress=False)
+        model = build("llama").to(DEVICE)
+        cache = TieredCache(model, store, record=False)
+        ours = model.generate(ids.to(DEVICE), past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 192
+        theirs = model.generate(ids.to(DEVICE), **GREEDY)
+        torch.testing.assert_close(ours.logits[0], theirs.logits[0], rtol=0, atol=1e-3)
+
+
+def test_beams_and_batches_on_the_gpu(tmp_path):
+    model, ids = build("gemma3").to(DEVICE), prompt(200).to(DEVICE)
+    with KVStore(tmp_path, device_memory="64MiB") as store:
+        store.precompute(model, ids, progress=False)
+        arguments = {"do_sample": False, "max_new_tokens": 8}
+        for more in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 3}):
+            cache = TieredCache(model, store, record=False)
+            ours = model.generate(ids, past_key_values=cache, **arguments, **more)
+            assert cache.stats.tokens_restored > 0
+            assert torch.equal(ours, model.generate(ids, **arguments, **more))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_model_over_two_gpus(tmp_path):
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    model, ids = build("llama"), prompt(200)
+    device_map = infer_auto_device_map(
+        model, max_memory={0: "400KB", 1: "4GB"}, no_split_module_classes=["LlamaDecoderLayer"]
+    )
+    model = dispatch_model(model, device_map)
+    with KVStore(tmp_path, device_memory="64MiB") as store:
+        store.precompute(model, ids, progress=False)
+        for _ in range(2):
+            cache = TieredCache(model, store, record=False)
+            ours = model.generate(ids.to(model.device), past_key_values=cache, do_sample=False, max_new_tokens=8)
+            assert cache.stats.tokens_restored == 192
+            assert len({layer.keys.device for layer in cache.layers}) == 2
+    assert torch.equal(ours, model.generate(ids.to(model.device), do_sample=False, max_new_tokens=8))
