@@ -1,20 +1,34 @@
-"""Memory that direct I/O can write to."""
+"""Memory that direct I/O can write to, fast."""
 
 from __future__ import annotations
+
+import mmap
+from contextlib import suppress
 
 import torch
 
 from ..geometry import ALIGNMENT
 
+_HUGE_PAGE = 2 << 20
+
 
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
     """Uninitialised memory, uint8 `[nbytes]`, that begins on a 4 KiB boundary.
+
+    Large host memory asks for huge pages: a direct read pins every page it writes to, and with pages of 4 KiB that
+    took half of the time of a read at 5 GB/s.
 
     Args:
         nbytes: how many.
         pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously.
         device: where.
     """
+    on_host = torch.device(device).type == "cpu" and not pin
+    if on_host and nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
     memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin, device=device)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
