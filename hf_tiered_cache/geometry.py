@@ -168,19 +168,16 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
         if layer is not None:
             by_window.setdefault(layer.window, []).append(index)
     step = geometry.layers_per_block
-    groups = [
-        (window, layers[i : i + step]) for window, layers in by_window.items() for i in range(0, len(layers), step)
-    ]
-    groups.sort(key=lambda group: group[1][0])
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
-    result: list[Lane] = []
-    for window, layers in groups:
-        for names in tensors:
-            for head_range in _head_ranges(layout, layers, geometry.heads_per_block):
-                parts = tuple(_parts(layout, geometry, layers, names, head_range))
-                if parts:
-                    result.append(Lane(len(result), parts, window))
-    return tuple(result)
+    found: list[tuple[int, tuple[Part, ...]]] = []
+    for window, layers in by_window.items():
+        for some in (layers[i : i + step] for i in range(0, len(layers), step)):
+            for names in tensors:
+                for head_range in _head_ranges(layout, some, geometry.heads_per_block):
+                    if parts := tuple(_parts(layout, geometry, some, names, head_range)):
+                        found.append((window, parts))
+    found.sort(key=lambda lane: lane[1][0].layer)
+    return tuple(Lane(index, parts, window) for index, (window, parts) in enumerate(found))
 
 
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
