@@ -256,7 +256,9 @@ class TieredCache(Cache, ServedCache):
                 )
             scope.positions = torch.from_numpy(plan.computed[0] + plan.base)
             self._drop_with_depth(plan, scope, stack)
-        now.prefetch = Prefetch(plan, self.store.residency, self._account, self._attachment.device_of)
+        now.prefetch = Prefetch(
+            plan, self.store.residency, self._account, self._attachment.device_of, self.method.ahead_bytes
+        )
         stack.callback(now.prefetch.cancel)
 
     def _drop_with_depth(self, plan: Plan, scope: Scope, stack: ExitStack) -> None:

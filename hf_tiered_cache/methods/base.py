@@ -17,9 +17,12 @@ class Method(ABC):
 
     Args:
         geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
+        ahead_bytes: how far blocks are fetched ahead of the layers that need them: enough to keep a fast disk busy,
+            little enough to bound what a request takes. 0 fetches them when they are needed.
     """
 
     geometry: Geometry = field(default_factory=Geometry)
+    ahead_bytes: int = 128 << 20
 
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""

@@ -16,9 +16,6 @@ from ..store.segment import SegmentReader
 from ..tiers.residency import Lease, Residency
 from .plan import Piece, Plan, RowGroup
 
-AHEAD_BYTES = 128 << 20
-"""Blocks that may be under way or waiting for their layer: keeps a fast disk busy, and bounds what a request takes."""
-
 
 @dataclass(eq=False)
 class Unit:
@@ -59,14 +56,14 @@ class Prefetch:
         residency: the tiers.
         account: counts what happens.
         device_of: the device of each layer.
-        ahead_bytes: how far to run ahead.
+        ahead_bytes: how far to run ahead of the layers; 0 fetches what a layer needs when it needs it.
     """
 
     plan: Plan
     residency: Residency
     account: Account
     device_of: Callable[[int], torch.device]
-    ahead_bytes: int = AHEAD_BYTES
+    ahead_bytes: int
     _by_layer: dict[int, list[Unit]] = field(default_factory=dict)
     _waiting: list[Unit] = field(default_factory=list)
     _under_way: int = 0
@@ -124,7 +121,10 @@ class Prefetch:
         self._waiting.clear()
 
     def _issue(self) -> None:
-        while self._waiting and (not self._under_way or self._under_way + self._waiting[-1].nbytes <= self.ahead_bytes):
+        """Start the next units as far as the bound allows, and one larger than the bound when nothing else is."""
+        while self._waiting and self.ahead_bytes:
+            if self._under_way and self._under_way + self._waiting[-1].nbytes > self.ahead_bytes:
+                break
             self._start(self._waiting.pop())
 
     def _start(self, unit: Unit) -> None:

@@ -1,0 +1,135 @@
+"""When blocks move: in the order of layers, ahead of them, within a bound, and never to be forgotten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_tiered_cache import Exact, KVStore, TieredCache
+from hf_tiered_cache.errors import RestoreError
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup
+from hf_tiered_cache.restore.prefetch import Prefetch
+from hf_tiered_cache.stats import Account
+
+CPU = torch.device("cpu")
+LAYERS = 12
+
+
+@dataclass
+class Reader:
+    """What prefetching knows of a segment."""
+
+    id: str
+    shape: SegmentShape
+
+
+class Lease:
+    def __init__(self, fails):
+        self.from_disk = np.empty(0, np.int64)
+        self.runs, self.released, self.fails = [], 0, fails
+
+    def wait(self):
+        if self.fails:
+            raise OSError("planted")
+
+    def release(self):
+        self.released += 1
+
+
+class Residency:
+    """Notes what is fetched."""
+
+    def __init__(self, fails_at=None):
+        self.fetched, self.leases, self.fails_at = [], [], fails_at
+
+    def fetch(self, reader, lane, chunks, device, account):
+        self.fetched.append((reader.id, lane, chunks.tolist()))
+        self.leases.append(Lease(lane == self.fails_at))
+        return self.leases[-1]
+
+
+def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
+    """A prompt of several segments, and a suffix to compute."""
+    layout = KVLayout(tuple(LayerKV(2, 16, 2, 16, window=w) for w in windows), torch.float32)
+    pieces, at = [], 0
+    for number, tokens in enumerate(segments):
+        pieces.append(Piece(Reader(str(number), SegmentShape(layout, geometry or Geometry(), tokens)), 0, tokens, at))
+        at += tokens
+    return Plan(0, at + suffix, (np.arange(at, at + suffix),) * LAYERS, (RowGroup((0,), 0, tuple(pieces)),))
+
+
+def prefetch(made, ahead, residency=None):
+    residency = residency or Residency()
+    return Prefetch(made, residency, Account(), lambda layer: CPU, ahead), residency
+
+
+@given(ahead=st.integers(0, 400), segments=st.lists(st.integers(1, 20).map(lambda n: 16 * n), min_size=1, max_size=3))
+def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segments):
+    made = plan(segments)
+    fetch, residency = prefetch(made, ahead << 10)
+    largest = max(p.reader.shape.lanes[0].block_bytes * p.reader.shape.chunks for p in made.groups[0].pieces)
+    for layer in range(LAYERS):
+        list(fetch.units(layer))
+        assert fetch._under_way <= max(ahead << 10, 0) + len(segments) * largest
+        fetch.done(layer)
+        if ahead == 0:
+            assert all(lane * 4 <= layer for _, lane, _ in residency.fetched)  # nothing before it is needed
+    lanes = [lane for _, lane, _ in residency.fetched]
+    assert lanes == sorted(lanes)
+    assert len(residency.fetched) == len(segments) * 3
+    assert [lease.released for lease in residency.leases] == [1] * len(residency.leases)
+    assert fetch._under_way == 0
+
+
+def test_the_next_lanes_are_under_way_before_the_first_layer_has_its_own():
+    fetch, residency = prefetch(plan(), 1 << 30)
+    assert [lane for _, lane, _ in residency.fetched] == [0, 1, 2]
+    fetch.cancel()
+    fetch.cancel()
+    assert all(lease.released for lease in residency.leases)
+
+
+def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
+    made = plan((320,), windows=(0, 40) * (LAYERS // 2))
+    _, residency = prefetch(made, 1 << 30)
+    lanes = made.groups[0].pieces[0].reader.shape.lanes
+    chunks = {lane: chunks for _, lane, chunks in residency.fetched}
+    for lane in lanes:
+        first = (320 - 39) // 16 if lane.window else 0
+        assert chunks[lane.index] == list(range(first, 20))
+
+
+def test_a_failing_block_names_its_segment():
+    fetch, residency = prefetch(plan((160, 160)), 1 << 30, Residency(fails_at=1))
+    list(fetch.units(0))
+    fetch.done(0)
+    with pytest.raises(RestoreError) as caught:
+        list(fetch.units(4))
+    assert caught.value.segment == "0"
+    assert fetch.account.stats.read_errors == 1
+    fetch.cancel()
+    assert all(lease.released for lease in residency.leases)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
+    model, ids = build(family), prompt(200)
+    arguments = {"do_sample": False, "max_new_tokens": 5, "output_logits": True, "return_dict_in_generate": True}
+    with KVStore(tmp_path) as store:
+        store.precompute(model, ids, progress=False)
+    outputs = []
+    for ahead in (0, 1, 20_000, 1 << 30):
+        for host in ("0", "1GiB"):
+            with KVStore(tmp_path, host_memory=host) as store:
+                cache = TieredCache(model, store, method=Exact(ahead_bytes=ahead), record=False)
+                outputs.append(model.generate(ids, past_key_values=cache, **arguments))
+                assert cache.stats.tokens_restored == 192
+    for other in outputs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, other.logits, strict=True))
