@@ -37,6 +37,8 @@ class Lease:
     arrived: Future[None] = field(default_factory=Future)
     copied: Event = field(default_factory=DoneEvent)
     held: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    moves_down: bool = False
+    """Whether this is no request's lease, but holds host slots that evicted blocks are being copied to."""
     _released: bool = False
 
     def wait(self) -> None:
@@ -106,6 +108,7 @@ class Residency:
             self._tick(tier)
             lease = Lease(self, reader.shape.lanes[lane].block_bytes, self._streams.get(device))
             on_host: list[BlockRun] = []
+            self._await_moves_down(lease.stream)
             missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
             missing = self._take(self.host, owner, missing, lease, on_host, account)
             direct: list[BlockRun] = []
@@ -221,6 +224,8 @@ class Residency:
                     new = new[~np.isin(pool.chunk[new], moved)]
                 if len(new):
                     holder.settle(pool, new, (reader.id, lane), pool.chunk[new], reader.shape.chunks)
+            if lease.stream is not None:  # also after what earlier leases are still copying to slots that this one uses
+                lease.copied = lease.stream.copied()
 
     # --- between host and device
 
@@ -235,7 +240,6 @@ class Residency:
                 targets.extend((int(chunk), memory[i : i + 1]) for i, chunk in enumerate(rest))
             for source, target in overlaps(in_host, targets):
                 target.copy_(source, non_blocking=True)
-            lease.copied = lease.stream.copied()
         lease.runs.extend(targets)
         return chunks[: len(chunks) - len(rest)]
 
@@ -245,7 +249,7 @@ class Residency:
         """Blocks are evicted from a device: keep them on the host, as far as it has room."""
         block_bytes = runs[0][1].shape[1]
         stream = self._streams[device]
-        down = Lease(self, block_bytes, stream)
+        down = Lease(self, block_bytes, stream, moves_down=True)
         targets: list[BlockRun] = []
         self._reserve(self.host, chunks, down, targets)
         if not targets:
@@ -257,6 +261,12 @@ class Residency:
         _, pool, slots = down.held[0]
         self.host.settle(pool, slots, owner, pool.chunk[slots], count)
         self._retiring.append((down.copied, down))
+
+    def _await_moves_down(self, stream: CopyStream | None) -> None:
+        """Blocks on their way down are found on the host at once; only their own stream keeps the order by itself."""
+        for _, lease in self._retiring:
+            if lease.moves_down and lease.stream is not stream:
+                lease.copied.synchronize()
 
     # --- the end of a lease
 
