@@ -28,7 +28,7 @@ WINDOW_BYTES = 512
 
 _IRRELEVANT = frozenset(
     {
-        *("_name_or_path", "architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
+        *("architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
         *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
         *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
         *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class", "is_decoder"),
@@ -91,7 +91,8 @@ def _name(model: PreTrainedModel, samples: Samples) -> str:
 
 def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:
     """What of a configuration bears on keys and values, JSON-ready."""
-    return {key: _plain(value) for key, value in config.to_dict().items() if key not in _IRRELEVANT}
+    said = config.to_dict().items()
+    return {key: _plain(value) for key, value in said if key not in _IRRELEVANT and not key.startswith("_")}
 
 
 def _plain(value: Any) -> Any:
@@ -222,13 +223,13 @@ def _autocast() -> tuple[str, ...]:
 # --- RoPE
 
 
-def varying_rope(config: PreTrainedConfig) -> str | None:
-    """The RoPE type of a model whose frequencies follow the length of the prompt, or None."""
+def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """The RoPE parameters of a model whose frequencies follow the length of the prompt, or None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        kind = group.get("rope_type")
-        if kind == "longrope" or (kind is not None and "dynamic" in kind):
-            return kind
+        kind = group.get("rope_type") or ""
+        if kind == "longrope" or "dynamic" in kind:
+            return group
     return None
 
 
@@ -238,11 +239,10 @@ def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
     KV made under one regime is not served under another. None means that the frequencies depend on more than that
     (dynamic NTK scaling beyond the trained length), and nothing can be reused.
     """
-    kind = varying_rope(config)
-    if kind is None:
+    group = varying_rope(config)
+    if group is None:
         return ""
-    parameters = config.rope_parameters
-    original = parameters.get("original_max_position_embeddings") or config.max_position_embeddings
-    if kind == "longrope":
+    if group["rope_type"] == "longrope":
+        original = group.get("original_max_position_embeddings") or config.max_position_embeddings
         return "long" if length > original else "short"
     return "" if length < config.max_position_embeddings else None
