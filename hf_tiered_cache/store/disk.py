@@ -372,8 +372,8 @@ def _allocate(fd: int, nbytes: int) -> None:
     """Take the room now, so that a full disk is seen before anything is written."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+    except (AttributeError, OSError) as error:  # no such call on this platform, or for this file system
+        if getattr(error, "errno", errno.ENOSYS) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
         os.ftruncate(fd, nbytes)
 
@@ -391,6 +391,6 @@ def _publish_name(tmp: Path, final: Path) -> None:
 def _fsync(path: Path, data_only: bool = False) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        (os.fdatasync if data_only else os.fsync)(fd)
+        (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has but the one
     finally:
         os.close(fd)
