@@ -185,6 +185,7 @@ class TieredCache(Cache, ServedCache):
                 self.store.submit,
                 self.store.ttl,
                 self.method.provenance,
+                self._records,
             )
         )
 
@@ -226,7 +227,7 @@ class TieredCache(Cache, ServedCache):
         """Run the model on what the plan has computed."""
         scope = Scope(self, RotaryTap())
         first = 0 if plan is None else plan.suffix
-        now = self._now = _Pass(scope, request is not None and self._records and first is not None, plan)
+        now = self._now = _Pass(scope, request is not None and self._recorder.enabled and first is not None, plan)
         with ExitStack() as stack:
             stack.callback(self._end_pass)
             if now.records:
@@ -234,7 +235,7 @@ class TieredCache(Cache, ServedCache):
             if plan is not None:
                 kwargs = request.only(plan.computed[0], plan.base, self._history.pads)
                 self._prepare(now, stack)
-            if request is None or request.columns > 1:
+            if request is not None and request.columns > 1:
                 stack.enter_context(exchanged(self._attachment.config))
             stack.enter_context(self._attachment.running_eagerly())
             stack.enter_context(entered(scope))
@@ -288,18 +289,13 @@ class TieredCache(Cache, ServedCache):
         padding = sum(max(0, pad - self._history.columns) for pad in self._history.pads)
         self._account.add(tokens_restored=restored, tokens_computed=rows * columns - padding - restored)
         computed = columns if plan is None else len(plan.computed[0])
-        self._history.append(request.ids)
-        if self._records:
-            self._recorder.end(computed, request.revocable)
-            if computed >= _STORE_AT or self._recorder.unsealed >= _STORE_AT_LAST:
-                self._store_quietly()
-
-    def _store_quietly(self) -> None:
-        try:
-            self.store_now()
-        except StoreClosedError as error:  # the request itself goes on
-            logger.warning("%s: what is computed from here on is not stored", error)
-            self._records = False
+        self._recorder.end(request.ids, computed, request.revocable)
+        if computed >= _STORE_AT or self._recorder.unsealed >= _STORE_AT_LAST:
+            try:
+                self.store_now()
+            except StoreClosedError as error:  # the request itself goes on
+                logger.warning("%s: what is computed from here on is not stored", error)
+                self._recorder.enabled = False
 
     # --- what layers and generate() ask of a cache
 
@@ -368,9 +364,8 @@ class TieredCache(Cache, ServedCache):
         """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
-        if self._history is not None and (gone := before - self.get_seq_length()) >= 0:
-            self._history.crop(gone)
-            self._recorder.crop(gone)
+        if self._recorder is not None:
+            self._recorder.crop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was (beam search)."""
@@ -389,8 +384,7 @@ class TieredCache(Cache, ServedCache):
         self._select(indices)
 
     def _select(self, rows: torch.Tensor) -> None:
-        if self._history is not None:
-            self._history.select(rows)
+        if self._recorder is not None:
             self._recorder.select(rows)
 
     def reset(self) -> None:

@@ -45,6 +45,7 @@ class Recorder:
         submit: takes the drafts.
         ttl: seconds a segment lives, or None.
         provenance: how the KV is computed.
+        enabled: whether anything is recorded; if not, only the history is kept.
     """
 
     def __init__(
@@ -55,15 +56,18 @@ class Recorder:
         submit: Callable[[Draft, bool], None],
         ttl: float | None,
         provenance: str = "exact",
+        enabled: bool = True,
     ) -> None:
         self.history = history
         self.fingerprint = fingerprint
         self.geometry = geometry
         self.provenance = provenance
+        self.enabled = enabled
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
         self._layers: dict[int, Caught] = {}
+        self._reordered: list[tuple[int, torch.Tensor]] = []  # rows selected, and how many passes were caught before
         self._first = 0  # column of the first caught token
         self._count = 0  # caught columns
         self._revocable = 0  # columns at the end that the next crop may take back
@@ -75,7 +79,9 @@ class Recorder:
     # --- during a pass
 
     def begin(self, first: int) -> None:
-        """A pass begins to compute at column `first`; what was caught before a gap is sealed."""
+        """A pass begins to compute every column from `first` on; what was caught before a gap is sealed."""
+        if not self.enabled:
+            return
         with self._lock:
             if first != self._first + self._count:
                 self.seal()
@@ -94,10 +100,15 @@ class Recorder:
         caught.keys.append(_compact(keys))
         caught.values.append(_compact(values))
 
-    def end(self, columns: int, revocable: int = 0) -> None:
-        """The pass computed `columns` columns, whose ids the history knows; the last `revocable` may be taken back."""
+    def end(self, ids: torch.Tensor, computed: int, revocable: int = 0) -> None:
+        """The pass added `ids`, int `[rows, columns]`, to the cache, and computed the last `computed` columns.
+
+        Args:
+            revocable: columns at the end that the next crop may take back.
+        """
         with self._lock:
-            self._count += columns
+            self.history.append(ids)
+            self._count += computed
             self._revocable = revocable
             if not self._catching:
                 self._forget()
@@ -114,8 +125,10 @@ class Recorder:
     # --- what generate() does to a cache
 
     def crop(self, columns: int) -> None:
-        """The cache, and the history, forgot their last `columns` columns."""
+        """The cache forgets its last `columns` columns."""
         with self._lock:
+            self.history.crop(columns)
+            self._follow_rows()
             gone = min(columns, self._count)
             for tensors in self._tensors():
                 _cut_end(tensors, gone)
@@ -126,11 +139,12 @@ class Recorder:
                 self._stored[row] = min(self._stored[row], max(0, self.history.columns - pad) // LINK_TOKENS)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was, as in the history."""
+        """Row i becomes what row `rows[i]` was. Beam search does this at every token, so tensors follow later."""
         with self._lock:
             order = rows.tolist()
-            for tensors in self._tensors():
-                tensors[:] = [t.index_select(0, rows.to(t.device)) for t in tensors]
+            self.history.select(order)
+            if self._layers:
+                self._reordered.append((len(next(self._tensors())), rows))
             self._stored = [self._stored[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
@@ -157,20 +171,25 @@ class Recorder:
         with self._lock:
             if self._in_pass or not self._count or not self._layers:
                 return 0
+            self._follow_rows()
             layout = self._layout()
             end = self._first + self._count - self._revocable
-            sealed, made = 0, {}
+            sealed = 0
+            made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
             for row, pad in enumerate(self.history.pads):
                 links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
+                while self._stored[row] < len(links) and (segment := made.get(links[self._stored[row]])):
+                    self._stored[row] += 1
+                    if segment not in self._ancestors[row]:
+                        self._ancestors[row] = (*self._ancestors[row], segment)
                 first = self._stored[row]
                 if first >= len(links) or first * LINK_TOKENS < self._first - pad:
                     continue  # nothing new, or a gap before it: nothing would lead to such a segment
-                if links[first] not in made:
-                    draft = self._draft(row, first, links, layout)
-                    self._submit(draft, wait)
-                    made[links[first]] = draft.header.id
-                    sealed += draft.header.shape.tokens
-                self._ancestors[row] = (*self._ancestors[row], made[links[first]])
+                draft = self._draft(row, first, links, layout)
+                self._submit(draft, wait)
+                sealed += draft.header.shape.tokens
+                made |= dict.fromkeys(draft.links, draft.header.id)
+                self._ancestors[row] = (*self._ancestors[row], draft.header.id)
                 self._stored[row] = len(links)
             starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._stored, strict=True)]
             self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
@@ -187,6 +206,7 @@ class Recorder:
             twin = copy.copy(self)
             twin._lock = threading.RLock()
             twin.history = self.history.fork()
+            twin._reordered = list(self._reordered)
             twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
             twin._stored, twin._ancestors = list(self._stored), list(self._ancestors)
             return twin
@@ -200,6 +220,21 @@ class Recorder:
                 self.seal(wait=False)
             except StoreClosedError:
                 logger.debug("the store was closed first")
+
+    def _follow_rows(self) -> None:
+        """Bring the caught tensors to the order of rows that later selections gave."""
+        if not self._reordered:
+            return
+        for tensors in self._tensors():
+            order: torch.Tensor | None = None
+            later = list(self._reordered)
+            for index in range(len(tensors) - 1, -1, -1):
+                while later and later[-1][0] > index:
+                    rows = later.pop()[1]
+                    order = rows if order is None else rows[order.to(rows.device)]
+                if order is not None:
+                    tensors[index] = tensors[index].index_select(0, order.to(tensors[index].device))
+        self._reordered.clear()
 
     def _tensors(self) -> Iterator[list[torch.Tensor]]:
         for caught in self._layers.values():
@@ -244,6 +279,7 @@ class Recorder:
 
     def _forget(self) -> None:
         self._layers.clear()
+        self._reordered.clear()
         self._count = 0
 
 

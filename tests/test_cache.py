@@ -250,6 +250,39 @@ def test_the_batch_may_change_between_passes(model, store):
     assert cache.stats.tokens_restored == 2 * 128
 
 
+def test_rows_that_share_a_beginning_store_it_once(model, store):
+    ids = torch.cat([prompt(100), torch.cat([prompt(100)[:, :64], prompt(36, seed=2)], dim=1), prompt(100)])
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=TieredCache(model, store), logits_to_keep=1)
+    store.flush()
+    assert sorted((row.position, row.tokens) for row in store.segments()) == [(0, 96), (64, 32)]
+    for row in ids:
+        cache = TieredCache(model, store, record=False)
+        ours = model.generate(row.unsqueeze(0), past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 96
+        assert torch.equal(ours, plain(model, row.unsqueeze(0)))
+
+
+@pytest.mark.parametrize("beams", [2, 4])
+def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
+    """Each beam's tokens with each beam's KV, through all that was reordered on the way."""
+    arguments = {"do_sample": False, "max_new_tokens": 60, "num_beams": beams, "num_return_sequences": beams}
+    ids = prompt(40)
+    mask = torch.ones_like(ids)
+    cache = TieredCache(model, store)
+    model.generate(ids, attention_mask=mask, past_key_values=cache, **arguments)
+    held = cache._history.ids()
+    store.flush()
+    for row in torch.from_numpy(held[:, :97]):
+        asked = TieredCache(model, store, record=False)
+        row = row.unsqueeze(0)
+        with torch.no_grad():
+            ours = model(input_ids=row, past_key_values=asked, logits_to_keep=1).logits
+            theirs = model(input_ids=row, use_cache=False, logits_to_keep=1).logits
+        assert asked.stats.tokens_restored == 96
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
 # --- memory
 
 

@@ -173,7 +173,7 @@ def test_a_history_knows_its_tokens_and_links_through_everything(steps, pads, lo
             history.crop(columns)
             rectangle = rectangle[:, : rectangle.shape[1] - columns]
         else:
-            history.select(torch.tensor(argument))
+            history.select(argument)
             rectangle = rectangle[argument]
             offsets = [offsets[i] for i in argument]
         if look:

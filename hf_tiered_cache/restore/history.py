@@ -64,11 +64,9 @@ class History:
         for row, links in enumerate(self._links):
             del links[max(0, self.columns - self.pads[row]) // LINK_TOKENS :]
 
-    def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was (beam search, repeats and subsets of a batch)."""
-        order = rows.tolist()
-        self._ids = self._ids[order]
-        self._fresh = [ids.index_select(0, rows.to(ids.device)) for ids in self._fresh]
+    def select(self, order: list[int]) -> None:
+        """Row i becomes what row `order[i]` was (beam search, repeats and subsets of a batch)."""
+        self._ids = self.ids()[order]
         self._links = [list(self._links[row]) for row in order]
         self.pads = [self.pads[row] for row in order]
 
