@@ -23,7 +23,7 @@ from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
-from .patches.attention import WRAPPED, can_scatter, exchanged
+from .patches.attention import WRAPPED, can_scatter
 from .patches.layers import decoder_layers, dropping
 from .patches.rotary import RotaryTap, Unrotated
 from .patches.scope import Scope, current, entered
@@ -235,8 +235,6 @@ class TieredCache(Cache, ServedCache):
             if plan is not None:
                 kwargs = request.only(plan.computed[0], plan.base, self._history.pads)
                 self._prepare(now, stack)
-            if request is not None and request.columns > 1:
-                stack.enter_context(exchanged(self._attachment.config))
             stack.enter_context(self._attachment.running_eagerly())
             stack.enter_context(entered(scope))
             return forward(**kwargs)

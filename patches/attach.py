@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from . import rotary
+from .attention import patch_attention, unpatch_attention
 from .layers import decoder_layers
 from .scope import current
 
@@ -52,6 +53,7 @@ class Attachment:
         self._functions = rotary.rotary_functions(model)
         for module, name in self._functions:
             rotary.patch_function(module, name)
+        patch_attention()
         self.active = True
 
     def refresh(self) -> None:
@@ -84,6 +86,7 @@ class Attachment:
             handle.remove()
         for module, name in self._functions:
             rotary.unpatch_function(module, name)
+        unpatch_attention()
         for extra in self.extras.values():
             if hasattr(extra, "close"):
                 extra.close()

@@ -1,16 +1,15 @@
-"""The registered attention and mask functions: the model's own ones, told where the queries of a plan stand.
+"""Attention and masks: the functions registered in transformers, told where the queries of a plan stand.
 
-A model's attention implementation is exchanged only while a pass of ours runs, and only for those in `WRAPPED`; to
-every other pass, also in other threads, the functions here are those they wrap.
+While a model is attached, `sdpa` and the masks of `WRAPPED` are wrapped in transformers' registries under their own
+names, since modelling code asks for names. To passes that are not ours, also in other threads, the wrappers are what
+they wrap.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,56 +17,63 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .scope import current
+from .scope import Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations whose masks can say where each query stands."""
 
-_PREFIX = "tiered_"
-_exchanging = threading.Lock()
+_patching = threading.Lock()
 
 
 def can_scatter(config: PreTrainedConfig) -> bool:
     """Whether plans other than a suffix can be computed with this model's attention implementation."""
-    return config._attn_implementation.removeprefix(_PREFIX) in WRAPPED
+    return config._attn_implementation in WRAPPED
 
 
-@contextmanager
-def exchanged(config: PreTrainedConfig) -> Iterator[None]:
-    """Let the model's layers call the functions here for the time of a pass."""
-    with _exchanging:
-        base = config._attn_implementation.removeprefix(_PREFIX)
-        users = getattr(config, "_tiered_passes", 0)
-        if base in WRAPPED:
-            _register(base)
-            config._tiered_passes = users + 1
-            config._attn_implementation_internal = _PREFIX + base
-    try:
-        yield
-    finally:
-        with _exchanging:
-            if base in WRAPPED:
-                config._tiered_passes -= 1
-                if not config._tiered_passes:
-                    del config._tiered_passes
-                    config._attn_implementation_internal = base
+class _Scoped:
+    """A registered function, and what stands in for it within passes of ours."""
+
+    def __init__(self, base: Callable[..., Any], ours: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, base)
+        self.base, self.ours = base, ours
+        self.users = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        scope = None if torch.compiler.is_compiling() else current()
+        return self.base(*args, **kwargs) if scope is None else self.ours(scope, self.base, *args, **kwargs)
 
 
-def _register(base: str) -> None:
-    name = _PREFIX + base
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, functools.partial(attend, base))
-        AttentionMaskInterface.register(name, functools.partial(make_mask, base))
+def patch_attention() -> None:
+    """Wrap the registered functions. Counted: all attached models share them."""
+    with _patching:
+        for registry, functions, name, ours in _PATCHES:
+            function = functions[name]
+            if not isinstance(function, _Scoped):
+                function = _Scoped(function, ours)
+                registry.register(name, function)
+            function.users += 1
 
 
-def make_mask(base: str, *, mask_function: Callable, **kwargs: Any) -> torch.Tensor | None:
+def unpatch_attention() -> None:
+    """Undo one `patch_attention`; the last one puts the functions back."""
+    with _patching:
+        for registry, functions, name, _ in _PATCHES:
+            function = functions[name]
+            if isinstance(function, _Scoped):
+                function.users -= 1
+                if function.users == 0:
+                    registry.register(name, function.base)
+
+
+def make_mask(
+    scope: Scope, base: Callable[..., Any], *args: Any, mask_function: Callable, **kwargs: Any
+) -> torch.Tensor | None:
     """The model's own mask, for queries that stand where the plan says.
 
     `mask_function(batch, head, query, key)` counts queries by column. The base counts them from 0, so it is given a
     function that looks the column up; sliding windows, padding and models' own additions come with it.
     """
-    scope = current()
-    if scope is not None and scope.positions is not None:
+    if scope.positions is not None:
         positions = scope.positions.to(kwargs["device"])
         asked = mask_function
 
@@ -75,11 +81,12 @@ def make_mask(base: str, *, mask_function: Callable, **kwargs: Any) -> torch.Ten
             return asked(batch, head, positions[query], key)
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
-    return ALL_MASK_ATTENTION_FUNCTIONS[base](mask_function=mask_function, **kwargs)
+    return base(*args, mask_function=mask_function, **kwargs)
 
 
 def attend(
-    base: str,
+    scope: Scope,
+    base: Callable[..., Any],
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -97,11 +104,7 @@ def attend(
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
-    if base == "eager":
-        return sys.modules[type(module).__module__].eager_attention_forward(
-            module, query, key, value, attention_mask, **kwargs
-        )
-    if current() is not None and _repeats_for_nothing(module, query, key, attention_mask, kwargs):
+    if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
             key,
@@ -112,7 +115,7 @@ def attend(
             enable_gqa=True,
         )
         return output.transpose(1, 2).contiguous(), None
-    return ALL_ATTENTION_FUNCTIONS[base](module, query, key, value, attention_mask, **kwargs)
+    return base(module, query, key, value, attention_mask, **kwargs)
 
 
 def _repeats_for_nothing(
@@ -130,3 +133,10 @@ def _repeats_for_nothing(
         and query.shape[1] != key.shape[1]
         and kwargs.get("position_bias") is None
     )
+
+
+_PATCHES = (
+    (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
+    *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
+)
+"""Which registry's function of which name is replaced by what."""

@@ -75,6 +75,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         qk_nope_head_dim=16,
         v_head_dim=16,
     ),
+    "falcon": _spec("FalconForCausalLM", "FalconConfig"),  # its code asks for the attention implementation by name
 }
 
 

@@ -12,6 +12,8 @@ import torch
 from families import build, prompt
 from torch import nn
 from transformers import DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_tiered_cache
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach
@@ -22,7 +24,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
 
 def state(model):
-    """Everything that attaching could change: of every module its attributes and hooks, of its code its globals."""
+    """Everything that attaching could change: modules' attributes and hooks, their code's globals, the registries."""
     modules = {
         name: (
             {k: id(v) for k, v in vars(m).items() if not k.startswith("_forward")},
@@ -32,7 +34,8 @@ def state(model):
         for name, m in model.named_modules()
     }
     code = {name: id(value) for name, value in vars(sys.modules[type(model).__module__]).items()}
-    return modules, code, dict(vars(model.config))
+    registered = [dict(functions) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
+    return modules, code, registered, dict(vars(model.config))
 
 
 def test_detach_leaves_the_model_exactly_as_it_was(tmp_path):
