@@ -166,7 +166,8 @@ class _Refused(TieredCacheError):
 def _open(path: Path, *, disk_quota: str | None = None) -> KVStore:
     if not (path / "segments").is_dir():
         raise _Refused(f"there is no store at {path}")
-    parse_bytes(disk_quota, "--quota")
+    if disk_quota is not None:
+        parse_bytes(disk_quota, "--quota")
     return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota)
 
 

@@ -28,7 +28,6 @@ def row(number: int, links: list[bytes], usable: int | None = None) -> SegmentRo
         "model",
         "exact",
         links[0],
-        b"".join(links),
         len(links) if usable is None else usable,
         len(links) * LINK_TOKENS,
         0,
@@ -37,6 +36,7 @@ def row(number: int, links: list[bytes], usable: int | None = None) -> SegmentRo
         None,
         0.0,
         0,
+        b"".join(links),
     )
 
 

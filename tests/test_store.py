@@ -16,8 +16,8 @@ import pytest
 import torch
 from segments import links, open_store, read_back, segment
 
-from hf_tiered_cache.errors import StoreError
-from hf_tiered_cache.store import maintain, quota
+from hf_tiered_cache.errors import FormatError, StoreError
+from hf_tiered_cache.store import disk, maintain, quota
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
 
@@ -163,7 +163,7 @@ def test_another_schema_is_replaced(tmp_path):
 
 def test_rows_survive_a_round_trip(tmp_path):
     catalogue = Catalogue(tmp_path / "c.sqlite")
-    row = SegmentRow("id", "fp", "exact", b"1" * 16, b"1" * 32, 2, 32, 16, 4096, 1.5, None, 2.5, 3)
+    row = SegmentRow("id", "fp", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
     catalogue.add(row)
     assert catalogue.get("id") == row
     catalogue.touch(["id"], now=9.0)
@@ -535,3 +535,91 @@ def test_sync_makes_data_durable_before_names(tmp_path, monkeypatch):
     assert order == ["data", "data", "folder"]
     store.sync()
     assert order == ["data", "data", "folder"]
+
+
+# --- a disk that fails, a life that ends
+
+
+def test_an_expired_segment_is_written_anew(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store, expires=time.time() + 0.2)
+    store.pin([header.id])
+    time.sleep(0.3)
+    assert store.find(links(4)) == []
+    publish(store, expires=time.time() + 60)
+    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert store.counters.snapshot().duplicate_writes == 0
+    assert store.pinned() == {header.id}
+
+
+def test_a_segment_that_failed_to_read_is_written_anew(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.report(header.id, OSError(errno.EIO, "a bad sector"))
+    assert store.find(links(4)) == []
+    publish(store)
+    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert read_back(store, header.id)
+
+
+def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    header = publish(store)
+
+    def refuse(self, missing_ok=False):
+        raise OSError(errno.EROFS, "read-only file system")
+
+    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    store.report(header.id, FormatError("planted"))
+    assert store.find(links(4)) == []
+
+
+def test_without_a_shared_catalogue_the_quota_is_kept_by_looking_at_the_files(tmp_path, monkeypatch):
+    ours = open_store(tmp_path)
+    publish(ours)
+    used = quota.used_bytes(ours)
+    monkeypatch.setattr(
+        Catalogue, "total_bytes", lambda self: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
+    )
+    assert quota.used_bytes(ours) == used
+
+
+def test_room_of_segments_that_others_deleted_is_given_back(tmp_path):
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    header = publish(ours)
+    assert ours.reader(header.id) is not None
+    theirs.remove([header.id])
+    publish(ours, seed="b")
+    assert header.id not in ours._readers
+
+
+def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    publish(store)
+    publish(store, seed="b")
+    synced, broken = [], [True]
+
+    def fsync(path, data_only=False):
+        if broken and len(synced) == 1:
+            raise OSError(errno.EIO, "input/output error")
+        synced.append(path)
+
+    monkeypatch.setattr(disk, "fsync", fsync)
+    with pytest.raises(StoreError, match="cannot be made durable"):
+        store.sync()
+    broken.clear()
+    store.sync()
+    assert len(synced) == 3  # either file once, then the folder
+    store.sync()
+    assert len(synced) == 3
+
+
+def test_a_segment_that_is_evicted_while_others_are_verified_is_not_damaged(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    gone, stays = publish(store), publish(store, seed="b")
+    files = list(store.segment_files())
+    store.path(gone.id).unlink()
+    monkeypatch.setattr(store, "segment_files", lambda: iter(files))
+    report = maintain.verify(store)
+    assert (report.ok, report.segments) == (True, 1)
+    assert store.find(links(4, "b"))[0].id == stays.id

@@ -20,24 +20,26 @@ from .format import LINK_BYTES, SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUSY_SECONDS = 10.0
 _MOST_PARAMETERS = 500
+_CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
 _WAL_PAGES = 32  # small, since the log counts against the quota
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     """CREATE TABLE segments (
         id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
-        first BLOB NOT NULL, chain BLOB NOT NULL, usable_links INTEGER NOT NULL,
+        first BLOB NOT NULL, usable_links INTEGER NOT NULL,
         tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL
+        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL,
+        chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
     )""",
     "CREATE INDEX by_first ON segments(first)",
     "CREATE INDEX by_use ON segments(used, position DESC)",
     f"PRAGMA user_version={SCHEMA_VERSION}",
 )
 _COLUMNS = (
-    "id, fingerprint, provenance, first, chain, usable_links, tokens, position, nbytes, created, expires, used, uses"
+    "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain"
 )
 _T = TypeVar("_T")
 
@@ -51,8 +53,6 @@ class SegmentRow:
     provenance: str
     first: bytes
     """The first link of the chain: under it the segment is found."""
-    chain: bytes
-    """All links, side by side."""
     usable_links: int
     """Links up to the first block that failed its checksum; all of them in a whole segment."""
     tokens: int
@@ -63,6 +63,8 @@ class SegmentRow:
     expires: float | None
     used: float
     uses: int
+    chain: bytes
+    """All links, side by side."""
 
     @classmethod
     def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
@@ -117,7 +119,8 @@ class Catalogue:
         )
         try:
             _enter_wal_mode(db)
-            if db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            small = self.path is not None and self.path.stat().st_size <= _CHECKED_BYTES
+            if small and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
             self._create_tables(db)
         except BaseException:
@@ -167,6 +170,11 @@ class Catalogue:
     def all(self) -> list[SegmentRow]:
         """Every row, last used last."""
         return self._query("ORDER BY used, position DESC")
+
+    def by_use(self) -> list[tuple[str, int, float | None]]:
+        """Id, bytes on disk and time of expiry of every segment, last used last."""
+        query = "SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC"
+        return self._run(lambda db: db.execute(query).fetchall())
 
     def expired(self, now: float) -> list[SegmentRow]:
         return self._query("WHERE expires IS NOT NULL AND expires <= ?", (now,))

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
 import os
@@ -28,6 +27,7 @@ from . import quota
 from .catalogue import Catalogue, SegmentRow
 from .digest import block_digests
 from .engines import Engine
+from .files import allocate, fsync, publish_name, write_all
 from .format import SegmentHeader, encode_head, lay_out
 from .segment import SegmentReader, read_head
 
@@ -173,12 +173,14 @@ class SegmentStore:
             self._readers.pop(segment_id, None)
         if damaged and getattr(error, "whole_links", 0):
             self.ask(lambda c: c.limit(segment_id, error.whole_links), None)
-        elif damaged and self.writable:
-            self.remove([segment_id])
         elif isinstance(error, FileNotFoundError):
             self.ask(lambda c: c.remove([segment_id]), None)
         else:
             self._hidden.add(segment_id)
+            if damaged and self.writable:
+                with suppress(OSError):  # a disk that has become read-only
+                    self.remove([segment_id])
+                    self._hidden.discard(segment_id)
 
     def touch(self, ids: Iterable[str]) -> None:
         """Note a use of these segments, for LRU eviction."""
@@ -231,11 +233,11 @@ class SegmentStore:
             offset = header.blocks.offset
             for blocks in lanes:
                 digests.append(block_digests(blocks))
-                _write_all(fd, memoryview(blocks.numpy()).cast("B"), offset)
+                write_all(fd, memoryview(blocks.numpy()).cast("B"), offset)
                 offset += blocks.numel()
-            _write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
+            write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
-            _publish_name(tmp, final)
+            publish_name(tmp, final)
             self.ask(lambda c: c.add(row), None)  # before the temporary name goes, so that its room stays reckoned
         finally:
             tmp.unlink(missing_ok=True)
@@ -246,17 +248,23 @@ class SegmentStore:
             self._unsynced.append(final)
 
     def _make_way(self, final: Path) -> None:
-        """Raise FileExistsError for a segment that is there; delete a damaged file under its name."""
+        """Raise FileExistsError for a segment that serves; one that is damaged, expired or failing makes way."""
+        segment_id = final.stem
         try:
-            read_head(final)
+            expires = read_head(final)[0].expires
+            if segment_id not in self._hidden and (expires is None or expires > time.time()):
+                raise FileExistsError(final)
+        except (FileExistsError, NewerFormatError):
+            raise FileExistsError(final) from None
         except FileNotFoundError:
             return
-        except NewerFormatError:
+        except (FormatError, OSError):
             pass
-        except FormatError:
-            final.unlink(missing_ok=True)
-            return
-        raise FileExistsError(final)
+        final.unlink(missing_ok=True)  # not `remove`: a pin on it stays
+        self.ask(lambda c: c.remove([segment_id]), None)
+        with self._lock:
+            self._readers.pop(segment_id, None)
+            self._hidden.discard(segment_id)
 
     def _reserve(self, nbytes: int) -> tuple[int, Path]:
         """A temporary file of `nbytes`, its room taken from the quota and from the disk before a byte is written.
@@ -269,7 +277,7 @@ class SegmentStore:
             fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _allocate(fd, nbytes)
+                allocate(fd, nbytes)
             except BaseException:
                 tmp.unlink(missing_ok=True)
                 os.close(fd)
@@ -280,13 +288,20 @@ class SegmentStore:
         """Make what was published durable: data first, then the names."""
         with self._lock:
             paths, self._unsynced = self._unsynced, []
-        for path in paths:
-            try:
-                _fsync(path, data_only=True)
-            except FileNotFoundError:
-                continue  # evicted meanwhile
-        if paths:
-            _fsync(self.segments_dir)
+        done = 0
+        try:
+            for path in paths:
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    fsync(path, data_only=True)
+                done += 1
+            if paths:
+                fsync(self.segments_dir)
+        except OSError as error:
+            with self._lock:
+                self._unsynced[:0] = paths[done:] or paths[-1:]  # the folder's own is asked for with any file's
+            raise StoreError(
+                f"{self.root} cannot be made durable ({error.strerror}); check the disk and call flush() again"
+            ) from error
 
     # --- forgetting
 
@@ -311,6 +326,12 @@ class SegmentStore:
                 pin.touch(mode=0o600)
             else:
                 pin.unlink(missing_ok=True)
+
+    def forget_lost_readers(self) -> None:
+        """Let go of segments that another process has deleted: an open file keeps its room on the disk."""
+        with self._lock:
+            for segment_id in [i for i in self._readers if not self.path(i).exists()]:
+                del self._readers[segment_id]
 
     def pinned(self) -> set[str]:
         with suppress(OSError):
@@ -360,37 +381,3 @@ class SegmentStore:
         if topic not in self._warned:
             self._warned.add(topic)
             logger.warning("%s", message)
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = os.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _allocate(fd: int, nbytes: int) -> None:
-    """Take the room now, so that a full disk is seen before anything is written."""
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except (AttributeError, OSError) as error:  # no such call on this platform, or for this file system
-        if getattr(error, "errno", errno.ENOSYS) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-            raise
-        os.ftruncate(fd, nbytes)
-
-
-def _publish_name(tmp: Path, final: Path) -> None:
-    """Unlike a rename, a link never goes over a segment that is there: the first writer wins."""
-    try:
-        os.link(tmp, final)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        os.rename(tmp, final)  # a file system without hard links
-
-
-def _fsync(path: Path, data_only: bool = False) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has but the one
-    finally:
-        os.close(fd)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
     A damaged segment is reported in the result, and from now on offered only up to its first bad block.
     """
     report = VerifyReport()
-    paths = sorted(store.segment_files())
-    total = sum(path.stat().st_size for path in paths)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="verify", disable=not progress)
-    for path in paths:
+    sizes: dict[Path, int] = {}
+    for path in sorted(store.segment_files()):
+        with suppress(FileNotFoundError):
+            sizes[path] = path.stat().st_size
+    bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", disable=not progress)
+    for path in sizes:
         report.segments += 1
         try:
             reader = SegmentReader(path, store.engine, verify=True)
@@ -72,8 +75,8 @@ def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
                 report.blocks += blocks
                 report.nbytes += nbytes
                 bar.update(nbytes)
-        except NewerFormatError:
-            report.segments -= 1  # not ours to judge
+        except (NewerFormatError, FileNotFoundError):
+            report.segments -= 1  # not ours to judge, or evicted meanwhile
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[path.stem] = str(error)
             store.report(path.stem, error)

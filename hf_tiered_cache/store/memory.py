@@ -23,7 +23,12 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
         pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously.
         device: where.
     """
-    on_host = torch.device(device).type == "cpu" and not pin
+    with torch.inference_mode(False):  # threads that are not in the caller's inference mode write to it too
+        return _aligned_bytes(nbytes, pin, torch.device(device))
+
+
+def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
+    on_host = device.type == "cpu" and not pin
     if on_host and nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(OSError):  # a kernel without huge pages

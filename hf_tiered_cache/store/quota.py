@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, QuotaError
-from .catalogue import Catalogue, SegmentRow
+from .catalogue import Catalogue
 
 if TYPE_CHECKING:
     from .disk import SegmentStore
@@ -48,7 +48,12 @@ class Limits:
 
 def used_bytes(store: SegmentStore) -> int:
     """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may."""
-    total = CATALOGUE_GROWTH + store.ask(Catalogue.total_bytes, 0) + sum(_blocks(path) for path in store.unlisted)
+    listed = None if store.catalogue.path is None else store.ask(Catalogue.total_bytes, None)
+    if listed is None:  # no shared catalogue: it would not know what other processes have written
+        total = sum(_blocks(path) for path in store.segment_files())
+    else:
+        total = listed + sum(_blocks(path) for path in store.unlisted)
+    total += CATALOGUE_GROWTH
     for folder in (store.root, store.tmp_dir):
         with suppress(OSError):
             total += sum(_blocks(path) for path in folder.iterdir() if path.is_file())
@@ -70,7 +75,9 @@ def make_room(store: SegmentStore, nbytes: int) -> None:
     """
     limits = store.limits
     clean_tmp(store)
-    needed = wanted = nbytes + limits.floor - shutil.disk_usage(store.root).free
+    store.forget_lost_readers()
+    needed = nbytes + limits.floor - shutil.disk_usage(store.root).free
+    wanted = needed + nbytes if needed > 0 else needed  # somewhat more, so that not every write evicts
     if limits.quota is not None:
         used = used_bytes(store)
         needed = max(needed, used + nbytes - limits.quota)
@@ -79,7 +86,7 @@ def make_room(store: SegmentStore, nbytes: int) -> None:
     if wanted <= 0:
         return
     victims = _victims(store, wanted)
-    if sum(row.nbytes for row in victims) < needed:
+    if sum(nbytes for _, nbytes in victims) < needed:
         raise QuotaError(
             f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
         )
@@ -93,17 +100,18 @@ def evict(store: SegmentStore, nbytes: int) -> int:
     return len(victims)
 
 
-def _victims(store: SegmentStore, nbytes: int) -> list[SegmentRow]:
+def _victims(store: SegmentStore, nbytes: int) -> list[tuple[str, int]]:
+    """Ids and bytes."""
     pinned, now = store.pinned(), time.time()
-    rows = [row for row in store.ask(Catalogue.all, []) if row.id not in pinned]
-    rows.sort(key=lambda row: row.expires is None or row.expires > now)  # expired ones first, else as they were
-    freed = accumulate((row.nbytes for row in rows), initial=0)
-    return [row for row, before in zip(rows, freed, strict=False) if before < nbytes]
+    rows = [row for row in store.ask(Catalogue.by_use, []) if row[0] not in pinned]
+    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # expired ones first, else as they were
+    freed = accumulate((size for _, size, _ in rows), initial=0)
+    return [(segment_id, size) for (segment_id, size, _), before in zip(rows, freed, strict=False) if before < nbytes]
 
 
-def _evict(store: SegmentStore, rows: list[SegmentRow]) -> None:
-    store.remove([row.id for row in rows])
-    store.counters.add("evicted_segments", len(rows))
+def _evict(store: SegmentStore, victims: list[tuple[str, int]]) -> None:
+    store.remove([segment_id for segment_id, _ in victims])
+    store.counters.add("evicted_segments", len(victims))
 
 
 def clean_tmp(store: SegmentStore) -> int:

@@ -27,8 +27,11 @@ class Draft:
     lanes: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
     done: threading.Event = field(default_factory=threading.Event)
-    counted: bool = False
-    """Whether it takes one of the queue's places."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that its KV takes while it waits."""
+        return self.header.shape.blocks_bytes
 
 
 class Writer:
@@ -36,15 +39,17 @@ class Writer:
 
     Args:
         store: where they go.
-        depth: drafts that may wait. When so many do, `submit` waits: memory stays bounded, and nothing is lost.
+        queue_bytes: of drafts that may wait. When there are more, `submit` waits: memory stays bounded, and nothing is
+            lost. A draft that is larger waits for an empty queue.
     """
 
-    def __init__(self, store: SegmentStore, depth: int = 8) -> None:
+    def __init__(self, store: SegmentStore, queue_bytes: int = 2 << 30) -> None:
         self._store = store
         # finalizers submit too, at any moment and in any thread: this queue and this lock may be entered again
         self._queue: queue.SimpleQueue[Draft | Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.RLock()
-        self._room = threading.Semaphore(depth)
+        self._lock = threading.Condition(threading.RLock())
+        self._queue_bytes = queue_bytes
+        self._waiting_bytes = 0
         self._pending: dict[bytes, Draft] = {}
         self._closed = False
         self._pid = os.getpid()
@@ -57,11 +62,13 @@ class Writer:
         Raises:
             StoreClosedError: the writer was closed.
         """
-        draft.counted = self._room.acquire(blocking=wait)
         with self._lock:
+            while wait and self._waiting_bytes and self._waiting_bytes + draft.nbytes > self._queue_bytes:
+                self._lock.wait()
             if self._closed or os.getpid() != self._pid:
                 raise StoreClosedError(f"{self._store.root} was closed, or opened before this process was forked")
             self._pending[draft.links[0]] = draft
+            self._waiting_bytes += draft.nbytes
             self._queue.put(draft)
 
     def later(self, action: Callable[[], None]) -> None:
@@ -110,6 +117,6 @@ class Writer:
             with self._lock:
                 if self._pending.get(draft.links[0]) is draft:
                     del self._pending[draft.links[0]]
+                self._waiting_bytes -= draft.nbytes
+                self._lock.notify_all()
             draft.done.set()
-            if draft.counted:
-                self._room.release()

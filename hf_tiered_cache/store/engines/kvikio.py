@@ -48,9 +48,12 @@ class KvikioEngine(Engine):
         self._kvikio = _import_kvikio()
         defaults = self._kvikio.defaults
         self.reads_device = bool(_gds_available())
-        if not self.reads_device:
-            defaults.set("compat_mode", self._kvikio.CompatMode.ON)
-        defaults.set({"num_threads": threads, "task_size": TASK_BYTES, "auto_direct_io_read": True})
+        try:
+            if not self.reads_device:
+                defaults.set("compat_mode", self._kvikio.CompatMode.ON)
+            defaults.set({"num_threads": threads, "task_size": TASK_BYTES, "auto_direct_io_read": True})
+        except Exception as error:  # an older kvikio does not know a setting
+            raise EngineUnavailableError(f"kvikio cannot be set up ({error}); it must be 26.8 or newer") from error
         self.threads = threads
         # a future of kvikio's has no callback: these threads wait in its place
         self._waiters = ThreadPoolExecutor(4, thread_name_prefix="hf-tiered-kvikio")
