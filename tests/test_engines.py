@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 import threading
 
 import fake_kvikio
@@ -225,6 +226,18 @@ def test_without_cuda_kvikio_is_never_called(monkeypatch):
     fake_kvikio.install(monkeypatch, gds=False)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(EngineUnavailableError, match="CUDA"):
+        open_engine("kvikio")
+    assert open_engine("auto").name == "posix"
+
+
+def test_a_kvikio_that_lacks_a_setting_is_not_taken(monkeypatch):
+    fake_kvikio.install(monkeypatch, gds=False)
+
+    def refuse(*args):
+        raise KeyError("auto_direct_io_read")
+
+    monkeypatch.setattr(sys.modules["kvikio.defaults"], "set", refuse)
+    with pytest.raises(EngineUnavailableError, match="or newer"):
         open_engine("kvikio")
     assert open_engine("auto").name == "posix"
 

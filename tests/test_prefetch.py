@@ -67,7 +67,9 @@ def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
 
 def prefetch(made, ahead, residency=None):
     residency = residency or Residency()
-    return Prefetch(made, residency, Account(), lambda layer: CPU, ahead), residency
+    fetch = Prefetch(made, residency, Account(), lambda layer: CPU, ahead)
+    fetch.start()
+    return fetch, residency
 
 
 @given(ahead=st.integers(0, 400), segments=st.lists(st.integers(1, 20).map(lambda n: 16 * n), min_size=1, max_size=3))
@@ -77,7 +79,7 @@ def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segmen
     largest = max(p.reader.shape.lanes[0].block_bytes * p.reader.shape.chunks for p in made.groups[0].pieces)
     for layer in range(LAYERS):
         list(fetch.units(layer))
-        assert fetch._under_way <= max(ahead << 10, 0) + len(segments) * largest
+        assert fetch._under_way <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead
         fetch.done(layer)
         if ahead == 0:
             assert all(lane * 4 <= layer for _, lane, _ in residency.fetched)  # nothing before it is needed

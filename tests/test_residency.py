@@ -171,6 +171,56 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
     check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
 
 
+def test_a_tier_that_gets_no_memory_stays_as_it_is(stored):
+    """The blocks come all the same, in memory of the request's own, and nothing stays held."""
+    _, (reader, other), blocks = stored
+    residency = Residency(1 << 20)
+
+    def refuse(nbytes):
+        raise MemoryError("planted")
+
+    residency.host.allocate = refuse
+    check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+    assert residency.host.budget == residency.host.allocated == 0
+    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+
+
+def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20)
+    fetch(residency, reader, 0, range(4))
+    for where in ("_own_memory", "read"):
+        with monkeypatch.context() as patch:
+
+            def refuse(*args):
+                raise MemoryError("planted")
+
+            patch.setattr(*((residency, where) if where != "read" else (type(reader), where)), refuse)
+            with pytest.raises(MemoryError):
+                residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+        assert not any(pool.pins.any() for pool in residency.host._pools.values())
+    check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+
+
+def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored, monkeypatch):
+    _, (reader, _), blocks = stored
+    residency, owner = Residency(1 << 20), (reader.id, 0)
+    with pytest.raises(RuntimeError):
+        residency.admit(owner, blocks[owner].to("meta"))  # such a copy fails midway
+    assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
+    residency.admit(owner, blocks[owner])
+    assert tiers_of(residency, reader, 0) == [{"host"}] * CHUNKS
+
+
+def test_a_released_lease_keeps_no_memory_alive(stored):
+    _, (reader, _), _ = stored
+    lease = Residency(0).fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    lease.wait()
+    assert lease.runs
+    lease.release()
+    assert not lease.runs
+
+
 def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)

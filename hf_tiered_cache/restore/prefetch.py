@@ -56,7 +56,8 @@ class Prefetch:
         residency: the tiers.
         account: counts what happens.
         device_of: the device of each layer.
-        ahead_bytes: how far to run ahead of the layers; 0 fetches what a layer needs when it needs it.
+        ahead_bytes: how far to run ahead of the layers: at least one unit, unless it is 0, which fetches what a layer
+            needs when it needs it.
     """
 
     plan: Plan
@@ -67,6 +68,8 @@ class Prefetch:
     _by_layer: dict[int, list[Unit]] = field(default_factory=dict)
     _waiting: list[Unit] = field(default_factory=list)
     _under_way: int = 0
+    _layer: int = -1  # whose blocks are in use
+    _furthest: int = -1  # first layer of the last unit that was started
 
     def __post_init__(self) -> None:
         units: dict[tuple[str, int], Unit] = {}
@@ -82,6 +85,9 @@ class Prefetch:
             for layer in unit.lane.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
+
+    def start(self) -> None:
+        """Start to fetch. Call `cancel` in the end, also if this fails."""
         self._issue()
 
     def units(self, layer: int) -> Iterator[Unit]:
@@ -93,11 +99,13 @@ class Prefetch:
         units = self._by_layer.get(layer, [])
         while any(unit.lease is None for unit in units):
             self._start(self._waiting.pop())
+        self._layer = layer
+        self._issue()
         for unit in units:
             try:
                 with self.account.timing("stall_seconds"):
                     unit.lease.wait()
-            except (IntegrityError, OSError) as error:
+            except Exception as error:
                 failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
                 self.account.add(**{failure: 1})
                 raise RestoreError(unit.reader.id, str(error)) from error
@@ -121,13 +129,15 @@ class Prefetch:
         self._waiting.clear()
 
     def _issue(self) -> None:
-        """Start the next units as far as the bound allows, and one larger than the bound when nothing else is."""
+        """Start the next units as far as the bound allows; one ahead of the layer in use whatever its size."""
         while self._waiting and self.ahead_bytes:
-            if self._under_way and self._under_way + self._waiting[-1].nbytes > self.ahead_bytes:
+            ahead = self._furthest > self._layer
+            if ahead and self._under_way + self._waiting[-1].nbytes > self.ahead_bytes:
                 break
             self._start(self._waiting.pop())
 
     def _start(self, unit: Unit) -> None:
         self._under_way += unit.nbytes
+        self._furthest = unit.lane.layers[0]
         device = self.device_of(unit.lane.layers[0])
         unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)

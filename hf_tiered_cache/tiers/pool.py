@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,8 +12,11 @@ import torch
 from ..geometry import ALIGNMENT
 from .policy import EvictionPolicy, Usage
 
+logger = logging.getLogger("hf_tiered_cache")
+
 SLAB_BYTES = 64 << 20
-"""Memory is taken in slabs of about this, so that budgets need not be paid at start and pools can trade."""
+"""Memory is taken in slabs of at most this, so that budgets need not be paid at start and pools can trade. A power of
+two, alignment included: PyTorch page-locks whole powers of two."""
 
 FREE, RESERVED, GONE = -1, -2, -3
 """States of a slot that holds no block: free, being filled, its memory given back."""
@@ -211,8 +215,14 @@ class Tier:
         while len(pool.free_slots(count)) < count:
             room = (self.budget - self.allocated - ALIGNMENT) // pool.block_bytes
             if room > 0:
-                slots = min(room, max(1, SLAB_BYTES // pool.block_bytes))
-                pool.add_slab(self.allocate(slots * pool.block_bytes).view(slots, pool.block_bytes))
+                slots = min(room, max(1, (SLAB_BYTES - ALIGNMENT) // pool.block_bytes))
+                try:
+                    memory = self.allocate(slots * pool.block_bytes)
+                except (RuntimeError, MemoryError, OSError) as error:  # what CUDA, pinning and mmap raise
+                    logger.warning("no memory for more blocks (%s): the %s tier stays as it is", error, self.name)
+                    self.budget = self.allocated
+                    continue
+                pool.add_slab(memory.view(slots, pool.block_bytes))
                 self.allocated += slots * pool.block_bytes + ALIGNMENT
             elif not self._take_from_others(pool):
                 return

@@ -103,19 +103,23 @@ class Residency:
             At once, a lease whose blocks arrive later.
         """
         owner: Owner = (reader.id, lane)
+        on_host: list[BlockRun] = []
+        direct: list[BlockRun] = []
+        staged: list[BlockRun] = []
         with self._lock:
             tier = self._device_tier(device)
             self._tick(tier)
             lease = Lease(self, reader.shape.lanes[lane].block_bytes, self._streams.get(device))
-            on_host: list[BlockRun] = []
-            self._await_moves_down(lease.stream)
-            missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
-            missing = self._take(self.host, owner, missing, lease, on_host, account)
-            direct: list[BlockRun] = []
-            rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
-            staged: list[BlockRun] = []
-            rest = self._reserve(self.host, rest, lease, staged)
-            staged.extend(self._own_memory(rest, lease.block_bytes))
+            try:
+                self._await_moves_down(lease.stream)
+                missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
+                missing = self._take(self.host, owner, missing, lease, on_host, account)
+                rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
+                rest = self._reserve(self.host, rest, lease, staged)
+                staged.extend(self._own_memory(rest, lease.block_bytes))
+            except BaseException:  # no memory: leave nothing held
+                self._let_go(lease)
+                raise
             if direct:
                 lease.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
         lease.from_disk = missing
@@ -141,7 +145,14 @@ class Residency:
             _settle_future(lease.arrived, finish)
 
         account.read_started()
-        reader.read(lane, direct + staged).add_done_callback(read)
+        try:
+            reading = reader.read(lane, direct + staged)
+        except BaseException:  # the store was closed meanwhile
+            account.read_done(0)
+            with self._lock:
+                self._let_go(lease)
+            raise
+        reading.add_done_callback(read)
         return lease
 
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
@@ -158,11 +169,13 @@ class Residency:
             pool, slots = self.host.acquire(block_bytes, len(wanted))
             wanted = wanted[: len(slots)]
             runs = pool.runs(slots, wanted) if len(slots) else []
-        for first, memory in runs:
-            memory.copy_(blocks[first : first + len(memory)])
-        with self._lock:
-            if len(slots):
+        try:
+            for first, memory in runs:
+                memory.copy_(blocks[first : first + len(memory)])
+            with self._lock:
                 self.host.settle(pool, slots, owner, wanted, count)
+        finally:  # slots that were not filled belong to nobody, and are free again
+            with self._lock:
                 self._unpin(self.host, pool, slots)
 
     # --- steps of a fetch, under the lock
@@ -280,12 +293,17 @@ class Residency:
         waiting = []
         for event, lease in self._retiring:
             if event.query() and lease.copied.query():
-                for tier, pool, slots in lease.held:
-                    self._unpin(tier, pool, slots)
-                lease.held.clear()
+                self._let_go(lease)
             else:
                 waiting.append((event, lease))
         self._retiring = waiting
+
+    def _let_go(self, lease: Lease) -> None:
+        """Nothing reads or writes the lease's blocks any more: unpin its slots, and free memory of its own."""
+        for tier, pool, slots in lease.held:
+            self._unpin(tier, pool, slots)
+        lease.held.clear()
+        lease.runs.clear()
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         """Unpin, and free what nobody needs: reserved slots, and host slots whose block has moved up."""
@@ -304,12 +322,19 @@ class Residency:
         if device.type not in self._device_types:
             return None
         if device not in self.devices:
-            self._streams[device] = copy_stream(device)
+            stream = self._streams[device] = copy_stream(device)
+
+            def allocate(nbytes: int) -> torch.Tensor:
+                # from the side stream, which fills it: memory of the computing one may still be written to by
+                # kernels that are queued
+                with stream.copying():
+                    return aligned_bytes(nbytes, device=device)
+
             self.devices[device] = Tier(
                 "device",
                 self.device_budget,
                 make_policy(self._policy),
-                lambda nbytes: aligned_bytes(nbytes, device=device),
+                allocate,
                 lambda owner, count, chunks, runs: self._move_down(device, owner, count, chunks, runs),
             )
         return self.devices[device]

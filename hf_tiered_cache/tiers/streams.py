@@ -44,7 +44,7 @@ class CopyStream:
         """Let the copies that follow wait for `event`."""
 
     def await_copies(self, event: Event) -> None:
-        """Let the computation that follows wait for `event`, without stopping this thread."""
+        """Let the computation that this thread starts next wait for `event`, without stopping the thread."""
 
     def computed(self) -> Event:
         """The point after all computation that this thread has started so far."""
