@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -20,6 +23,8 @@ from .layers import decoder_layers
 from .scope import current
 
 _ATTRIBUTE = "_hf_tiered_cache"
+_CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
+"""Whether chunked prefill goes on from a cache in use; 5.17 gives it the whole prompt again."""
 
 
 class ServedCache(ABC):
@@ -59,6 +64,7 @@ class Attachment:
     def refresh(self) -> None:
         """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
         model = self.model
+        self._devices.clear()
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
@@ -70,7 +76,7 @@ class Attachment:
 
     def running_eagerly(self) -> AbstractContextManager:
         """Passes of ours within a compiled model run uncompiled: they do other things at every call."""
-        return torch.compiler.set_stance("force_eager") if self.compiled else nullcontext()
+        return _EAGERLY if self.compiled else nullcontext()
 
     def undo(self) -> None:
         """Leave the model exactly as it was."""
@@ -104,6 +110,29 @@ class Attachment:
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of an attached model is a model that is not attached."""
         return None
+
+
+class _Eagerly(AbstractContextManager):
+    """PyTorch has one stance for all threads: the first of our passes sets it, and the last one puts it back."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._passes = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._passes:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self._passes += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._passes -= 1
+            if not self._passes:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGERLY = _Eagerly()
 
 
 class _Wrapper:
@@ -152,15 +181,36 @@ class _CompiledCall(_Wrapper):
         return (self.attachment.model._call_impl if uncompiled else self.method)(*args, **kwargs)
 
 
+class _Generate(_Wrapper):
+    """Where the whole prompt is known: a cache that holds another one is refused, not continued."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
+            cache.check_continues(ids)
+            if cache.get_seq_length() and not _CHUNKS_GO_ON:
+                kwargs["prefill_chunk_size"] = None
+        return self.method(*args, **kwargs)
+
+
 class _PrepareInputs(_Wrapper):
-    """Where `generate()` still has the whole prompt: a cache that holds another one is refused, not continued."""
+    """The arguments of each pass of `generate()`."""
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        first = kwargs.get("is_first_iteration") and kwargs.get("inputs_embeds") is None
-        if first and kwargs.get("next_sequence_length") is not None and isinstance(cache, ServedCache):
-            cache.check_continues(input_ids)
-        return self.method(input_ids, *args, **kwargs)
+        if not isinstance(cache, ServedCache):
+            return self.method(input_ids, *args, **kwargs)
+        held = cache.get_seq_length()
+        if held and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
+            # assisted decoding gives the whole prompt again to a cache that holds its beginning
+            kwargs["next_sequence_length"] = input_ids.shape[1] - held
+        prepared = self.method(input_ids, *args, **kwargs)
+        if not held and prepared.get("past_key_values") is None:
+            prepared["past_key_values"] = (
+                cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
+            )
+        return prepared
 
 
 def _is_compiled(forward: Callable[..., Any]) -> bool:
@@ -178,6 +228,7 @@ def _device(module: nn.Module) -> torch.device:
 
 _WRAPPERS: dict[str, type[_Wrapper]] = {
     "forward": _Forward,
+    "generate": _Generate,
     "prepare_inputs_for_generation": _PrepareInputs,
     "_compiled_call_impl": _CompiledCall,
 }

@@ -96,7 +96,7 @@ class RotaryTap:
     """Whether any layer of this pass was seen to rotate."""
     rows: torch.Tensor | None = None
     """Which queries of the pass the present layer has, if not all (see `layers`)."""
-    _at: dict[tuple[int, int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> Unrotated:
         """What the layer that calls `update(keys, values)` would have handed over without its rotation.
@@ -131,9 +131,10 @@ class RotaryTap:
         part.copy_(call.rotate(part, cos[:, first : first + count], sin[:, first : first + count]))
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """At least `stop` positions: rows that end elsewhere share the longest table."""
         table = self._table_of(call)
-        key = (id(table), stop, device)
-        if key not in self._at:
+        key = (id(table), device)
+        if key not in self._at or self._at[key][0].shape[1] < stop:
             cos, sin = table.at(torch.arange(stop, device=table.arguments.arguments["position_ids"].device))
             self._at[key] = cos.to(device), sin.to(device)
         return self._at[key]

@@ -245,5 +245,83 @@ def test_a_compiled_model_stays_compiled_for_others():
     assert len(graphs) == 1
 
 
+def test_compiled_models_in_several_threads_stay_compiled_afterwards(tmp_path):
+    """Two passes that overlap: whichever ends last, the compiler's stance is what it was."""
+    torch._dynamo.reset()
+    model, made = build("llama"), []
+    attach(model)
+    one, other = attachment_of(model), attachment_of(model)
+    one.compiled = True
+    first, second = one.running_eagerly(), other.running_eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+
+    def counting(graph, inputs):
+        made.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=counting)(torch.zeros(1))
+    assert len(made) == 1
+
+
+# --- what generate() does on the way to the model
+
+
+@pytest.mark.parametrize("mode", [{}, {"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}, {"num_beams": 2}])
+def test_a_cache_of_another_prompt_is_refused_in_every_mode(tmp_path, mode):
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(60), past_key_values=cache, **GREEDY)
+        with pytest.raises(CacheMismatchError, match="another prompt"):
+            model.generate(prompt(90, seed=8), past_key_values=cache, **GREEDY | mode)
+
+
+@pytest.mark.parametrize("mode", [{"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_second_turn_in_other_modes(tmp_path, mode, family):
+    model = build(family)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        said = model.generate(prompt(60), past_key_values=cache, **GREEDY)
+        longer = torch.cat([said, prompt(30, seed=8)], dim=1)
+        ours = model.generate(longer, past_key_values=cache, **GREEDY | mode)
+        assert torch.equal(ours, model.generate(longer, **GREEDY))
+        assert cache.get_seq_length() == ours.shape[1] - 1
+
+
+def test_phi3_does_not_lose_its_cache_on_long_prompts(tmp_path):
+    """Its code drops a cache that is shorter than a prompt beyond the trained length; an empty one is given back."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+        "original_max_position_embeddings": 80,
+    }
+    model = build("phi3", rope_parameters=rope, original_max_position_embeddings=80)
+    ids = prompt(200)
+    with KVStore(tmp_path) as store:
+        for restored in (0, 192):
+            cache = TieredCache(model, store)
+            ours = model.generate(ids, past_key_values=cache, **GREEDY)
+            assert torch.equal(ours, model.generate(ids, **GREEDY))
+            assert cache.stats.tokens_restored == restored
+            del cache
+
+
+def test_a_path_whose_store_was_closed_is_opened_again(tmp_path):
+    model, ids = build("llama"), prompt(60)
+    cache = TieredCache(model, tmp_path)
+    model.generate(ids, past_key_values=cache, **GREEDY)
+    cache.store.close()
+    again = TieredCache(model, tmp_path)
+    assert torch.equal(model.generate(ids, past_key_values=again, **GREEDY), model.generate(ids, **GREEDY))
+    assert again.stats.tokens_restored == 48
+    detach(model)
+
+
 def test_version():
     assert hf_tiered_cache.__version__
