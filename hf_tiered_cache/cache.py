@@ -17,7 +17,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from .errors import CacheMismatchError, ConfigError, RestoreError, StoreClosedError
-from .fingerprint import Fingerprinter, rope_regime
+from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
@@ -41,8 +41,10 @@ logger = logging.getLogger("hf_tiered_cache")
 _REPLANS = 4
 """Times a pass whose restore failed is planned again, around what failed; then all of it is computed."""
 _STORE_AT = 64
-_STORE_AT_LAST = 512
-"""Columns, of one pass or of several, that are stored when they are computed; fewer wait for more, or for `flush`."""
+_STORE_GENERATED_AT = 512
+_STORE_PROMPT_AT = 4096
+"""Columns that are stored when they are computed: of a prompt, once it is whole, or of generated tokens. Chunks of a
+long prompt come together into larger segments. Fewer wait for more, for a look-up that wants them, or for `flush`."""
 
 
 @dataclass(eq=False)
@@ -93,9 +95,11 @@ class TieredCache(Cache, ServedCache):
         self._account = Account()
         self._history: History | None = None
         self._recorder: Recorder | None = None
+        self._finish: Callable[[], None] | None = None
         self._regime = ""
         self._plain = ""  # why what this cache holds can be neither stored nor restored, if so
         self._now: _Pass | None = None
+        self._in_prompt = False  # whether the last pass had several columns
 
     @property
     def model(self) -> PreTrainedModel:
@@ -153,8 +157,11 @@ class TieredCache(Cache, ServedCache):
                 if self._history is None and regime is not None:
                     self._open(request.pads, regime)
                 if self._history is not None and regime == self._regime:
-                    return request
-                request = "its RoPE frequencies depend on its length"
+                    if request.columns == 1 or self._fingerprint() == self._recorder.fingerprint:
+                        return request
+                    request = "the model has changed since the cache was begun"
+                else:
+                    request = "its RoPE frequencies depend on its length"
             reason = request
         if not self._plain:
             self._plain = reason
@@ -167,14 +174,15 @@ class TieredCache(Cache, ServedCache):
     def _unusual(self, columns: int) -> str:
         if self.model.training:
             return "the model is in training mode"
+        if columns == 0 and rows_have_adapters(self.model):
+            return "its rows have adapters of their own"
         if columns != (0 if self._history is None else self._history.columns):
             return "the cache was filled outside of the model's passes"
         return ""
 
     def _open(self, pads: list[int], regime: str) -> None:
         """The first pass of a sequence: from here on its tokens are known."""
-        extras = self._attachment.extras
-        fingerprint = extras.setdefault("fingerprinter", Fingerprinter(self.model))()
+        fingerprint = self._fingerprint()
         self._regime = regime
         self._history = History(self.store.chain(fingerprint, self.method.provenance, regime), pads)
         self._follow(
@@ -189,11 +197,14 @@ class TieredCache(Cache, ServedCache):
             )
         )
 
+    def _fingerprint(self) -> str:
+        return self._attachment.extras.setdefault("fingerprinter", Fingerprinter(self.model))()
+
     def _follow(self, recorder: Recorder) -> None:
         self._recorder = recorder
         if self._records:
             self.store.register(recorder)
-            weakref.finalize(self, recorder.finish)
+            self._finish = weakref.finalize(self, recorder.finish)
 
     def _plan(self, request: Request) -> Plan | None:
         """What this pass restores, or None if that is nothing."""
@@ -206,11 +217,11 @@ class TieredCache(Cache, ServedCache):
                 request.must_compute,
                 self.method.computed,
                 len(self.layers),
-                self.store.match,
+                partial(self.store.match, asking=self._recorder),
             )
         for rows in found:
             for row in rows.rows:
-                self._recorder.found(row, rows.links, rows.segments)
+                self._recorder.found(row, rows.held, rows.links, rows.segments)
         return plan
 
     def _asks_for_all(self, kwargs: dict[str, Any]) -> bool:
@@ -259,6 +270,7 @@ class TieredCache(Cache, ServedCache):
             plan, self.store.residency, self._account, self._attachment.device_of, self.method.ahead_bytes
         )
         stack.callback(now.prefetch.cancel)
+        now.prefetch.start()
 
     def _drop_with_depth(self, plan: Plan, scope: Scope, stack: ExitStack) -> None:
         for layer in range(len(plan.computed)):
@@ -288,7 +300,9 @@ class TieredCache(Cache, ServedCache):
         self._account.add(tokens_restored=restored, tokens_computed=rows * columns - padding - restored)
         computed = columns if plan is None else len(plan.computed[0])
         self._recorder.end(request.ids, computed, request.revocable)
-        if computed >= _STORE_AT or self._recorder.unsealed >= _STORE_AT_LAST:
+        prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
+        least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
+        if self._recorder.unsealed >= least:
             try:
                 self.store_now()
             except StoreClosedError as error:  # the request itself goes on
@@ -336,7 +350,7 @@ class TieredCache(Cache, ServedCache):
         first = max(0, plan.first_kept(layer.window))
         keys, values = layer.extend(key_states, value_states, plan.columns, first)
         rotate_ = partial(now.scope.tap.rotate_, bare.call, bare.dims)
-        restore_layer(now.prefetch, index, kind, keys, values, first, rotate_)
+        restore_layer(now.prefetch, index, kind, bare.keys.dtype, keys, values, first, rotate_)
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
@@ -351,6 +365,7 @@ class TieredCache(Cache, ServedCache):
         if self._history is None or not self._history.columns:
             return
         held, prompt = self._history.ids(), input_ids.cpu().numpy()
+        prompt = prompt.repeat(max(1, len(held) // len(prompt)), axis=0)  # generate() gives each row several times
         longer = prompt.shape[0] == held.shape[0] and prompt.shape[1] > held.shape[1]
         if not longer or (prompt[:, : held.shape[1]] != held).any():
             raise CacheMismatchError(
@@ -387,8 +402,8 @@ class TieredCache(Cache, ServedCache):
 
     def reset(self) -> None:
         """Forget everything, for another prompt. What was computed is stored."""
-        if self._recorder is not None:
-            self._recorder.finish()
+        if self._finish is not None:
+            self._finish()
         super().reset()
         self._begin()
 
@@ -416,6 +431,7 @@ class TieredCache(Cache, ServedCache):
 def _store_at(attachment: Attachment, path: str | os.PathLike[str]) -> KVStore:
     """The store at `path`, opened once for each attached model."""
     key = f"store {Path(path).expanduser().resolve()}"
-    if key not in attachment.extras:
-        attachment.extras[key] = KVStore(path)
-    return attachment.extras[key]
+    store = attachment.extras.get(key)
+    if store is None or not store.usable:  # closed, or opened before this process was forked
+        store = attachment.extras[key] = KVStore(path)
+    return store

@@ -122,7 +122,7 @@ class Samples:
         self._views: dict[torch.device, list[torch.Tensor]] = {}
         idle = (*_idle_adapter_prefixes(model), *_head_prefixes(model))
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.startswith(idle) or _varies_while_running(model, name):
+            if f"{name}.".startswith(idle) or _varies_while_running(model, name):
                 continue
             lent = tensor.device.type == "meta"
             if lent:
@@ -211,7 +211,13 @@ def _idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
         for container in layer.adapter_layer_names:
             for adapter in getattr(layer, container, {}):
                 if adapter not in active:
-                    yield f"{name}.{container}.{adapter}"
+                    yield f"{name}.{container}.{adapter}."
+
+
+def rows_have_adapters(model: nn.Module) -> bool:
+    """Whether the pass under way gives each row an adapter of its own (PEFT's `adapter_names`, activated LoRA)."""
+    hooks = (hook for _, layer in _tuner_layers(model) for hook in layer._forward_pre_hooks.values())
+    return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)
 
 
 def _autocast() -> tuple[str, ...]:

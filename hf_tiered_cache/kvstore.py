@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from .record import Recorder
 
 
-def parse_bytes(size: int | str | None, name: str) -> int | None:
+def parse_bytes(size: int | str, name: str) -> int:
     """A size as bytes: an int, or a string such as "10GiB" or "500MB". Raises ConfigError."""
-    if size is None or (isinstance(size, int) and not isinstance(size, bool) and size >= 0):
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     if isinstance(size, str):
         text = size.replace(" ", "")
@@ -64,7 +64,7 @@ class KVStore:
         ttl: seconds a segment lives, or None.
         watermarks: shares of the quota to which eviction goes, and at which it begins.
         free_space_floor: bytes of the file system that always stay free.
-        queue_depth: segments that may wait to be written before a request waits for them.
+        queue_memory: bytes of KV that may wait to be written before a request waits for the disk.
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -85,13 +85,15 @@ class KVStore:
         ttl: float | None = None,
         watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
-        queue_depth: int = 8,
+        queue_memory: int | str = "2GiB",
     ) -> None:
         if ttl is not None and ttl <= 0:
             raise ConfigError(f"ttl must be positive seconds, not {ttl!r}")
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
-        limits = Limits(parse_bytes(disk_quota, "disk_quota"), high, low, floor)
+        quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
+        limits = Limits(quota, high, low, floor)
+        queue_bytes = parse_bytes(queue_memory, "queue_memory")
         self.path = Path(path).expanduser()
         self.salt = salt
         self.ttl = ttl
@@ -107,7 +109,7 @@ class KVStore:
         self.disk = SegmentStore(
             self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
         )
-        self.writer = Writer(self.disk, queue_depth)
+        self.writer = Writer(self.disk, queue_bytes)
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -119,17 +121,22 @@ class KVStore:
         """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
         return Chain((fingerprint, provenance, regime), self.salt)
 
-    def match(self, links: list[bytes]) -> list[tuple[MatchedRun, SegmentReader]]:
-        """The longest stored prefix of a sequence: runs of segments, opened.
+    def match(
+        self, links: list[bytes], start: int = 0, asking: Recorder | None = None
+    ) -> list[tuple[MatchedRun, SegmentReader]]:
+        """The longest stored prefix of a sequence, from link number `start` on: runs of segments, opened.
 
-        What other caches of this process have computed but not stored yet is stored first, as far as it matters.
+        What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
+        as it matters.
         """
         self._check()
-        self.seal()
-        self.writer.wait_for(links)
+        if start >= len(links):
+            return []
+        self.seal(links[0], asking)
+        self.writer.wait_for(links[start:])
         rows = self.disk.find(links)
         while True:
-            found = [(run, self.disk.reader(run.row.id)) for run in longest_prefix(links, rows)]
+            found = [(run, self.disk.reader(run.row.id)) for run in longest_prefix(links, rows, start)]
             lost = {run.row.id for run, reader in found if reader is None}
             if not lost:
                 break
@@ -154,18 +161,29 @@ class KVStore:
         with self._lock:
             self._recorders.add(recorder)
 
-    def seal(self) -> None:
-        """Queue everything that live caches have computed and not stored, between their passes."""
+    def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
+        """Queue what live caches have computed and not stored, between their passes.
+
+        Args:
+            beginning: if given, only of caches that hold a sequence with this first link.
+            but: is left alone.
+        """
         with self._lock:
             recorders = list(self._recorders)
         for recorder in recorders:
-            recorder.seal()
+            if recorder is not but and (beginning is None or recorder.begins_with(beginning)):
+                recorder.seal()
 
     def _check(self) -> None:
         if not self._close.alive:
             raise StoreClosedError(f"the store {self.path} is closed; open it anew")
         if os.getpid() != self._pid:
             raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and was opened by this process."""
+        return self._close.alive and os.getpid() == self._pid
 
     # --- for users
 

@@ -12,7 +12,8 @@ from .errors import UnsupportedModelError
 
 _DummyLayer = getattr(cache_utils, "DummyLayer", ())  # since transformers 5.19: layers that use another's KV
 _HEADROOM = 64
-"""Columns of room that a new buffer has beyond what it must hold."""
+_LARGEST_GROWTH = 4096
+"""Columns of room that a buffer has beyond what it must hold: at first, and at most, where it doubles."""
 
 
 class TieredLayer(CacheLayerMixin):
@@ -134,9 +135,9 @@ class TieredLayer(CacheLayerMixin):
         self._start, self._stop, self._shared = 0, held, False
 
     def _moved(self, held: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
-        """A buffer with room for `count` more columns than are held; doubled if it grows while decoding."""
-        room = max(columns + count, 2 * columns) + _HEADROOM
-        buffer = like.new_empty(*like.shape[:2], room, like.shape[3])
+        """A buffer with room for `count` more columns than are held, and for as many again while decoding."""
+        room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
+        buffer = _empty(like, like.shape[0], room)
         if columns:
             buffer[:, :, :columns] = held
         return buffer
@@ -167,7 +168,7 @@ class TieredLayer(CacheLayerMixin):
             self._shared = False
 
     def _selected(self, buffer: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        chosen = buffer.new_empty(len(indices), *buffer.shape[1:])
+        chosen = _empty(buffer, len(indices), buffer.shape[2])
         held = slice(self._start, self._stop)
         chosen[:, :, held] = buffer[:, :, held].index_select(0, indices.to(buffer.device))
         return chosen
@@ -190,6 +191,12 @@ class TieredLayer(CacheLayerMixin):
         twin.__dict__.update(self.__dict__)
         self._shared = twin._shared = self._keys is not None
         return twin
+
+
+def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """`[rows, heads, columns, dim]`, also in inference mode a tensor that later passes may write to outside of it."""
+    with torch.inference_mode(False):
+        return torch.empty(rows, like.shape[1], columns, like.shape[3], dtype=like.dtype, device=like.device)
 
 
 class TieredSlidingLayer(TieredLayer):

@@ -18,7 +18,7 @@ from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
 from .restore.history import History
 from .store.format import LINK_BYTES, SegmentHeader
 from .store.writer import Draft
-from .tiers.streams import copy_stream
+from .tiers.streams import CopyStream, Event, copy_stream
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -71,10 +71,13 @@ class Recorder:
         self._first = 0  # column of the first caught token
         self._count = 0  # caught columns
         self._revocable = 0  # columns at the end that the next crop may take back
-        self._stored = [0] * history.rows  # links of each row that are stored or on their way
+        self._sealed = [0] * history.rows  # links of each row up to which segments were made
+        self._found = [0] * history.rows  # and up to which the last look-up found them stored
         self._ancestors: list[tuple[str, ...]] = [()] * history.rows
         self._catching = False
         self._in_pass = False
+        self._streams: dict[torch.device, CopyStream] = {}
+        self._computed: dict[torch.device, Event] = {}  # after all that was done to the caught tensors
 
     # --- during a pass
 
@@ -83,6 +86,7 @@ class Recorder:
         if not self.enabled:
             return
         with self._lock:
+            self._come_after()
             if first != self._first + self._count:
                 self.seal()
                 self._forget()
@@ -94,7 +98,7 @@ class Recorder:
         if not self._catching:
             return
         caught = self._layers.setdefault(layer, Caught(kind))
-        if caught.kind != kind:  # a segment stores a layer in one way only
+        if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
             self._catching = False
             return
         caught.keys.append(_compact(keys))
@@ -114,6 +118,7 @@ class Recorder:
                 self._forget()
                 self._first = self.history.columns
             self._in_pass = self._catching = False
+            self._mark()
 
     def abandon(self) -> None:
         """The pass failed midway: forget what it left."""
@@ -136,7 +141,9 @@ class Recorder:
             self._first = min(self._first, self.history.columns)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
-                self._stored[row] = min(self._stored[row], max(0, self.history.columns - pad) // LINK_TOKENS)
+                whole = max(0, self.history.columns - pad) // LINK_TOKENS
+                self._sealed[row] = min(self._sealed[row], whole)
+                self._found[row] = min(self._found[row], whole)
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was. Beam search does this at every token, so tensors follow later."""
@@ -145,12 +152,20 @@ class Recorder:
             self.history.select(order)
             if self._layers:
                 self._reordered.append((len(next(self._tensors())), rows))
-            self._stored = [self._stored[row] for row in order]
+            self._sealed = [self._sealed[row] for row in order]
+            self._found = [self._found[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
-    def found(self, row: int, links: int, segments: tuple[str, ...]) -> None:
-        """Just the first `links` links of a row are stored, in `segments`."""
-        self._stored[row], self._ancestors[row] = links, segments
+    def found(self, row: int, held: int, links: int, segments: tuple[str, ...]) -> None:
+        """Behind the `held` first links of a row, which the cache has, just those up to number `links` are stored."""
+        self._found[row] = links if links > held else min(self._found[row], held)
+        before = [segment for segment in self._ancestors[row] if segment not in segments] if held else []
+        self._ancestors[row] = (*before, *segments)
+
+    def begins_with(self, link: bytes) -> bool:
+        """Whether a row's first link is this one."""
+        with self._lock:
+            return any(self.history.links(row)[:1] == [link] for row in range(self.history.rows))
 
     # --- making segments
 
@@ -171,6 +186,7 @@ class Recorder:
         with self._lock:
             if self._in_pass or not self._count or not self._layers:
                 return 0
+            self._come_after()
             self._follow_rows()
             layout = self._layout()
             end = self._first + self._count - self._revocable
@@ -178,11 +194,12 @@ class Recorder:
             made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
             for row, pad in enumerate(self.history.pads):
                 links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
-                while self._stored[row] < len(links) and (segment := made.get(links[self._stored[row]])):
-                    self._stored[row] += 1
+                first = max(self._sealed[row], self._found[row])
+                while first < len(links) and (segment := made.get(links[first])):
+                    first += 1
                     if segment not in self._ancestors[row]:
                         self._ancestors[row] = (*self._ancestors[row], segment)
-                first = self._stored[row]
+                self._sealed[row] = first
                 if first >= len(links) or first * LINK_TOKENS < self._first - pad:
                     continue  # nothing new, or a gap before it: nothing would lead to such a segment
                 draft = self._draft(row, first, links, layout)
@@ -190,9 +207,10 @@ class Recorder:
                 sealed += draft.header.shape.tokens
                 made |= dict.fromkeys(draft.links, draft.header.id)
                 self._ancestors[row] = (*self._ancestors[row], draft.header.id)
-                self._stored[row] = len(links)
-            starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._stored, strict=True)]
+                self._sealed[row] = len(links)
+            starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
             self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
+            self._mark()
             return sealed
 
     def segments(self, row: int) -> tuple[str, ...]:
@@ -208,7 +226,9 @@ class Recorder:
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
             twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
-            twin._stored, twin._ancestors = list(self._stored), list(self._ancestors)
+            twin._sealed, twin._found = list(self._sealed), list(self._found)
+            twin._ancestors = list(self._ancestors)
+            twin._streams, twin._computed = dict(self._streams), dict(self._computed)
             return twin
 
     def finish(self) -> None:
@@ -220,6 +240,18 @@ class Recorder:
                 self.seal(wait=False)
             except StoreClosedError:
                 logger.debug("the store was closed first")
+
+    def _mark(self) -> None:
+        """Passes and seals may come from threads with streams of their own: note how far this one's are."""
+        for device in {tensors[-1].device for tensors in self._tensors() if tensors}:
+            if device not in self._streams:
+                self._streams[device] = copy_stream(device)
+            self._computed[device] = self._streams[device].computed()
+
+    def _come_after(self) -> None:
+        """Let what this thread's streams do next come after what any thread's did to the caught tensors."""
+        for device, event in self._computed.items():
+            self._streams[device].await_copies(event)
 
     def _follow_rows(self) -> None:
         """Bring the caught tensors to the order of rows that later selections gave."""
@@ -267,14 +299,16 @@ class Recorder:
         )
         start = first * LINK_TOKENS + self.history.pads[row] - self._first
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
-        return Draft(header, mine, _packer(shape, sources, row, start), self._ancestors[row])
+        self._mark()
+        ready = [(self._streams[device], event) for device, event in self._computed.items()]
+        return Draft(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row])
 
     def _keep_from(self, column: int) -> None:
         """Hold on to the columns from `column` on, and to no more memory than these take."""
         end = self._first + self._count
         keep = max(0, end - column)
         for tensors in self._tensors():
-            tensors[:] = [torch.cat(tensors, dim=2)[:, :, self._count - keep :].clone()] if keep else []
+            tensors[:] = [_last(tensors, keep)] if keep else []
         self._first, self._count = end - keep, keep
 
     def _forget(self) -> None:
@@ -284,15 +318,21 @@ class Recorder:
 
 
 def _packer(
-    shape: SegmentShape, sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], row: int, start: int
+    shape: SegmentShape,
+    sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
+    row: int,
+    start: int,
+    ready: list[tuple[CopyStream, Event]],
 ) -> Callable[[], Iterator[torch.Tensor]]:
-    """A function that packs a segment's lanes, one after the other, from column `start` of `row` of the sources."""
-    streams = [copy_stream(device) for device in {t.device for pair in sources.values() for ts in pair for t in ts}]
-    computed = [(stream, stream.computed()) for stream in streams]
+    """A function that packs a segment's lanes, one after the other, from column `start` of `row` of the sources.
+
+    Args:
+        ready: the side stream of each device, and the point after which the sources are computed.
+    """
 
     def lanes() -> Iterator[torch.Tensor]:
         with ExitStack() as stack:
-            for stream, event in computed:
+            for stream, event in ready:
                 stack.enter_context(stream.copying())
                 stream.await_computation(event)
             for lane in shape.lanes:
@@ -329,6 +369,17 @@ def _compact(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
         return tensor.clone()
     return tensor
+
+
+def _last(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
+    """A copy of the last `columns` columns of the tensors set one after the other."""
+    found: list[torch.Tensor] = []
+    for tensor in reversed(tensors):
+        found.insert(0, tensor[:, :, -columns:])
+        columns -= found[0].shape[2]
+        if not columns:
+            break
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0].clone()
 
 
 def _cut_end(tensors: list[torch.Tensor], columns: int) -> None:

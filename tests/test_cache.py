@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
 from hf_tiered_cache.layer import layers_for
+from hf_tiered_cache.restore.plan import Situation
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -349,11 +351,66 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
     cache = TieredCache(model, store)
     with torch.no_grad():
         model(input_ids=prompt(900), past_key_values=cache, logits_to_keep=1)
+        model(input_ids=prompt(1), past_key_values=cache)  # now the prompt is whole
     held = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in cache._recorder._tensors() for t in ts
     }
     assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
     store.flush()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_inference_mode_may_come_and_go(tmp_path, family):
+    """What is allocated within it is written to outside of it: by the writer thread, and by later turns."""
+    model, ids = build(family), prompt(100)
+    whole = torch.cat([ids, prompt(30, seed=4)], dim=1)
+    expected = model.generate(whole, **GREEDY)
+    for first, second in ((True, False), (False, True), (True, True)):
+        with KVStore(tmp_path / f"{first}{second}") as store:
+            store.precompute(model, ids[:, :50], progress=False)
+        with KVStore(tmp_path / f"{first}{second}") as store:
+            cache = TieredCache(model, store)
+            with torch.inference_mode(first), torch.no_grad():
+                model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            with torch.inference_mode(second), torch.no_grad():
+                model(input_ids=whole[:, 100:-1], past_key_values=cache, logits_to_keep=1)
+                assert torch.equal(model.generate(whole, past_key_values=cache, **GREEDY), expected)
+            store.flush()
+            assert store.stats.dropped_writes == 0
+            again = TieredCache(model, store, record=False)
+            assert torch.equal(model.generate(whole, past_key_values=again, **GREEDY), expected)
+            assert again.stats.tokens_restored == 128
+
+
+def test_a_cache_that_is_reset_keeps_nothing_of_what_was(model, store):
+    cache, recorders = TieredCache(model, store), []
+    for seed in range(3):
+        model.generate(prompt(70, seed=seed), past_key_values=cache, **GREEDY)
+        recorders.append(weakref.ref(cache._recorder))
+        cache.reset()
+    store.flush()
+    gc.collect()
+    assert [recorder() for recorder in recorders] == [None] * 3
+    assert len(store.segments()) == 3
+
+
+def test_a_large_buffer_grows_by_a_bounded_step(model, store):
+    cache = TieredCache(model, store, record=False)
+    layer = cache.layers[0]
+    layer.update(torch.zeros(1, 1, 20_000, 1), torch.zeros(1, 1, 20_000, 1))
+    layer.update(torch.zeros(1, 1, 100, 1), torch.zeros(1, 1, 100, 1))
+    assert layer._keys.shape[2] < 20_000 + 100 + 4096 + 100
+
+
+def test_a_little_of_a_long_prompt_is_computed_rather_than_masked():
+    exact, layers = Exact(), 2
+    for columns, restorable, first in (
+        (1_000, 16, 16),  # a small mask
+        (60_000, 2_000, 0),  # 3.5 GB of mask to spare 3 % of the work
+        (60_000, 30_000, 30_000),
+    ):
+        assert exact.computed(Situation(0, columns, restorable, 1, layers))[0][0] == first
+    assert exact.computed(Situation(100, 60_000, 2_000, 1, layers))[0][0] == 2_000  # a mask is needed anyway
 
 
 # --- stats

@@ -174,6 +174,49 @@ def test_an_adapter_switched_on_between_two_requests_is_noticed(tmp_path):
         assert restored(model, store) == 0
 
 
+def test_an_adapter_switched_on_between_two_turns_is_noticed(tmp_path):
+    """The second turn's KV is the adapter's, behind a first turn that is the base model's."""
+    with KVStore(tmp_path) as store:
+        model = lora(build("llama"))
+        model.base_model.disable_adapter_layers()
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            model(input_ids=prompt(100)[:, :70], past_key_values=cache, logits_to_keep=1)
+            model.base_model.enable_adapter_layers()
+            model(input_ids=prompt(100)[:, 70:], past_key_values=cache, logits_to_keep=1)
+        del cache
+        store.flush()
+        assert restored(model, store, prompt(100)) == 0
+        model.base_model.disable_adapter_layers()
+        assert restored(model, store, prompt(100)) == 64
+
+
+def test_rows_with_adapters_of_their_own_are_neither_stored_nor_restored(tmp_path):
+    with KVStore(tmp_path) as store:
+        model, ids = lora(build("llama")), prompt(70).repeat(2, 1)
+        names = ["__base__", "default"]
+        expected = model.generate(input_ids=ids, adapter_names=names, **GREEDY)
+        fill(model, store)
+        cache = TieredCache(model, store)
+        assert torch.equal(
+            model.generate(input_ids=ids, adapter_names=names, past_key_values=cache, **GREEDY), expected
+        )
+        assert cache.stats.tokens_restored == cache.stats.tokens_stored == 0
+        store.flush()
+        assert len(store.segments()) == 1
+
+
+def test_an_idle_adapter_whose_name_begins_anothers_hides_nothing():
+    model = lora(build("llama"))
+    model.add_adapter("default2", model.peft_config["default"])
+    model.set_adapter("default2")
+    before = fingerprint(model.get_base_model())
+    weights = next(p for name, p in model.named_parameters() if name.endswith("lora_A.default2.weight"))
+    with torch.no_grad():
+        weights.add_(1)
+    assert fingerprint(model.get_base_model()) != before
+
+
 def test_prompt_learning_is_refused(tmp_path):
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
     with pytest.raises(UnsupportedModelError, match="prompt-learning"):
@@ -189,6 +232,10 @@ def test_autocast_is_another_precision(tmp_path):
         fill(model, store)
         with torch.autocast("cpu", torch.bfloat16):
             assert restored(model, store) == 0
+            fill(model, store)
+            assert restored(model, store) == 64
+            assert store.stats.read_errors == 0
+        assert restored(model, store) == 64
 
 
 def test_quantization_is_part_of_it():

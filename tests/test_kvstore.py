@@ -56,14 +56,13 @@ def restored(model, store, ids=None):
         ("10GiB", 10 << 30),
         ("500MB", 500_000_000),
         ("1 MiB", 1 << 20),
-        (None, None),
     ],
 )
 def test_sizes(size, nbytes):
     assert parse_bytes(size, "host_memory") == nbytes
 
 
-@pytest.mark.parametrize("size", ["many", "-5", -5, 1.5, True, "GiB", [1]])
+@pytest.mark.parametrize("size", ["many", "-5", -5, 1.5, True, "GiB", [1], None])
 def test_what_is_no_size_is_said_with_its_name(size):
     with pytest.raises(ConfigError, match=r"host_memory=.*is no size.*10GiB"):
         parse_bytes(size, "host_memory")
@@ -276,7 +275,7 @@ def test_many_threads_write_and_read_one_store(tmp_path):
     prompts = [prompt(80 + 10 * i, seed=i % 3) for i in range(8)]
     expected = [models[0].generate(p, **GREEDY) for p in prompts]
     failures = []
-    with KVStore(tmp_path, host_memory="500KiB", disk_quota="3MiB", queue_depth=1) as store:
+    with KVStore(tmp_path, host_memory="500KiB", disk_quota="3MiB", queue_memory="1KiB") as store:
 
         def work(number):
             try:
@@ -326,7 +325,7 @@ def test_a_prompt_asked_again_at_once_waits_for_its_writing(model, tmp_path, mon
 
 
 def test_a_full_queue_makes_requests_wait_and_loses_nothing(model, tmp_path, monkeypatch):
-    with KVStore(tmp_path, queue_depth=1) as store:
+    with KVStore(tmp_path, queue_memory="1KiB") as store:
         publish = type(store.disk).publish
 
         def slow(*args, **kwargs):
@@ -338,6 +337,52 @@ def test_a_full_queue_makes_requests_wait_and_loses_nothing(model, tmp_path, mon
             model.generate(prompt(100, seed=seed), past_key_values=TieredCache(model, store, restore=False), **GREEDY)
         store.flush()
         assert sum(row.tokens for row in store.segments() if row.position == 0) == 6 * 96
+
+
+@pytest.mark.parametrize("mode", ["chunked prefill", "a second turn"])
+def test_a_request_does_not_wait_for_its_own_writing(model, tmp_path, monkeypatch, mode):
+    with KVStore(tmp_path) as store:
+        publish, may_write = type(store.disk).publish, threading.Event()
+
+        def held_up(*args, **kwargs):
+            may_write.wait()
+            return publish(*args, **kwargs)
+
+        monkeypatch.setattr(type(store.disk), "publish", held_up)
+        timer = threading.Timer(60, may_write.set)  # ends a test that fails
+        timer.start()
+        try:
+            cache, arguments = TieredCache(model, store), GREEDY
+            if mode == "chunked prefill":
+                arguments = GREEDY | {"prefill_chunk_size": 64}
+            else:
+                model.generate(prompt(300)[:, :200], past_key_values=cache, max_new_tokens=1)
+            ours = model.generate(prompt(300), past_key_values=cache, **arguments)
+            assert not may_write.is_set()
+        finally:
+            timer.cancel()
+            may_write.set()
+        assert torch.equal(ours, model.generate(prompt(300), **GREEDY))
+        store.flush()
+        assert restored(model, store, prompt(300)) == 288
+
+
+def test_chunks_of_a_long_prompt_become_one_segment(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        model.generate(prompt(300), past_key_values=TieredCache(model, store), prefill_chunk_size=32, **GREEDY)
+        store.flush()
+        assert sum(row.tokens for row in store.segments()) >= 288
+        assert len(store.segments()) <= 2
+
+
+def test_a_look_up_leaves_other_conversations_alone(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        caches = [TieredCache(model, store) for _ in range(3)]
+        with torch.no_grad():
+            for seed, cache in enumerate(caches):
+                model(input_ids=prompt(100, seed=seed), past_key_values=cache, logits_to_keep=1)
+        assert restored(model, store, prompt(100, seed=1)) == 96
+        assert [cache._recorder.unsealed for cache in caches] == [100, 4, 100]
 
 
 def test_unfinished_chunks_of_one_cache_are_found_by_another(model, tmp_path):

@@ -89,7 +89,7 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
     with KVStore(tmp_path / "wrong") as store:
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
-        store.match = lambda links, honest=store.match: honest(other_links(store, cache))
+        store.match = lambda links, start, asking, honest=store.match: honest(other_links(store, cache), start, asking)
         with torch.no_grad():
             ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0

@@ -16,6 +16,7 @@ def restore_layer(
     prefetch: Prefetch,
     layer: int,
     kind: LayerKV,
+    dtype: torch.dtype,
     keys: torch.Tensor,
     values: torch.Tensor,
     first_column: int,
@@ -27,6 +28,7 @@ def restore_layer(
         prefetch: brings the blocks.
         layer: which.
         kind: what the model hands over for this layer.
+        dtype: of what it hands over, before its rotation (autocast rotates into another one).
         keys: `[batch, key_heads, columns - first_column, key_dim]`; values likewise.
         first_column: the column, in the plan's count, that stands first in `keys` and `values`.
         rotate_: rotates, in place, `[rows, heads, n, dim]` whose first column is the token of that number.
@@ -36,7 +38,7 @@ def restore_layer(
     """
     plan = prefetch.plan
     for unit in prefetch.units(layer):
-        _check_fit(unit, layer, kind, keys.dtype)
+        _check_fit(unit, layer, kind, dtype)
         copy_unit(unit, layer, plan, keys, values, first_column)
     restored = plan.columns if plan.suffix is None else plan.suffix
     for group in plan.groups:

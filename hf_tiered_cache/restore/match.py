@@ -22,8 +22,8 @@ class MatchedRun:
         return self.start + self.links
 
 
-def longest_prefix(links: Sequence[bytes], rows: Iterable[SegmentRow]) -> list[MatchedRun]:
-    """The fewest runs of segments that cover as many of the prompt's first links as can be covered.
+def longest_prefix(links: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
+    """The fewest runs of segments that cover as many of the prompt's links from `start` on as can be covered.
 
     A segment is a node, found under its first link. Usually the next node begins where the last one ends or where
     the prompt leaves it; where writers raced, nodes overlap, and then the one that reaches furthest is taken.
@@ -31,12 +31,13 @@ def longest_prefix(links: Sequence[bytes], rows: Iterable[SegmentRow]) -> list[M
     Args:
         links: of the prompt.
         rows: the segments whose first link is one of `links`.
+        start: links before it are held already; the first run may begin among them.
     """
     nodes: dict[bytes, list[SegmentRow]] = {}
     for row in rows:
         nodes.setdefault(row.first, []).append(row)
     runs: list[MatchedRun] = []
-    covered, furthest = 0, None
+    covered, furthest = start, None
     for at, link in enumerate(links):
         for row in nodes.get(link, ()):
             run = MatchedRun(row, at, _shared(row, links, at))

@@ -16,15 +16,16 @@ from .plan import Piece, Plan, RowGroup, Situation
 Computed = Callable[[Situation], tuple[np.ndarray, ...]]
 """A method's say: for each layer the columns to compute (see `Method.computed`)."""
 
-Match = Callable[[list[bytes]], list[tuple[MatchedRun, SegmentReader]]]
-"""Returns the longest stored prefix of a sequence of links."""
+Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
+"""Returns what is stored of a sequence of links, without a gap from the link of that number on."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What is stored of some rows: so many links, in these segments."""
+    """What is stored of some rows: `segments` hold the links behind the `held` first ones, up to number `links`."""
 
     rows: tuple[int, ...]
+    held: int
     links: int
     segments: tuple[str, ...]
 
@@ -52,12 +53,13 @@ def make_plan(
         alike.setdefault((pad, whole[pad:].tobytes()), []).append(row)
     groups, found, restorable = [], [], columns
     for (pad, _), rows in alike.items():
-        pieces, tokens = [], 0
-        for run, reader in match(history.links_with(rows[0], ids[rows[0]])):
+        held = max(0, base - pad) // LINK_TOKENS
+        pieces, tokens = [], held * LINK_TOKENS
+        for run, reader in match(history.links_with(rows[0], ids[rows[0]]), held):
             pieces.append(Piece(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
             tokens = run.stop * LINK_TOKENS
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
-        found.append(Found(tuple(rows), tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        found.append(Found(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     situation = Situation(base, columns, restorable, must_compute, layers)
     plan = Plan(base, columns, computed(situation), tuple(groups))
