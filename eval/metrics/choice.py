@@ -1,0 +1,15 @@
+"""Multiple choice: whether the choice that was made is the right one."""
+
+from __future__ import annotations
+
+from .base import ExampleMetric
+
+
+class Accuracy(ExampleMetric):
+    """Share of right choices."""
+
+    name = "accuracy"
+    about = "share of right choices, in percent"
+
+    def compare(self, prediction: str, answer: str) -> float:
+        return 100.0 * (prediction.strip() == answer.strip())

@@ -1,0 +1,26 @@
+"""Answers to questions: F1 over words, and exact match."""
+
+from __future__ import annotations
+
+from .base import ExampleMetric
+from .text import overlap_f1, plain
+
+
+class QaF1(ExampleMetric):
+    """F1 over words after SQuAD's normalisation (Rajpurkar et al. 2016), best over the answers."""
+
+    name = "qa_f1"
+    about = "F1 over words, in percent"
+
+    def compare(self, prediction: str, answer: str) -> float:
+        return 100 * overlap_f1(plain(prediction).split(), plain(answer).split())
+
+
+class ExactMatch(ExampleMetric):
+    """Whether the answer is one of the accepted ones, after the same normalisation."""
+
+    name = "exact_match"
+    about = "exact match, in percent"
+
+    def compare(self, prediction: str, answer: str) -> float:
+        return 100.0 * (plain(prediction) == plain(answer))

@@ -1,0 +1,188 @@
+"""Evaluate methods on tasks: what does restoring KV cost in accuracy?
+
+python -m eval.run --model Qwen/Qwen2.5-7B-Instruct --tasks sst2,rte,longbench_qasper --methods exact --out results/
+python -m eval.run --list
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from hf_tiered_cache import METHODS, TieredCacheError
+
+from .data import Data
+from .encode import encode
+from .errors import EvalError
+from .runner import Run, draw_examples, find_variants
+from .tasks import GROUPS, TASKS, Draw, LongBench, find_tasks
+
+_PACKAGES = ("hf-tiered-cache", "torch", "transformers", "datasets", "evaluate", "rouge-score", "rapidfuzz", "scipy")
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    model: Annotated[str, typer.Option(help="A model of the hub, or a folder.")] = "",
+    tasks: Annotated[str, typer.Option(help="Tasks and groups of tasks, with commas between.")] = "",
+    methods: Annotated[str, typer.Option(help="Methods; full KV is always measured beside them.")] = "exact",
+    budgets: Annotated[
+        str, typer.Option(help="For methods that have one: shares of the prefix.")
+    ] = "0.05,0.1,0.25,0.5",
+    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; without it, the hub.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of results; an interrupted run goes on there.")] = Path("results"),
+    store: Annotated[Path | None, typer.Option(help="Folder of stores; default: in the folder of results.")] = None,
+    prefix_tokens: Annotated[int, typer.Option(min=64, help="Length of prefixes, where a task can choose.")] = 4096,
+    max_length: Annotated[
+        int | None, typer.Option(min=64, help="Tokens of prompt and answer; default: the model's.")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, in tasks that allow it.")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of everything random.")] = 42,
+    dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16, float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, or auto (spread by accelerate).")] = "",
+    list_: Annotated[bool, typer.Option("--list", help="Show tasks and methods, and stop.")] = False,
+) -> None:
+    """Evaluate methods on tasks."""
+    if list_:
+        _show_all()
+        return
+    try:
+        if not model:
+            raise EvalError("name a model with --model (a name of the hub, or a folder)")
+        found, variants = find_tasks(tasks), find_variants(methods, budgets)
+        if prompts is not None:
+            found = _with_prompts(found, prompts)
+        set_seed(seed)
+        loaded, tokenizer = _load(model, dtype, device)
+        length = max_length or getattr(loaded.config.get_text_config(), "max_position_embeddings", 4096)
+        prefix_tokens = min(prefix_tokens, length * 3 // 4)
+        examples = draw_examples(found, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
+        for task, some in examples.items():
+            encode(some[0], task, tokenizer, length, chat)  # what cannot be encoded is said before anything is written
+        config = {
+            "model": model,
+            "tasks": [task.name for task in found],
+            "variants": [variant.name for variant in variants],
+            "limit": limit,
+            "data": None if data is None else data.name,
+            "prefix_tokens": prefix_tokens,
+            "max_length": length,
+            "chat": chat,
+            "prompts": None if prompts is None else prompts.name,
+            "seed": seed,
+            "dtype": str(loaded.dtype).removeprefix("torch."),
+        }
+        _begin(out, config)
+        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
+    except (EvalError, TieredCacheError) as error:
+        typer.echo(f"eval.run: {error}", err=True)
+        raise typer.Exit(2) from None
+    _show(results)
+
+
+def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+    how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **how
+        )
+    except (OSError, ValueError, AttributeError) as error:
+        raise EvalError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if device != "auto":
+        model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return model.eval(), tokenizer
+
+
+def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
+    """LongBench tasks with the templates of a file."""
+    from dataclasses import replace
+
+    try:
+        templates = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise EvalError(f"{path} is no JSON: {error}") from error
+    bad = [name for name, text in templates.items() if text.count("{context}") != 1]
+    if bad:
+        raise EvalError(f"{path}: the template of {bad[0]} must have {{context}} once")
+    return [
+        replace(t, template=templates[t.split]) if isinstance(t, LongBench) and t.split in templates else t
+        for t in tasks
+    ]
+
+
+def _begin(out: Path, config: dict[str, Any]) -> None:
+    """Write what is going to be run, before it is; go on only with the same."""
+    path = out / "config.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        changed = sorted(
+            key for key in config if before.get(key) != config[key] and key not in ("tasks", "variants", "limit")
+        )
+        if changed:
+            raise EvalError(f"{out} holds a run with another {', '.join(changed)}; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    (out / "versions.json").write_text(json.dumps(versions, indent=1) + "\n", encoding="utf-8")
+
+
+def _show_all() -> None:
+    console = Console()
+    table = Table(title="Tasks", title_justify="left")
+    for heading in ("task", "metric", "what"):
+        table.add_column(heading)
+    for task in TASKS.values():
+        table.add_row(task.name, task.metric, task.about)
+    console.print(table)
+    console.print(f"Groups: {', '.join(GROUPS)}")
+    console.print(f"Methods: full, {', '.join(METHODS)}")
+
+
+def _show(results: dict[str, dict[str, Any]]) -> None:
+    table = Table(title="Mean, and 95 % bootstrap interval", title_justify="left")
+    for heading in ("task", "method", "metric", "score", "top-1 as full KV", "KL to full KV", "TTFT"):
+        table.add_column(heading)
+    for task, variants in results.items():
+        for name, row in variants.items():
+            table.add_row(
+                task,
+                name,
+                row["metric"],
+                _figure(row.get("score"), ".1f"),
+                _figure(row.get("top1"), ".1f"),
+                _figure(row.get("kl"), ".2g"),
+                _figure(row.get("ttft"), ".3f"),
+            )
+    Console().print(table)
+
+
+def _figure(value: dict[str, float] | None, form: str) -> str:
+    if value is None:
+        return ""
+    return f"{value['mean']:{form}} ({value['low']:{form}}–{value['high']:{form}})"
+
+
+if __name__ == "__main__":
+    sys.exit(app())

@@ -1,0 +1,224 @@
+"""One evaluation: every example under every variant of every method, written line by line, and resumed where it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_tiered_cache import METHODS, KVStore, Method
+
+from .encode import Prompt, encode
+from .errors import EvalError
+from .metrics import METRICS, interval
+from .subject import Answer, Subject
+from .tasks import Example, Task
+
+FULL = "full"
+"""The variant that computes everything with a `DynamicCache`; the others are compared with it."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with a budget, if it has one.
+
+    Args:
+        method: None for full KV.
+    """
+
+    name: str
+    method: Method | None = None
+    budget: float | None = None
+
+
+def find_variants(methods: str, budgets: str) -> list[Variant]:
+    """Full KV, and every method of a comma-separated list with every budget. Raises EvalError."""
+    try:
+        shares = [float(part) for part in budgets.split(",") if part.strip()]
+    except ValueError:
+        raise EvalError(f"budgets are shares such as 0.05,0.25, not {budgets!r}") from None
+    if any(not 0 < share <= 1 for share in shares):
+        raise EvalError(f"budgets are shares above 0 and up to 1, not {budgets!r}")
+    variants = [Variant(FULL)]
+    for name in filter(None, (part.strip() for part in methods.split(","))):
+        if name == FULL:
+            continue
+        if name not in METHODS:
+            raise EvalError(f"unknown method {name!r}; there are: {FULL}, {', '.join(METHODS)}")
+        method = METHODS[name]()
+        if any(field.name == "budget" for field in fields(method)):
+            variants += [Variant(f"{name}@{share:g}", replace(method, budget=share), share) for share in shares]
+        else:
+            variants.append(Variant(name, method))
+    return variants
+
+
+@dataclass
+class Run:
+    """One evaluation.
+
+    Args:
+        out: the folder of results; a task has a folder in it, and a variant a folder in that.
+        stores: the folder of stores, one for each method.
+        max_length: tokens of prompt and answer.
+        chat: whether tasks that allow it use the chat template.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    variants: list[Variant]
+    out: Path
+    stores: Path
+    max_length: int
+    chat: bool = False
+    host_memory: str = "1GiB"
+
+    def __call__(self, tasks: dict[Task, list[Example]]) -> dict[str, dict[str, Any]]:
+        """Evaluate, and return the metrics by task and variant."""
+        results: dict[str, dict[str, Any]] = {}
+        total = sum(len(examples) for examples in tasks.values()) * len(self.variants)
+        with tqdm(total=total, unit="answer", desc="evaluating") as bar:
+            for task, examples in tasks.items():
+                bar.set_postfix_str(task.name)
+                self._answer(task, examples, bar)
+                results[task.name] = {v.name: self._metrics(task, v, examples) for v in self.variants}
+        return results
+
+    # --- answers
+
+    def _answer(self, task: Task, examples: list[Example], bar: tqdm) -> None:
+        done = {variant.name: self._read(task, variant) for variant in self.variants}
+        wanted = [e for e in examples if any(e.id not in done[v.name] for v in self.variants)]
+        bar.update(len(self.variants) * (len(examples) - len(wanted)))
+        if not wanted:
+            return
+        metric = METRICS[task.metric]() if task.metric in METRICS else None
+        with Stores(self) as stores:
+            for example in wanted:
+                prompt = encode(example, task, self.tokenizer, self.max_length, self.chat)
+                full: Answer | None = None
+                for variant in self.variants:
+                    if variant.name == FULL or example.id not in done[variant.name]:
+                        subject = stores.subject(variant)
+                        subject.prepare(prompt.prefix)
+                        answer = subject.ask(prompt, task.max_new_tokens)
+                        full = full or answer
+                        if example.id not in done[variant.name]:
+                            line = _line(task, example, prompt, answer, full, metric)
+                            self._append(task, variant, line)
+                    bar.update()
+
+    def _folder(self, task: Task, variant: Variant) -> Path:
+        return self.out / task.name / variant.name
+
+    def _read(self, task: Task, variant: Variant) -> dict[str, dict[str, Any]]:
+        """The lines that are there; a last line that was cut off is dropped."""
+        path = self._folder(task, variant) / "predictions.jsonl"
+        if not path.exists():
+            return {}
+        text = path.read_text(encoding="utf-8")
+        if text and not text.endswith("\n"):
+            text = text[: text.rfind("\n") + 1]
+            path.write_text(text, encoding="utf-8")
+        return {line["id"]: line for line in map(json.loads, text.splitlines())}
+
+    def _append(self, task: Task, variant: Variant, line: dict[str, Any]) -> None:
+        folder = self._folder(task, variant)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "predictions.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    # --- figures
+
+    def _metrics(self, task: Task, variant: Variant, examples: list[Example]) -> dict[str, Any]:
+        found = self._read(task, variant)
+        lines = [found[example.id] for example in examples]
+        result: dict[str, Any] = {"task": task.name, "variant": variant.name, "metric": task.metric}
+        result |= {"budget": variant.budget, "examples": len(lines)}
+        for name in ("score", "top1", "kl", "nll", "ttft", "restored", "computed", "bytes_read"):
+            values = [line[name] for line in lines if line.get(name) is not None]
+            if values:
+                low, high = interval(values)
+                result[name] = {"mean": sum(values) / len(values), "low": low, "high": high}
+        path = self._folder(task, variant) / "metrics.json"
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return result
+
+
+class Stores:
+    """The stores of a run, one for each method, since methods cut segments differently."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._subjects: dict[str, Subject] = {}
+
+    def subject(self, variant: Variant) -> Subject:
+        if variant.name not in self._subjects:
+            run, store = self._run, None
+            if variant.method is not None:
+                name = variant.name.split("@")[0]
+                kin = next((s for n, s in self._subjects.items() if n.split("@")[0] == name), None)
+                store = kin.store if kin else KVStore(run.stores / name, host_memory=run.host_memory)
+            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, variant.method)
+        return self._subjects[variant.name]
+
+    def __enter__(self) -> Stores:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for store in {id(s.store): s.store for s in self._subjects.values() if s.store is not None}.values():
+            store.close()
+
+
+def _line(task: Task, example: Example, prompt: Prompt, answer: Answer, full: Answer, metric: Any) -> dict[str, Any]:
+    """What is written of one answer."""
+    text = answer.text
+    if task.first_line:
+        text = text.lstrip("\n").split("\n")[0]
+    said = example.choices[answer.choice] if answer.choice is not None else text
+    if metric is not None:
+        score = metric.score(said, list(example.answers), example)
+    else:  # perplexity of the reference answer
+        score = None if answer.nll is None else float(torch.tensor(answer.nll).exp())
+    divergence = torch.nn.functional.kl_div(answer.first, full.first, reduction="sum", log_target=True)
+    line = {
+        "id": example.id,
+        "prediction": said,
+        "answers": list(example.answers),
+        "score": score,
+        "top1": 100.0 * bool(answer.first.argmax() == full.first.argmax()),
+        "kl": max(0.0, float(divergence)),
+        "nll": answer.nll,
+        "ttft": answer.ttft,
+        "tokens": {"prefix": len(prompt.prefix), "question": len(prompt.question)},
+    }
+    if answer.stats is not None:
+        stats = asdict(answer.stats)
+        line |= {
+            "restored": stats["tokens_restored"],
+            "computed": stats["tokens_computed"],
+            "bytes_read": stats["bytes_read"],
+        }
+    return line
+
+
+def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:
+    """All examples of all tasks, before anything is written. Raises EvalError."""
+    return {task: list(_checked(task, draw)) for task in tasks}
+
+
+def _checked(task: Task, draw: Any) -> Iterator[Example]:
+    seen: set[str] = set()
+    for example in task.examples(draw):
+        if example.id in seen:
+            raise EvalError(f"{task.name}: two examples are called {example.id!r}")
+        seen.add(example.id)
+        yield example
+    if not seen:
+        raise EvalError(f"{task.name}: the data gave no example")

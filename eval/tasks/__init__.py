@@ -1,0 +1,57 @@
+"""The tasks, one file for each set and one row here."""
+
+from __future__ import annotations
+
+from ..errors import EvalError
+from .base import Draw, Example, Task
+from .conversations import CONVERSATIONS
+from .copa import COPA
+from .longbench import LONGBENCH, LongBench
+from .openbookqa import OPENBOOKQA
+from .piqa import PIQA
+from .rag import RAG
+from .reference import REFERENCE
+from .rte import RTE
+from .ruler import RULER
+from .sst2 import SST2
+from .subj import SUBJ
+from .text import TEXT
+from .trec import TREC
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        *(SST2, SUBJ, TREC, RTE, PIQA, COPA, OPENBOOKQA),
+        *LONGBENCH,
+        *RULER,
+        *RAG,
+        *CONVERSATIONS,
+        *REFERENCE,
+        TEXT,
+    )
+}
+
+GROUPS: dict[str, tuple[str, ...]] = {
+    "fewshot": ("sst2", "subj", "trec", "rte", "piqa", "copa", "openbookqa"),
+    "longbench": tuple(task.name for task in LONGBENCH),
+    "ruler": tuple(task.name for task in RULER),
+    "rag": tuple(task.name for task in RAG),
+    "conversations": tuple(task.name for task in CONVERSATIONS),
+    "reference": tuple(task.name for task in REFERENCE),
+}
+"""Names for several tasks."""
+
+__all__ = ["GROUPS", "TASKS", "Draw", "Example", "LongBench", "Task", "find_tasks"]
+
+
+def find_tasks(names: str) -> list[Task]:
+    """The tasks of a comma-separated list of names and groups. Raises EvalError if there is no such task."""
+    found: dict[str, Task] = {}
+    for name in filter(None, (part.strip() for part in names.split(","))):
+        for single in GROUPS.get(name, (name,)):
+            if single not in TASKS:
+                raise EvalError(f"unknown task {single!r}; `--list` shows them all, and the groups {', '.join(GROUPS)}")
+            found[single] = TASKS[single]
+    if not found:
+        raise EvalError("name at least one task, as in --tasks sst2,rte")
+    return list(found.values())

@@ -1,0 +1,84 @@
+"""Conversations that go on: what was said before is stored, the last turn is new.
+
+As Krul measures (section 6.1): accuracy on contexts of LongBench whose last 128 tokens stand for the user's turn, and
+conversations of ShareGPT, turn after turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from .base import Draw, Example, Task
+from .longbench import LONGBENCH, LongBench
+
+_TURN_TOKENS = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastTurn(Task):
+    """A LongBench task, cut before the last tokens of its context instead of behind it."""
+
+    of: LongBench
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        for example in self.of.examples(draw):
+            prefix = example.prefix
+            cut = _cut(prefix, _TURN_TOKENS, draw)
+            yield replace(example, segments=(prefix[:cut],), question=prefix[cut:] + example.question)
+
+
+def _cut(text: str, tokens: int, draw: Draw) -> int:
+    """Where, at a border of words, the last `tokens` tokens of a text begin."""
+    low, high = 0, len(text)
+    while low < high:  # the longest end that has no more tokens than asked
+        middle = (low + high) // 2
+        if draw.count(text[middle:]) > tokens:
+            low = middle + 1
+        else:
+            high = middle
+    space = text.find(" ", low)
+    return space if space >= 0 else low
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShareGpt(Task):
+    """The last answer of each conversation, behind all that was said before it. Files in ShareGPT's format."""
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        rows = draw.data.rows("sharegpt", "train", ("conversations",))
+        found = 0
+        for index in range(len(rows)):
+            turns = rows[index]["conversations"]
+            while turns and turns[-1]["from"] != "gpt":
+                turns = turns[:-1]
+            if len(turns) < 4 or draw.count("".join(t["value"] for t in turns[:-2])) > draw.prefix_tokens:
+                continue
+            said = tuple(f"{'User' if t['from'] == 'human' else 'Assistant'}: {t['value']}\n" for t in turns[:-1])
+            yield Example(
+                f"train-{index}", said[:-1], f"{said[-1]}Assistant:", answers=(f" {turns[-1]['value'].strip()}",)
+            )
+            found += 1
+            if found == draw.limit:
+                return
+
+
+CONVERSATIONS: tuple[Task, ...] = (
+    *(
+        LastTurn(
+            name=f"turns_{task.split}",
+            about=f"{task.about}, the last {_TURN_TOKENS} tokens of the context being the new turn (Krul)",
+            metric=task.metric,
+            max_new_tokens=task.max_new_tokens,
+            first_line=task.first_line,
+            of=task,
+        )
+        for task in LONGBENCH
+    ),
+    ShareGpt(
+        name="sharegpt",
+        about="how likely the last answer of a conversation is, given what was said before (ShareGPT; Krul)",
+        metric="perplexity",
+        max_new_tokens=256,
+    ),
+)

@@ -1,0 +1,85 @@
+"""Few-shot tasks: long prefixes of demonstrations, shared by many questions.
+
+As in the evaluations of ContiguousKV (section 6.1, Table 1) and IMPRESS (section 6.1): demonstrations are drawn from
+each category of the training split, and how often each prefix is asked follows a normal distribution.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Draw, Example, Task
+
+
+@dataclass(frozen=True)
+class Item:
+    """A row as question, choices and the number of the right choice."""
+
+    question: str
+    choices: tuple[str, ...]
+    label: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class FewShot(Task):
+    """Multiple choice behind demonstrations.
+
+    Args:
+        dataset: name of the set.
+        columns: that it must have.
+        render: a row as an item.
+        shots: demonstrations in a prefix, as far as they fit into `prefix_tokens`.
+        train: the split that demonstrations are from.
+        test: the split that is asked. Where it is the same, every fifth row is asked and the others demonstrate.
+        prefixes: how many different prefixes there are.
+        by_label: whether each label demonstrates equally often.
+    """
+
+    dataset: str
+    columns: tuple[str, ...]
+    render: Callable[[dict[str, Any]], Item]
+    shots: int
+    train: str = "train"
+    test: str = "validation"
+    prefixes: int = 8
+    by_label: bool = True
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        train = draw.data.rows(self.dataset, self.train, self.columns)
+        test = draw.data.rows(self.dataset, self.test, self.columns)
+        asked, demonstrating = list(range(len(test))), list(range(len(train)))
+        if self.train == self.test:
+            asked, demonstrating = asked[::5], [i for i in demonstrating if i % 5]
+        draw.rng(self.name, "order").shuffle(asked)
+        prefixes = [self._demonstrations(draw, train, demonstrating, number) for number in range(self.prefixes)]
+        reuse = draw.rng(self.name, "reuse")
+        for index in (asked[i] for i in draw.some(len(asked))):
+            item = self.render(test[index])
+            number = round(reuse.gauss((self.prefixes - 1) / 2, self.prefixes / 6))
+            segments = prefixes[min(max(number, 0), self.prefixes - 1)]
+            yield Example(f"{self.test}-{index}", segments, item.question, item.choices, (item.choices[item.label],))
+
+    def _demonstrations(self, draw: Draw, rows: Any, indices: list[int], number: int) -> tuple[str, ...]:
+        """Solved items, as many as asked for and fit."""
+        rng = draw.rng(self.name, "prefix", number)
+        shown = rng.sample(indices, min(len(indices), 12 * self.shots))
+        items = [self.render(rows[i]) for i in shown]
+        if self.by_label:
+            piles: dict[int, list[Item]] = {}
+            for item in items:
+                piles.setdefault(item.label, []).append(item)
+            turns = itertools.zip_longest(*(piles[label] for label in sorted(piles)))
+            items = [item for turn in turns for item in turn if item is not None]
+        chosen: list[str] = []
+        room = draw.prefix_tokens
+        for item in items[: self.shots]:
+            text = f"{item.question}{item.choices[item.label]}\n\n"
+            room -= draw.count(text)
+            if room < 0:
+                break
+            chosen.append(text)
+        rng.shuffle(chosen)
+        return tuple(chosen)

@@ -1,0 +1,129 @@
+"""LongBench (Bai et al. 2023), the English tasks: long documents, a question after them.
+
+Metrics, lengths of answers and which tasks go without a chat template are the benchmark's. The instructions are in
+words of ours; scores that are to stand beside published ones take the benchmark's own, with `--prompts FILE` (a JSON
+object from task to a template with {context} and {input}, as its repository has it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .base import Draw, Example, Task
+
+_LINES = 4
+"""Lines at the end of a file of code that stand for the question."""
+_COLUMNS = ("input", "context", "answers", "all_classes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongBench(Task):
+    """One task of LongBench.
+
+    Args:
+        split: its name in the benchmark.
+        template: the prompt, with {context} and {input}. All up to the end of the context is the prefix.
+    """
+
+    split: str
+    template: str
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        before, after = self.template.split("{context}")
+        rows = draw.data.rows("longbench", self.split, _COLUMNS)
+        for index in draw.some(len(rows)):
+            row = rows[index]
+            context, question = row["context"], after.replace("{input}", row["input"])
+            if not question:  # code: what is to be gone on with is the question
+                lines = context.splitlines(keepends=True)
+                context, question = "".join(lines[:-_LINES]), "".join(lines[-_LINES:])
+            yield Example(
+                id=row.get("_id") or f"{self.split}-{index}",
+                segments=(before + context,),
+                question=question,
+                answers=tuple(row["answers"]),
+                labels=tuple(row["all_classes"] or ()),
+            )
+
+
+_QA = "Read the text and answer the question after it in few words.\n\n{context}\n\nQuestion: {input}\nAnswer:"
+_PASSAGES = (
+    "Answer the question after these passages. Give the answer alone, without an explanation.\n\n{context}\n\n"
+    "Question: {input}\nAnswer:"
+)
+_SUMMARY = "Read the following and write a summary of it.\n\n{context}\n\nSummary:"
+
+_TASKS: tuple[tuple[str, str, int, str, str], ...] = (
+    # split, metric, max_new_tokens, template, about
+    ("narrativeqa", "qa_f1", 128, _QA, "questions about a book or film script"),
+    ("qasper", "qa_f1", 128, _QA, "questions about a paper"),
+    ("multifieldqa_en", "qa_f1", 64, _QA, "questions about articles of many fields"),
+    ("hotpotqa", "qa_f1", 32, _PASSAGES, "two-hop questions over passages"),
+    ("2wikimqa", "qa_f1", 32, _PASSAGES, "multi-hop questions over passages"),
+    ("musique", "qa_f1", 32, _PASSAGES, "two- to four-hop questions over passages"),
+    ("gov_report", "rouge_l", 512, _SUMMARY, "summary of a government report"),
+    (
+        "qmsum",
+        "rouge_l",
+        512,
+        "Read the record of a meeting and answer the request after it.\n\n{context}\n\nRequest: {input}\nAnswer:",
+        "summary of a meeting, as asked",
+    ),
+    ("multi_news", "rouge_l", 512, _SUMMARY, "summary of several news articles"),
+    (
+        "trec",
+        "classification",
+        64,
+        "Name the type of the last question.\n\n{context}\n{input}",
+        "types of questions, in context",
+    ),
+    (
+        "triviaqa",
+        "qa_f1",
+        32,
+        "Answer from the passage, as in the examples.\n\n{context}\n\n{input}",
+        "questions, in context",
+    ),
+    (
+        "samsum",
+        "rouge_l",
+        128,
+        "Summarize the dialogue, as in the examples.\n\n{context}\n\n{input}",
+        "dialogues, in context",
+    ),
+    (
+        "passage_count",
+        "count",
+        32,
+        "Some of these paragraphs may be there twice. Count how many different ones there are.\n\n{context}\n\n"
+        "How many different paragraphs are there? Give the number alone.\nAnswer:",
+        "how many paragraphs differ",
+    ),
+    (
+        "passage_retrieval_en",
+        "retrieval",
+        32,
+        "Here are numbered paragraphs, and then a summary of one of them.\n\n{context}\n\nSummary: {input}\n\n"
+        'Which paragraph is it of? Answer as in "Paragraph 1".\nAnswer:',
+        "which paragraph a summary is of",
+    ),
+    ("lcc", "code_similarity", 64, "Complete the code.\n{context}", "the next line of a file"),
+    ("repobench-p", "code_similarity", 64, "Complete the code.\n{context}{input}", "the next line, given other files"),
+)
+_PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
+_FIRST_LINE = {"trec", "triviaqa", "samsum"}
+
+LONGBENCH = tuple(
+    LongBench(
+        name=f"longbench_{split}",
+        about=f"{about} (LongBench)",
+        metric=metric,
+        max_new_tokens=tokens,
+        first_line=split in _FIRST_LINE,
+        chat=split not in _PLAIN,
+        split=split,
+        template=template,
+    )
+    for split, metric, tokens, template, about in _TASKS
+)

@@ -1,0 +1,166 @@
+"""Retrieved passages, each a segment of its own: MuSiQue, 2WikiMultihopQA, HotpotQA; SAMSum and Multi-News beside them.
+
+The sets of CacheTune (Table 1) and CacheBlend. A passage's KV is worth storing by itself, since it comes back in other
+prompts among other passages.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .base import Draw, Example, Task
+
+_ASK = "Answer the question from the passages. Give the answer alone.\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rag(Task):
+    """Passages and a question.
+
+    Args:
+        dataset: name of the set.
+        splits: of these, the first that is there.
+        columns: that it must have.
+        passages: the passages of a row, as (title, text).
+        question: of a row.
+        answers: of a row.
+        instruction: in front of the passages.
+    """
+
+    dataset: str
+    splits: tuple[str, ...]
+    columns: tuple[str, ...]
+    passages: Callable[[dict[str, Any]], list[tuple[str, str]]]
+    question: Callable[[dict[str, Any]], str]
+    answers: Callable[[dict[str, Any]], tuple[str, ...]]
+    instruction: str = _ASK
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        split = next((s for s in self.splits if draw.data.has(self.dataset, s)), self.splits[0])
+        rows = draw.data.rows(self.dataset, split, self.columns)
+        for index in draw.some(len(rows)):
+            row = rows[index]
+            texts = (
+                f"{title}\n{text.strip()}\n\n" if title else f"{text.strip()}\n\n" for title, text in self.passages(row)
+            )
+            yield Example(f"{split}-{index}", (self.instruction, *texts), self.question(row), answers=self.answers(row))
+
+
+def _asked(row: dict[str, Any]) -> str:
+    return f"Question: {row['question'].strip()}\nAnswer:"
+
+
+def _with_sentences(row: dict[str, Any]) -> list[tuple[str, str]]:
+    context = row["context"]
+    return [(title, "".join(parts)) for title, parts in zip(context["title"], context["sentences"], strict=True)]
+
+
+def _articles(row: dict[str, Any]) -> list[tuple[str, str]]:
+    return [("", text) for text in re.split(r"Passage \d+:\n", row["context"]) if text.strip()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialogues(Task):
+    """A dialogue to summarize, behind solved ones; each dialogue is a segment.
+
+    Args:
+        shown: solved dialogues, as far as they fit into `prefix_tokens`.
+    """
+
+    shown: int = 12
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        columns = ("dialogue", "summary")
+        solved = draw.data.rows("samsum", "train", columns)
+        rows = draw.data.rows("samsum", "test", columns)
+        for index in draw.some(len(rows)):
+            rng, room, segments = draw.rng(self.name, index), draw.prefix_tokens, []
+            for number in rng.sample(range(len(solved)), min(self.shown, len(solved))):
+                text = f"{_dialogue(solved[number])} {solved[number]['summary'].strip()}\n\n"
+                room -= draw.count(text)
+                if room < 0:
+                    break
+                segments.append(text)
+            yield Example(
+                f"test-{index}", tuple(segments), _dialogue(rows[index]), answers=(rows[index]["summary"].strip(),)
+            )
+
+
+def _dialogue(row: dict[str, Any]) -> str:
+    lines = "\n".join(row["dialogue"].splitlines())
+    return f"{lines}\nSummary:"
+
+
+RAG: tuple[Task, ...] = (
+    Rag(
+        name="musique",
+        about="multi-hop questions, 20 passages (Trivedi et al. 2022; CacheTune)",
+        metric="qa_f1",
+        max_new_tokens=32,
+        dataset="musique",
+        splits=("validation", "train"),
+        columns=("paragraphs", "question", "answer", "answer_aliases"),
+        passages=lambda row: [(p["title"], p["paragraph_text"]) for p in row["paragraphs"]],
+        question=_asked,
+        answers=lambda row: (row["answer"], *row["answer_aliases"]),
+    ),
+    Rag(
+        name="musique_cacheblend",
+        about="MuSiQue as CacheBlend cuts it, 10 chunks of about 415 words (CacheBlend; CacheTune)",
+        metric="qa_f1",
+        max_new_tokens=32,
+        dataset="musique",
+        splits=("validation_cacheblend",),
+        columns=("ctxs", "question", "answers"),
+        passages=lambda row: [(p["title"], p["text"]) for p in row["ctxs"]],
+        question=_asked,
+        answers=lambda row: tuple(row["answers"]),
+    ),
+    Rag(
+        name="2wikimqa",
+        about="multi-hop questions, 60 and more passages (Ho et al. 2020, as L-CiteEval has it; CacheTune)",
+        metric="qa_f1",
+        max_new_tokens=32,
+        dataset="2wikimultihopqa",
+        splits=("validation_lciteeval",),
+        columns=("docs", "question", "answer"),
+        passages=lambda row: [("", p["text"]) for p in row["docs"]],
+        question=_asked,
+        answers=lambda row: (row["answer"],),
+    ),
+    Rag(
+        name="hotpotqa",
+        about="two-hop questions, 10 passages (Yang et al. 2018, distractor setting; CacheTune)",
+        metric="qa_f1",
+        max_new_tokens=32,
+        dataset="hotpotqa",
+        splits=("validation",),
+        columns=("context", "question", "answer"),
+        passages=_with_sentences,
+        question=_asked,
+        answers=lambda row: (row["answer"],),
+    ),
+    Rag(
+        name="multi_news",
+        about="summary of several articles (Fabbri et al. 2019, rows of LongBench; CacheTune)",
+        metric="rouge_l",
+        max_new_tokens=512,
+        dataset="longbench",
+        splits=("multi_news",),
+        columns=("context", "answers"),
+        passages=_articles,
+        question=lambda row: "Write one summary of all of these articles.\nSummary:",
+        answers=lambda row: tuple(row["answers"]),
+        instruction="Here are news articles about one event.\n\n",
+    ),
+    Dialogues(
+        name="samsum",
+        about="summary of a dialogue behind solved ones (Gliwa et al. 2019; CacheTune, CacheBlend)",
+        metric="rouge_l",
+        max_new_tokens=128,
+        first_line=True,
+    ),
+)

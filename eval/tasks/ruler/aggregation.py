@@ -1,0 +1,95 @@
+"""Aggregation: the words that are there most often."""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..base import Draw, Example, Task
+from .haystack import fitting, words
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonWords(Task):
+    """Ten words stand in a list 30 times each, many others 3 times.
+
+    Args:
+        common: words asked for.
+        often: times each of them is there.
+        seldom: times that each other word is there.
+    """
+
+    common: int = 10
+    often: int = 30
+    seldom: int = 3
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        names = words(draw.data)
+        most = len(names) - self.common
+        for number, size in _sizes(draw, lambda k, n: self._text(draw.rng(self.name, k), names, n)[0], most):
+            text, answers = self._text(draw.rng(self.name, number), names, size)
+            question = f"\n\nWhich {self.common} words are there most often?\nAnswer:"
+            yield Example(str(number), (text,), question, answers=answers)
+
+    def _text(self, rng: random.Random, names: Sequence[str], size: int) -> tuple[str, tuple[str, ...]]:
+        chosen = rng.sample(names, self.common + size)
+        common = chosen[: self.common]
+        listed = common * self.often + chosen[self.common :] * self.seldom
+        rng.shuffle(listed)
+        lines = " ".join(f"{number}. {word}" for number, word in enumerate(listed, start=1))
+        return f"Here is a numbered list of words.\n\n{lines}", tuple(common)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrequentWords(Task):
+    """Invented words, whose frequencies follow a zeta distribution.
+
+    Args:
+        alpha: of the distribution.
+        asked: how many of the most frequent are asked for.
+    """
+
+    alpha: float = 2.0
+    asked: int = 3
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        for number, size in _sizes(draw, lambda k, n: self._text(draw.rng(self.name, k), n)[0], 100_000):
+            text, answers = self._text(draw.rng(self.name, number), size)
+            question = f"\n\nWhich {self.asked} coded words are there most often? Dots do not count.\nAnswer:"
+            yield Example(str(number), (text,), question, answers=answers)
+
+    def _text(self, rng: random.Random, size: int) -> tuple[str, tuple[str, ...]]:
+        kinds = max(self.asked + 1, min(1000, size))
+        names: dict[str, None] = {}
+        while len(names) < kinds:
+            names["".join(rng.choices(string.ascii_lowercase, k=6))] = None
+        shares = [(rank + 1) ** -self.alpha for rank in range(kinds)]
+        counts = [max(1, round(size * share / sum(shares))) for share in shares]
+        for rank in range(self.asked - 1, -1, -1):  # no ties where it matters
+            counts[rank] = max(counts[rank], counts[rank + 1] + 1)
+        listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
+        listed += ["..."] * (len(listed) // 10)
+        rng.shuffle(listed)
+        return f"Here is a text of coded words.\n\n{' '.join(listed)}", tuple(list(names)[: self.asked])
+
+
+def _sizes(draw: Draw, make: Callable[[int, int], str], most: int) -> Iterator[tuple[int, int]]:
+    """Numbers of examples, and for each a size whose text fits: the first one's, and a little less where it must be."""
+    first = fitting(draw, lambda n: make(0, n), most)
+    for number in draw.some(500):
+        size = first
+        while draw.count(make(number, size)) > draw.prefix_tokens and size > 1:
+            size -= max(1, size // 50)
+        yield number, size
+
+
+AGGREGATION = (
+    CommonWords(
+        name="ruler_cwe", about="the ten most common words of a list (RULER)", metric="string_match", max_new_tokens=120
+    ),
+    FrequentWords(
+        name="ruler_fwe", about="the three most frequent coded words (RULER)", metric="string_match", max_new_tokens=50
+    ),
+)

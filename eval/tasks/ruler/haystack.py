@@ -1,0 +1,87 @@
+"""What needles lie in: sentences of essays, one sentence again and again, and words."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from ...data import Data
+from ...errors import EvalError
+from ..base import Draw
+
+NOISE = "The hills are quiet. The river is cold. The road is long. We walk on, and we come back."
+_SHIPPED = Path(__file__).parents[3] / "examples" / "data"
+
+
+def filling(draw: Draw, items: Iterable[str], beside: str) -> list[str]:
+    """As many items as fit, set one after the other, into `draw.prefix_tokens` tokens beside another text.
+
+    Raises:
+        EvalError: none fits.
+    """
+    room, taken = draw.prefix_tokens - draw.count(beside), []
+    for item in items:
+        room -= draw.count(f" {item}")
+        if room < 0:
+            break
+        taken.append(item)
+    if not taken:
+        raise EvalError(f"{draw.prefix_tokens} tokens are too few for this task; raise --prefix-tokens")
+    return taken
+
+
+def fitting(draw: Draw, make: Callable[[int], str], most: int) -> int:
+    """The largest size, up to `most`, for which `make(size)` has no more than `draw.prefix_tokens` tokens.
+
+    Raises:
+        EvalError: not even the smallest fits.
+    """
+    low, high = 1, 1
+    while high < most and draw.count(make(high)) <= draw.prefix_tokens:
+        low, high = high, min(most, 2 * high)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if draw.count(make(middle)) <= draw.prefix_tokens:
+            low = middle
+        else:
+            high = middle - 1
+    if draw.count(make(low)) > draw.prefix_tokens:
+        raise EvalError(f"{draw.prefix_tokens} tokens are too few for this task; raise --prefix-tokens")
+    return low
+
+
+def sentences(data: Data) -> tuple[str, ...]:
+    """Sentences of public-domain books, in order."""
+    if data.folder is not None and data.has("ruler", "haystack_public_domain"):
+        texts = tuple(row["text"] for row in data.rows("ruler", "haystack_public_domain", ("text",)))
+    else:
+        texts = tuple(path.read_text(encoding="utf-8") for path in sorted(_SHIPPED.glob("*.txt")))
+    return _cut(texts)
+
+
+@lru_cache(maxsize=2)
+def _cut(texts: tuple[str, ...]) -> tuple[str, ...]:
+    whole = " ".join(" ".join(text.split()) for text in texts)
+    return tuple(s for s in re.split(r"(?<=[.!?]) ", whole) if s)
+
+
+def words(data: Data) -> tuple[str, ...]:
+    """Lower-case words: of the benchmark's lists where they are at hand, else of the shipped text."""
+    if data.folder is not None and data.has("ruler", "words"):
+        found = {row["word"].lower() for row in data.rows("ruler", "words", ("word",))}
+    else:
+        found = set(re.findall(r"[a-z]{4,12}", " ".join(sentences(data))))
+    return tuple(sorted(word for word in found if word.isalpha() and word.isascii()))
+
+
+def scattered(hay: Sequence[str], needles: Sequence[str], rng: random.Random) -> list[str]:
+    """Needles at random places among the hay, in the order given."""
+    places = sorted(rng.randrange(len(hay) + 1) for _ in needles)
+    result, at = [], 0
+    for place, needle in zip(places, needles, strict=True):
+        result += [*hay[at:place], needle]
+        at = place
+    return [*result, *hay[at:]]

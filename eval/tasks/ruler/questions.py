@@ -1,0 +1,88 @@
+"""Questions whose passage stands among those of other questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..base import Draw, Example, Task
+from .haystack import filling
+
+Read = Callable[[Any], tuple[list[tuple[str, tuple[str, ...], tuple[str, ...]]], list[str]]]
+"""Rows as (question, answers, its passages), and all passages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions(Task):
+    """A question, its passages and as many others as fit.
+
+    Args:
+        dataset: name of the set.
+        columns: that it must have.
+        read: its rows.
+    """
+
+    dataset: str
+    columns: tuple[str, ...]
+    read: Read
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        asked, passages = self.read(draw.data.rows(self.dataset, "validation", self.columns))
+        draw.rng(self.name, "order").shuffle(asked)
+        for number in draw.some(min(500, len(asked))):
+            question, answers, own = asked[number]
+            rng = draw.rng(self.name, number)
+            others = [p for p in rng.sample(passages, len(passages)) if p not in own]
+            beside = "".join(_document(100, passage) for passage in own)
+            fit = filling(draw, (_document(100, passage) for passage in others), beside)
+            shown = [*own, *others[: len(fit)]]
+            rng.shuffle(shown)
+            documents = tuple(_document(i, text) for i, text in enumerate(shown, start=1))
+            yield Example(str(number), documents, f"Question: {question}\nAnswer:", answers=answers)
+
+
+def _document(number: int, text: str) -> str:
+    return f"Document {number}:\n{text}\n\n"
+
+
+def _squad(rows: Any) -> tuple[list, list[str]]:
+    asked = [
+        (row["question"], tuple(dict.fromkeys(row["answers"]["text"])), (row["context"],))
+        for row in rows
+        if row["answers"]["text"]
+    ]
+    return asked, sorted({row["context"] for row in rows})
+
+
+def _hotpot(rows: Any) -> tuple[list, list[str]]:
+    asked, passages = [], []
+    for row in rows:
+        context = row["context"]
+        texts = {t: f"{t}\n{''.join(s)}" for t, s in zip(context["title"], context["sentences"], strict=True)}
+        own = tuple(texts[t] for t in dict.fromkeys(row["supporting_facts"]["title"]) if t in texts)
+        asked.append((row["question"], (row["answer"],), own))
+        passages += texts.values()
+    return asked, sorted(set(passages))
+
+
+QUESTIONS = (
+    Questions(
+        name="ruler_qa_1",
+        about="SQuAD questions among other passages (RULER)",
+        metric="string_match_any",
+        max_new_tokens=32,
+        dataset="squad_v2",
+        columns=("question", "answers", "context"),
+        read=_squad,
+    ),
+    Questions(
+        name="ruler_qa_2",
+        about="HotpotQA questions among other passages (RULER)",
+        metric="string_match_any",
+        max_new_tokens=32,
+        dataset="hotpotqa",
+        columns=("question", "answer", "context", "supporting_facts"),
+        read=_hotpot,
+    ),
+)

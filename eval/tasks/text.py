@@ -1,0 +1,39 @@
+"""Running text of books: how likely what comes next is, and how far its prediction moves. No labels are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .base import Draw, Example, Task
+from .ruler.haystack import sentences
+
+_QUESTION_TOKENS = 48
+_ANSWER_TOKENS = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text(Task):
+    """A passage as prefix, the next sentences as question, those after them as the answer."""
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        found = sentences(draw.data)
+        lengths = [draw.count(f"{sentence} ") for sentence in found]
+        for number in draw.some(500):
+            at = draw.rng(self.name, number).randrange(len(found))
+            parts = []
+            for tokens in (draw.prefix_tokens, _QUESTION_TOKENS, _ANSWER_TOKENS):
+                start, room = at, tokens
+                while room > 0:
+                    room -= lengths[at % len(found)]
+                    at += 1
+                parts.append("".join(f"{found[i % len(found)]} " for i in range(start, at)))
+            yield Example(str(number), (parts[0],), parts[1], answers=(parts[2],))
+
+
+TEXT = Text(
+    name="text",
+    about="perplexity of running text, behind a long passage (public-domain books)",
+    metric="perplexity",
+    max_new_tokens=_ANSWER_TOKENS,
+)

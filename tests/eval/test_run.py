@@ -1,0 +1,203 @@
+"""The commands: predictions equal plain transformers', runs resume, wrong input ends in one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from typer.testing import CliRunner
+
+from eval import report
+from eval.run import app
+from eval.runner import find_variants
+from eval.tasks import TASKS
+
+TASKS_RUN = (
+    "sst2,subj,trec,rte,piqa,copa,openbookqa,samsum,musique,musique_cacheblend,2wikimqa,hotpotqa,sharegpt,multi_news,"
+    "longbench_qasper,longbench_trec,longbench_lcc,turns_qasper,ruler_niah_single_1,ruler_niah_multikey_2,ruler_vt,"
+    "ruler_qa_1,reference"
+)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture(scope="module")
+def finished(saved, folder, tmp_path_factory):
+    out = tmp_path_factory.mktemp("run") / "results"
+    common = ("--model", saved, "--data", folder, "--limit", 4, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
+    result = run("--tasks", TASKS_RUN, *common)
+    assert result.exit_code == 0, result.output
+    return out, common
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_the_exact_method_predicts_what_plain_transformers_does(finished):
+    out, _ = finished
+    restored = 0
+    for folder in sorted(out.glob("*/full")):
+        full, exact = (lines(folder.parent / name / "predictions.jsonl") for name in ("full", "exact"))
+        assert len(full) == len(exact) >= 1
+        for plain, ours in zip(full, exact, strict=True):
+            assert ours["prediction"] == plain["prediction"]
+            assert ours["score"] == pytest.approx(plain["score"], rel=1e-4)
+            assert ours["top1"] == 100
+            assert ours["kl"] < 1e-6
+            restored += ours["restored"]
+            # all but what does not fill a chunk is restored
+            assert ours["restored"] >= ours["tokens"]["prefix"] - 16
+    assert len(list(out.glob("*/full"))) == len(TASKS_RUN.split(",")) + 3  # reference is four
+    assert restored > 10_000
+
+
+def test_a_run_says_what_it_was(finished, saved):
+    out, _ = finished
+    config = json.loads((out / "config.json").read_text())
+    assert config["model"] == str(saved)
+    assert config["variants"] == ["full", "exact"]
+    assert json.loads((out / "versions.json").read_text())["transformers"]
+    metrics = json.loads((out / "sst2" / "exact" / "metrics.json").read_text())
+    assert metrics["examples"] == 4
+    assert metrics["score"]["low"] <= metrics["score"]["mean"] <= metrics["score"]["high"]
+    assert metrics["restored"]["mean"] > 100
+
+
+def test_an_interrupted_run_goes_on(finished, tmp_path):
+    before, common = finished
+    out = tmp_path / "results"
+    shutil.copytree(before, out)
+    path = out / "sst2" / "exact" / "predictions.jsonl"
+    whole = path.read_text()
+    cut = whole.splitlines(keepends=True)
+    path.write_text("".join(cut[:2]) + cut[2][:30])  # ended in the middle of a line
+    kept = (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns
+    arguments = [out if argument == before else argument for argument in common]
+    result = run("--tasks", "sst2,rte", *arguments)
+    assert result.exit_code == 0, result.output
+    again = lines(path)
+    assert [line["id"] for line in again] == [json.loads(line)["id"] for line in cut]
+    assert [line["prediction"] for line in again] == [json.loads(line)["prediction"] for line in cut]
+    assert (out / "rte" / "exact" / "predictions.jsonl").stat().st_mtime_ns == kept
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"--tasks": "sst2,sst3"}, "unknown task 'sst3'"),
+        ({"--tasks": ""}, "name at least one task"),
+        ({"--methods": "exact,fancy"}, "unknown method 'fancy'; there are: full, exact"),
+        ({"--budgets": "a"}, "budgets are shares"),
+        ({"--budgets": "1.5"}, "budgets are shares"),
+        ({"--model": "nowhere/at-all"}, "nowhere/at-all cannot be loaded"),
+        ({"--model": ""}, "name a model"),
+        ({"--tasks": "longbench_narrativeqa"}, "has no narrativeqa.jsonl"),
+        ({"--tasks": "ruler_cwe"}, "too few for this task; raise --prefix-tokens"),
+        ({"--max-length": "100", "--tasks": "longbench_qasper"}, "leave no room"),
+    ],
+)
+def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_path, changes, says, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    out = tmp_path / "results"
+    arguments = {"--model": saved, "--tasks": "sst2", "--data": folder, "--limit": 2, "--out": out, "--device": "cpu"}
+    result = run(*(part for pair in (arguments | {"--prefix-tokens": 200} | changes).items() for part in pair))
+    assert result.exit_code == 2
+    said = [line for line in result.output.splitlines() if "eval.run:" in line]
+    assert len(said) == 1
+    assert says in said[0]
+    assert not out.exists()
+
+
+def test_a_missing_column_is_named(saved, folder, tmp_path):
+    data = tmp_path / "data"
+    (data / "sst2").mkdir(parents=True)
+    for split in ("train", "validation"):
+        (data / "sst2" / f"{split}.jsonl").write_text('{"sentence": "good"}\n')
+    out = tmp_path / "results"
+    result = run("--model", saved, "--tasks", "sst2", "--data", data, "--out", out)
+    assert result.exit_code == 2
+    assert "sst2/train has no column 'label'; it has sentence" in result.output
+    assert not out.exists()
+
+
+def test_another_configuration_does_not_mix_with_a_run(finished):
+    _, common = finished
+    result = run("--tasks", "sst2", *common, "--seed", 7)
+    assert result.exit_code == 2
+    assert "holds a run with another seed; choose another --out" in result.output
+
+
+def test_the_list_names_every_task():
+    result = run("--list")
+    assert result.exit_code == 0
+    for name in TASKS:
+        assert name[:20] in result.output
+
+
+def test_methods_with_a_budget_come_once_for_each(monkeypatch):
+    from dataclasses import dataclass
+
+    from hf_tiered_cache import METHODS, Exact
+
+    @dataclass(frozen=True)
+    class Budgeted(Exact):
+        budget: float = 1.0
+
+    monkeypatch.setitem(METHODS, "budgeted", Budgeted)
+    variants = find_variants("exact,budgeted", "0.1,0.5")
+    assert [variant.name for variant in variants] == ["full", "exact", "budgeted@0.1", "budgeted@0.5"]
+    assert [getattr(variant.method, "budget", None) for variant in variants] == [None, None, 0.1, 0.5]
+
+
+def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps({"qasper": "Here: {context} And now {input} is asked:"}))
+    common = ("--model", saved, "--data", folder, "--limit", 1, "--tasks", "longbench_qasper", "--device", "cpu")
+    assert run(*common, "--prompts", path, "--out", tmp_path / "a").exit_code == 0
+    assert run(*common, "--out", tmp_path / "b").exit_code == 0
+    path.write_text(json.dumps({"qasper": "no place for it"}))
+    result = run(*common, "--prompts", path, "--out", tmp_path / "c")
+    assert result.exit_code == 2
+    assert "must have {context} once" in result.output
+
+
+def test_the_report_draws_every_task(finished, tmp_path):
+    before, _ = finished
+    out = tmp_path / "results"
+    shutil.copytree(before, out)
+    for share, score in ((0.1, 20.0), (0.5, 60.0)):  # as a method with budgets would leave them
+        folder = out / "sst2" / f"some@{share}"
+        folder.mkdir()
+        row = json.loads((out / "sst2" / "exact" / "metrics.json").read_text())
+        row |= {
+            "variant": f"some@{share}",
+            "budget": share,
+            "score": {"mean": score, "low": score - 5, "high": score + 5},
+        }
+        (folder / "metrics.json").write_text(json.dumps(row))
+    result = CliRunner().invoke(_report_app(), [str(out)])
+    assert result.exit_code == 0, result.output
+    page = (out / "README.md").read_text()
+    assert "| sst2 | some@0.5 | 4 | accuracy | 60.0 (55.0–65.0) |" in page
+    for task in {path.parent.name for path in out.glob("*/full")}:
+        for name in ("accuracy", "agreement", "ttft"):
+            assert (out / f"{task}-{name}.png").stat().st_size > 5_000
+            assert f"{task}-{name}.png" in page
+
+
+def test_a_report_of_nothing_says_so(tmp_path):
+    result = CliRunner().invoke(_report_app(), [str(tmp_path)])
+    assert result.exit_code == 2
+    assert "holds no run of eval.run" in result.output
+
+
+def _report_app():
+    import typer
+
+    made = typer.Typer()
+    made.command()(report.main)
+    return made

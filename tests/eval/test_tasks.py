@@ -1,0 +1,203 @@
+"""Tasks: uniform, the same in every run, and true to the rules of their benchmarks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from eval.data import Data
+from eval.encode import encode
+from eval.errors import EvalError
+from eval.metrics import METRICS
+from eval.tasks import GROUPS, TASKS, Draw, find_tasks
+
+LOCAL = [
+    *(
+        "sst2",
+        "subj",
+        "trec",
+        "rte",
+        "piqa",
+        "copa",
+        "openbookqa",
+        "samsum",
+        "musique",
+        "musique_cacheblend",
+        "2wikimqa",
+    ),
+    *("hotpotqa", "multi_news", "sharegpt", "turns_qasper", "text"),
+    *(f"longbench_{split}" for split in ("qasper", "passage_retrieval_en", "trec", "lcc")),
+    *GROUPS["ruler"],
+    *GROUPS["reference"],
+]
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+@pytest.fixture
+def draw(folder, tokenizer):
+    return Draw(Data(folder), 6, 42, 600, tokenizer)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_examples_are_uniform_and_the_same_in_every_run(name, draw):
+    task = TASKS[name]
+    tokens = {"ruler_cwe": 4000, "ruler_niah_multikey_3": 1500}.get(name, draw.prefix_tokens)
+    draw = Draw(draw.data, draw.limit, draw.seed, tokens, draw.tokenizer)
+    examples = list(task.examples(draw))
+    assert examples == list(task.examples(draw))
+    assert 1 <= len(examples) <= 6
+    assert len({example.id for example in examples}) == len(examples)
+    assert task.metric in METRICS or task.metric == "perplexity"
+    for example in examples:
+        assert example.question
+        assert example.answers
+        if example.choices:
+            assert example.answers[0] in example.choices
+        for text in (*example.segments, example.question, *example.answers):
+            assert isinstance(text, str)
+
+
+@pytest.mark.parametrize("name", GROUPS["fewshot"])
+def test_few_shot_prefixes_are_shared_long_and_hold_no_question(name, draw):
+    examples = list(TASKS[name].examples(draw))
+    prefixes = Counter(example.prefix for example in examples)
+    assert len(prefixes) <= TASKS[name].prefixes
+    for example in examples:
+        assert draw.count(example.prefix) <= draw.prefix_tokens
+        assert len(example.segments) >= 3
+        if TASKS[name].train == TASKS[name].test:
+            assert example.question not in example.prefix
+
+
+def test_demonstrations_are_drawn_from_every_label(draw):
+    for example in TASKS["trec"].examples(draw):
+        shown = Counter(segment.rsplit("Type:", 1)[1].strip() for segment in example.segments)
+        assert len(shown) == 6
+        assert max(shown.values()) - min(shown.values()) <= 1
+
+
+def test_reuse_follows_a_normal_distribution(draw):
+    """Of eight prefixes the middle ones are asked most often; checked on many draws of the same generator."""
+    rng, task = draw.rng("sst2", "reuse"), TASKS["sst2"]
+    numbers = [rng.gauss((task.prefixes - 1) / 2, task.prefixes / 6) for _ in range(4000)]
+    shares = Counter(min(max(round(number), 0), task.prefixes - 1) for number in numbers)
+    assert shares[3] + shares[4] > 0.5 * 4000
+    assert shares[0] + shares[7] < 0.05 * 4000
+
+
+def test_rag_passages_are_segments_of_their_own(draw):
+    for name, passages in (
+        ("musique", 4),
+        ("musique_cacheblend", 3),
+        ("hotpotqa", 3),
+        ("2wikimqa", 4),
+        ("multi_news", 2),
+    ):
+        for example in TASKS[name].examples(draw):
+            assert len(example.segments) == passages + 1
+
+
+def test_a_last_turn_takes_its_128_tokens_from_the_context(draw):
+    whole = next(iter(TASKS["longbench_qasper"].examples(draw)))
+    turn = next(iter(TASKS["turns_qasper"].examples(draw)))
+    assert turn.prefix + turn.question == whole.prefix + whole.question
+    moved = turn.question.removesuffix(whole.question)
+    assert 118 <= draw.count(moved) <= 128
+
+
+def test_needles_are_where_they_should_be(draw):
+    for name in GROUPS["ruler"]:
+        if "niah" not in name or "multikey_3" in name:
+            continue
+        for example in TASKS[name].examples(draw):
+            asked = re.search(r"secret values of (.*)\?", example.question)[1].split(" and ")
+            told = re.findall(r"A secret value of (\S+) is (\S+)\.", example.prefix)
+            assert sorted(value for key, value in told if key in asked) == sorted(example.answers)
+            assert draw.count(example.prefix) <= draw.prefix_tokens
+            assert draw.count(example.prefix) > 0.6 * draw.prefix_tokens
+            assert len(example.answers) == (4 if "multivalue" in name or "multiquery" in name else 1)
+
+
+def test_variables_can_be_followed(draw):
+    for example in TASKS["ruler_vt"].examples(draw):
+        values = {}
+        for name, value in re.findall(r"LET (\w+) = (\w+)\.", example.prefix):
+            values[name] = values.get(value, value)
+        wanted = re.search(r"the value (\d+)", example.question)[1]
+        assert sorted(name for name, value in values.items() if value == wanted) == sorted(example.answers)
+        assert len(example.answers) == 5
+
+
+@pytest.mark.parametrize(("name", "asked"), [("ruler_cwe", 10), ("ruler_fwe", 3)])
+def test_frequent_words_are_more_frequent_than_all_others(name, asked, draw):
+    draw = Draw(draw.data, 3, 1, 4000, draw.tokenizer)
+    for example in TASKS[name].examples(draw):
+        words = re.findall(r"\b[a-z]+\b", example.prefix.split("\n\n")[1])
+        counts = Counter(words).most_common()
+        assert sorted(word for word, _ in counts[:asked]) == sorted(example.answers)
+        assert counts[asked - 1][1] > counts[asked][1]
+
+
+def test_longer_prefixes_are_asked_for_by_tokens(draw):
+    lengths = []
+    for tokens in (200, 400, 800):
+        longer = Draw(draw.data, 1, 42, tokens, draw.tokenizer)
+        lengths.append(longer.count(next(iter(TASKS["ruler_niah_single_2"].examples(longer))).prefix))
+    assert lengths == sorted(lengths)
+    assert 600 < lengths[-1] <= 800
+
+
+def test_too_long_prompts_keep_both_halves(draw, tokenizer):
+    task = TASKS["longbench_qasper"]
+    example = next(iter(task.examples(draw)))
+    whole = encode(example, task, tokenizer, 10_000)
+    cut = encode(example, task, tokenizer, 300)
+    room = 300 - task.max_new_tokens
+    assert len(cut.whole) == room
+    assert cut.whole[: room // 2] == whole.whole[: room // 2]
+    assert cut.whole[-(room - room // 2) :] == whole.whole[-(room - room // 2) :]
+    assert cut.question == whole.question
+    with pytest.raises(EvalError, match="leave no room"):
+        encode(example, task, tokenizer, 130)
+
+
+def test_a_chat_template_goes_around_the_prompt(draw, tokenizer):
+    task = TASKS["longbench_qasper"]
+    example = next(iter(task.examples(draw)))
+    before = tokenizer.chat_template
+    try:
+        tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %} [say]"
+        made = encode(example, task, tokenizer, 10_000, chat=True)
+        plain = encode(example, TASKS["longbench_trec"], tokenizer, 10_000, chat=True)
+    finally:
+        tokenizer.chat_template = before
+    assert tokenizer.decode(made.whole).startswith("[user] ")
+    assert tokenizer.decode(made.question).endswith("Answer: [end] [say]")
+    assert "[user]" not in tokenizer.decode(plain.whole)
+
+
+def test_wrong_names_and_data_are_told_in_one_line(folder, tokenizer, tmp_path):
+    with pytest.raises(EvalError, match="unknown task 'sst3'"):
+        find_tasks("sst2,sst3")
+    assert [task.name for task in find_tasks("sst2, fewshot")] == list(GROUPS["fewshot"])
+    data = Data(tmp_path)
+    with pytest.raises(EvalError, match=r"has no train\.jsonl"):
+        data.rows("sst2", "train", ["sentence"])
+    (tmp_path / "sst2").mkdir()
+    (tmp_path / "sst2" / "train.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(EvalError, match="has no column 'label', 'sentence'; it has text"):
+        data.rows("sst2", "train", ["sentence", "label"])
+    (tmp_path / "sst2" / "test.jsonl").write_text("{broken\n")
+    with pytest.raises(EvalError, match="does not parse"):
+        data.rows("sst2", "test", ["sentence"])
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="the samples of the evaluation sets are not part of the project")
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in GROUPS["reference"]])
+def test_real_samples_give_examples(name, tokenizer):
+    examples = list(TASKS[name].examples(Draw(Data(SHARED), 3, 42, 4000, tokenizer)))
+    assert len(examples) == 3
+    assert all(example.answers for example in examples)
