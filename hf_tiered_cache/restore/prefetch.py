@@ -87,14 +87,18 @@ class Prefetch:
         self._waiting = order[::-1]
 
     def start(self) -> None:
-        """Start to fetch. Call `cancel` in the end, also if this fails."""
+        """Start to fetch. Call `cancel` in the end, also if this fails.
+
+        Raises:
+            RestoreError: a fetch could not begin.
+        """
         self._issue()
 
     def units(self, layer: int) -> Iterator[Unit]:
         """The units of `layer`, each when it has arrived.
 
         Raises:
-            RestoreError: a block could not be read or failed its checksum.
+            RestoreError: a block could not be fetched or failed its checksum.
         """
         units = self._by_layer.get(layer, [])
         while any(unit.lease is None for unit in units):
@@ -106,9 +110,7 @@ class Prefetch:
                 with self.account.timing("stall_seconds"):
                     unit.lease.wait()
             except Exception as error:
-                failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
-                self.account.add(**{failure: 1})
-                raise RestoreError(unit.reader.id, str(error)) from error
+                raise self._failure(unit, error) from error
             yield unit
 
     def done(self, layer: int) -> None:
@@ -140,4 +142,13 @@ class Prefetch:
         self._under_way += unit.nbytes
         self._furthest = unit.lane.layers[0]
         device = self.device_of(unit.lane.layers[0])
-        unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)
+        try:
+            unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)
+        except Exception as error:
+            raise self._failure(unit, error) from error
+
+    def _failure(self, unit: Unit, error: Exception) -> RestoreError:
+        """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
+        failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+        self.account.add(**{failure: 1})
+        return RestoreError(unit.reader.id, str(error))

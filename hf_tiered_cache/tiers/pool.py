@@ -31,6 +31,11 @@ Allocate = Callable[[int], torch.Tensor]
 """Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
 
 
+def slab_slots(block_bytes: int) -> int:
+    """How many blocks a slab holds."""
+    return max(1, (SLAB_BYTES - ALIGNMENT) // block_bytes)
+
+
 @dataclass
 class SlotPool:
     """Slots for blocks of `block_bytes`, with what is known of each in arrays, so that nothing is done block by block.
@@ -215,7 +220,7 @@ class Tier:
         while len(pool.free_slots(count)) < count:
             room = (self.budget - self.allocated - ALIGNMENT) // pool.block_bytes
             if room > 0:
-                slots = min(room, max(1, (SLAB_BYTES - ALIGNMENT) // pool.block_bytes))
+                slots = min(room, slab_slots(pool.block_bytes))
                 try:
                     memory = self.allocate(slots * pool.block_bytes)
                 except (RuntimeError, MemoryError, OSError) as error:  # what CUDA, pinning and mmap raise

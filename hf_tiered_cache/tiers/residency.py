@@ -18,7 +18,7 @@ from ..stats import Account
 from ..store.memory import aligned_bytes
 from ..store.segment import SegmentReader
 from . import make_policy
-from .pool import RESERVED, BlockRun, Owner, SlotPool, Tier
+from .pool import RESERVED, BlockRun, Owner, SlotPool, Tier, slab_slots
 from .streams import CopyStream, DoneEvent, Event, copy_stream
 
 
@@ -37,12 +37,14 @@ class Lease:
     arrived: Future[None] = field(default_factory=Future)
     copied: Event = field(default_factory=DoneEvent)
     held: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    owns_memory: bool = False
+    """Whether `runs` lie in device memory of the lease's own, allocated on the side stream."""
     moves_down: bool = False
     """Whether this is no request's lease, but holds host slots that evicted blocks are being copied to."""
     _released: bool = False
 
     def wait(self) -> None:
-        """Wait until the blocks are there, or raise what kept them: IntegrityError or OSError."""
+        """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises."""
         self.arrived.result()
         if self.stream is not None:
             self.stream.await_copies(self.copied)
@@ -79,7 +81,7 @@ class Residency:
         self.host = Tier("host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin))
         self.devices: dict[torch.device, Tier] = {}
         self.device_budget = device_budget
-        self._policy, self._pin, self._direct, self._device_types = policy, pin, direct, device_types
+        self._policy, self._direct, self._device_types = policy, direct, device_types
         self._streams: dict[torch.device, CopyStream] = {}
         self._retiring: list[tuple[Event, Lease]] = []
         self._lock = threading.RLock()
@@ -116,7 +118,7 @@ class Residency:
                 missing = self._take(self.host, owner, missing, lease, on_host, account)
                 rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
                 rest = self._reserve(self.host, rest, lease, staged)
-                staged.extend(self._own_memory(rest, lease.block_bytes))
+                staged.extend(_own_memory(self.host, rest, lease.block_bytes))
             except BaseException:  # no memory: leave nothing held
                 self._let_go(lease)
                 raise
@@ -167,10 +169,11 @@ class Residency:
             if not len(wanted):
                 return
             pool, slots = self.host.acquire(block_bytes, len(wanted))
+            if not len(slots):
+                return
             wanted = wanted[: len(slots)]
-            runs = pool.runs(slots, wanted) if len(slots) else []
         try:
-            for first, memory in runs:
+            for first, memory in pool.runs(slots, wanted):
                 memory.copy_(blocks[first : first + len(memory)])
             with self._lock:
                 self.host.settle(pool, slots, owner, wanted, count)
@@ -213,14 +216,6 @@ class Residency:
             runs.extend(pool.runs(slots, taken))
         return chunks[len(slots) :]
 
-    def _own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
-        """Memory of the request's own for blocks that find no slot."""
-        if len(chunks):
-            memory = aligned_bytes(len(chunks) * block_bytes, pin=self._pin).view(len(chunks), block_bytes)
-            starts = [0, *(np.flatnonzero(np.diff(chunks) != 1) + 1).tolist()]
-            for start, stop in zip(starts, [*starts[1:], len(chunks)], strict=True):
-                yield int(chunks[start]), memory[start:stop]
-
     def _arrive(
         self, reader: SegmentReader, lane: int, in_host: list[BlockRun], lease: Lease, tier: Tier | None
     ) -> None:
@@ -248,12 +243,11 @@ class Residency:
         targets: list[BlockRun] = []
         rest = self._reserve(tier, chunks, lease, targets)
         with lease.stream.copying():
-            if len(rest):
-                memory = tier.allocate(len(rest) * lease.block_bytes).view(len(rest), lease.block_bytes)
-                targets.extend((int(chunk), memory[i : i + 1]) for i, chunk in enumerate(rest))
+            targets.extend(_own_memory(tier, rest, lease.block_bytes))
             for source, target in overlaps(in_host, targets):
                 target.copy_(source, non_blocking=True)
         lease.runs.extend(targets)
+        lease.owns_memory = len(rest) > 0
         return chunks[: len(chunks) - len(rest)]
 
     def _move_down(
@@ -286,7 +280,12 @@ class Residency:
     def retire(self, lease: Lease) -> None:
         """The lease is over; its slots go when the device has done what it was given before now."""
         with self._lock:
-            self._retiring.append((lease.stream.computed() if lease.stream else DoneEvent(), lease))
+            done = lease.stream.computed() if lease.stream else DoneEvent()
+            if lease.owns_memory:
+                # the allocator may give it to the side stream at once, which must not write to it before it was read
+                lease.stream.await_computation(done)
+                lease.runs.clear()
+            self._retiring.append((done, lease))
             self._reap()
 
     def _reap(self) -> None:
@@ -325,8 +324,8 @@ class Residency:
             stream = self._streams[device] = copy_stream(device)
 
             def allocate(nbytes: int) -> torch.Tensor:
-                # from the side stream, which fills it: memory of the computing one may still be written to by
-                # kernels that are queued
+                # on the side stream, which fills it: what the allocator has for the computing stream may still be in
+                # use by kernels that are queued there
                 with stream.copying():
                     return aligned_bytes(nbytes, device=device)
 
@@ -348,6 +347,19 @@ class Residency:
         with self._lock:
             self.host.clear()
             self.devices.clear()
+
+
+def _own_memory(tier: Tier, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
+    """Memory of a request's own, of the kind of `tier`, for blocks that find no slot there.
+
+    In pieces as large as slabs: PyTorch keeps page-locked memory for reuse, by sizes that are powers of two.
+    """
+    for at in range(0, len(chunks), slab_slots(block_bytes)):
+        piece = chunks[at : at + slab_slots(block_bytes)]
+        memory = tier.allocate(len(piece) * block_bytes).view(len(piece), block_bytes)
+        starts = [0, *(np.flatnonzero(np.diff(piece) != 1) + 1).tolist()]
+        for start, stop in zip(starts, [*starts[1:], len(piece)], strict=True):
+            yield int(piece[start]), memory[start:stop]
 
 
 def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

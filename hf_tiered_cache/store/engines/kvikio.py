@@ -10,6 +10,7 @@ import errno
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,10 @@ class KvikioFile(EngineFile):
     def __init__(self, kvikio: Any, path: str) -> None:
         self.path = path
         os.stat(path)  # a plain OSError for a missing file, whatever kvikio would raise
-        self.cufile = kvikio.CuFile(path, "r")
+        try:
+            self.cufile = kvikio.CuFile(path, "r")
+        except Exception as error:  # kvikio raises RuntimeError for what is an I/O error
+            raise OSError(errno.EIO, f"kvikio: {error}", path) from error
 
     def __del__(self) -> None:
         cufile = self.__dict__.get("cufile")
@@ -63,11 +67,16 @@ class KvikioEngine(Engine):
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         batch = Batch(1)
-        started = []
-        for op in ops:
-            buffer = op.dest if op.dest.is_cuda else op.dest.numpy()
-            started.append((op, op.file.cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
-        self._waiters.submit(batch.run, lambda: _finish(started))
+        started: list[tuple[ReadOp, Any]] = []
+        try:
+            for op in ops:
+                buffer = op.dest if op.dest.is_cuda else op.dest.numpy()
+                started.append((op, op.file.cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
+            self._waiters.submit(batch.run, lambda: _finish(started))
+        except Exception:
+            with suppress(OSError):
+                _finish(started)  # the caller takes the destinations back: nothing may write to them any more
+            raise
         return batch.future
 
     def close(self) -> None:
@@ -99,7 +108,7 @@ def _import_kvikio() -> Any:
     try:
         import kvikio
         import kvikio.defaults
-    except (ImportError, RuntimeError) as error:  # a missing libcufile is a RuntimeError
+    except Exception as error:  # a missing libcufile is a RuntimeError, a driver that does not fit may be anything
         raise EngineUnavailableError(f"kvikio does not import ({error}); pip install 'hf-tiered-cache[gds]'") from error
     return kvikio
 
