@@ -148,28 +148,31 @@ class TieredCache(Cache, ServedCache):
 
     def _understand(self, kwargs: dict[str, Any]) -> Request | None:
         """What a pass asks for, or None if its KV can be neither stored nor restored: it runs as with any cache."""
+        if self._plain:
+            return None
         columns = self.get_seq_length()
-        reason = self._plain or self._unusual(columns)
+        request = self._unusual(columns)
+        request = request or understand(kwargs, columns, None if self._history is None else self._history.pads)
+        reason = request if isinstance(request, str) else self._changed(request, columns)
         if not reason:
-            request = understand(kwargs, columns, None if self._history is None else self._history.pads)
-            if isinstance(request, Request):
-                regime = rope_regime(self._attachment.config, columns + request.columns - min(request.pads))
-                if self._history is None and regime is not None:
-                    self._open(request.pads, regime)
-                if self._history is not None and regime == self._regime:
-                    if request.columns == 1 or self._fingerprint() == self._recorder.fingerprint:
-                        return request
-                    request = "the model has changed since the cache was begun"
-                else:
-                    request = "its RoPE frequencies depend on its length"
-            reason = request
-        if not self._plain:
-            self._plain = reason
-            logger.debug("nothing more of this prompt is restored or stored: %s", reason)
-            if self._recorder is not None:
-                self._recorder.seal()
-                self._history = self._recorder = None
+            return request
+        self._plain = reason
+        logger.debug("nothing more of this prompt is restored or stored: %s", reason)
+        if self._recorder is not None:
+            self._recorder.seal()
+            self._history = self._recorder = None
         return None
+
+    def _changed(self, request: Request, columns: int) -> str:
+        """Why the pass's KV is of another kind than what this cache holds, or ""; the first one decides on that."""
+        regime = rope_regime(self._attachment.config, columns + request.columns - min(request.pads))
+        if regime is None or (self._history is not None and regime != self._regime):
+            return "its RoPE frequencies depend on its length"
+        if self._history is None:
+            self._open(request.pads, regime)
+        elif request.columns > 1 and self._fingerprint() != self._recorder.fingerprint:
+            return "the model has changed since the cache was begun"
+        return ""
 
     def _unusual(self, columns: int) -> str:
         if self.model.training:
