@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import threading
+import time
 
 import fake_kvikio
 import numpy as np
@@ -240,6 +241,58 @@ def test_a_kvikio_that_lacks_a_setting_is_not_taken(monkeypatch):
     with pytest.raises(EngineUnavailableError, match="or newer"):
         open_engine("kvikio")
     assert open_engine("auto").name == "posix"
+
+
+def test_a_kvikio_that_does_not_import_is_not_taken(monkeypatch):
+    fake_kvikio.install(monkeypatch, gds=False)
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == "kvikio":
+                raise OSError("libkvikio.so: no such file")
+
+    monkeypatch.delitem(sys.modules, "kvikio")
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(EngineUnavailableError, match=r"libkvikio\.so"):
+        open_engine("kvikio")
+    assert open_engine("auto").name == "posix"
+
+
+def test_a_file_that_kvikio_cannot_open_is_an_oserror(monkeypatch, pages):
+    kvikio = fake_kvikio.install(monkeypatch, gds=True)
+    engine = open_engine("kvikio")
+
+    def refuse(path, flags):
+        raise RuntimeError("cuFileHandleRegister failed")
+
+    monkeypatch.setattr(kvikio, "CuFile", refuse)
+    with pytest.raises(OSError, match="cuFileHandleRegister"):
+        engine.open(pages)
+
+
+@pytest.mark.parametrize("what", ["closed", "the second read"])
+def test_a_kvikio_batch_that_cannot_be_submitted_leaves_no_read_under_way(monkeypatch, pages, what):
+    """Its destinations go to others at once."""
+    fake_kvikio.install(monkeypatch, gds=False)
+    engine = open_engine("kvikio")
+    file = engine.open(pages)
+    real, slow, started = file.cufile.pread, os.pread, []
+    monkeypatch.setattr(os, "pread", lambda *args: (time.sleep(0.1), slow(*args))[1])
+
+    def pread(*args):
+        if what != "closed" and started:
+            raise RuntimeError("planted")
+        started.append(real(*args))
+        return started[-1]
+
+    monkeypatch.setattr(file.cufile, "pread", pread)
+    if what == "closed":
+        engine.close()
+    memory = aligned_bytes(2 * ALIGNMENT).view(2, ALIGNMENT)
+    with pytest.raises(RuntimeError):
+        engine.submit([ReadOp(file, i * ALIGNMENT, memory[i]) for i in range(2)])
+    assert started
+    assert all(read.future.done() for read in started)
 
 
 def test_an_unknown_engine_is_named_with_those_there_are():

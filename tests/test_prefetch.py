@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
-from hf_tiered_cache.errors import RestoreError
+from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
 from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup
 from hf_tiered_cache.restore.prefetch import Prefetch
@@ -37,21 +37,23 @@ class Lease:
 
     def wait(self):
         if self.fails:
-            raise OSError("planted")
+            raise self.fails
 
     def release(self):
         self.released += 1
 
 
 class Residency:
-    """Notes what is fetched."""
+    """Notes what is fetched. One lane fails: when it is waited for, or at once."""
 
-    def __init__(self, fails_at=None):
-        self.fetched, self.leases, self.fails_at = [], [], fails_at
+    def __init__(self, fails_at=None, error=None, at_once=False):
+        self.fetched, self.leases, self.fails_at, self.error, self.at_once = [], [], fails_at, error, at_once
 
     def fetch(self, reader, lane, chunks, device, account):
+        if self.at_once and lane == self.fails_at:
+            raise self.error
         self.fetched.append((reader.id, lane, chunks.tolist()))
-        self.leases.append(Lease(lane == self.fails_at))
+        self.leases.append(Lease(self.error if lane == self.fails_at else None))
         return self.leases[-1]
 
 
@@ -98,6 +100,26 @@ def test_the_next_lanes_are_under_way_before_the_first_layer_has_its_own():
     assert all(lease.released for lease in residency.leases)
 
 
+def test_nothing_is_fetched_before_the_start():
+    """Who starts it has first seen to it that it is cancelled."""
+    residency = Residency()
+    fetch = Prefetch(plan(), residency, Account(), lambda layer: CPU, 1 << 30)
+    assert residency.fetched == []
+    fetch.start()
+    assert len(residency.fetched) == 3
+
+
+def test_one_lane_is_always_under_way_while_another_is_in_use():
+    """However large lanes are: the disk does not rest while layers compute."""
+    fetch, residency = prefetch(plan(), 1)
+    for layer in range(LAYERS):
+        units = fetch.units(layer)
+        next(units)
+        assert [lane for _, lane, _ in residency.fetched] == list(range(min(3, layer // 4 + 2)))
+        fetch.done(layer)
+    assert fetch._under_way == 0
+
+
 def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
     made = plan((320,), windows=(0, 40) * (LAYERS // 2))
     _, residency = prefetch(made, 1 << 30)
@@ -108,15 +130,35 @@ def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
         assert chunks[lane.index] == list(range(first, 20))
 
 
-def test_a_failing_block_names_its_segment():
-    fetch, residency = prefetch(plan((160, 160)), 1 << 30, Residency(fails_at=1))
+ERRORS = [OSError("planted"), torch.OutOfMemoryError("planted"), MemoryError("planted"), IntegrityError("planted")]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_failing_block_names_its_segment(error):
+    fetch, residency = prefetch(plan((160, 160)), 1 << 30, Residency(1, error))
     list(fetch.units(0))
     fetch.done(0)
     with pytest.raises(RestoreError) as caught:
         list(fetch.units(4))
     assert caught.value.segment == "0"
-    assert fetch.account.stats.read_errors == 1
+    assert caught.value.__cause__ is error
+    stats = fetch.account.stats
+    assert (stats.verification_failures, stats.read_errors) == ((1, 0) if error is ERRORS[-1] else (0, 1))
     fetch.cancel()
+    assert all(lease.released for lease in residency.leases)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
+def test_a_fetch_that_cannot_begin_names_its_segment_and_leaves_nothing_held(ahead):
+    residency = Residency(1, RuntimeError("planted"), at_once=True)
+    fetch = Prefetch(plan((160, 160)), residency, Account(), lambda layer: CPU, ahead)
+    with pytest.raises(RestoreError, match="planted") as caught:
+        fetch.start()
+        for layer in range(LAYERS):
+            list(fetch.units(layer))
+    assert caught.value.segment == "0"
+    fetch.cancel()
+    assert residency.leases
     assert all(lease.released for lease in residency.leases)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -18,6 +19,8 @@ from segments import links, open_store, segment
 
 from hf_tiered_cache.errors import IntegrityError
 from hf_tiered_cache.stats import Account
+from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.residency import Residency, overlaps
 
@@ -46,6 +49,11 @@ def fetch(residency, reader, lane, chunks, account=None, release=True):
     if release:
         lease.release()
     return got if release else (got, lease)
+
+
+def nothing_is_pinned(residency):
+    tiers = [residency.host, *residency.devices.values()]
+    return not any(pool.pins.any() for tier in tiers for pool in tier._pools.values())
 
 
 def check(got, blocks, reader, lane, chunks):
@@ -174,12 +182,15 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
 def test_a_tier_that_gets_no_memory_stays_as_it_is(stored):
     """The blocks come all the same, in memory of the request's own, and nothing stays held."""
     _, (reader, other), blocks = stored
-    residency = Residency(1 << 20)
+    residency, asked = Residency(1 << 20), []
 
-    def refuse(nbytes):
-        raise MemoryError("planted")
+    def refuse_a_slab(nbytes):
+        asked.append(nbytes)
+        if len(asked) == 1:
+            raise MemoryError("planted")
+        return aligned_bytes(nbytes)
 
-    residency.host.allocate = refuse
+    residency.host.allocate = refuse_a_slab
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
     assert residency.host.budget == residency.host.allocated == 0
     check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
@@ -189,20 +200,50 @@ def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, range(4))
-    for where in ("_own_memory", "read"):
+
+    def refuse(*args):
+        raise MemoryError("planted")
+
+    for where in ((residency_module, "_own_memory"), (type(reader), "read")):
         with monkeypatch.context() as patch:
-
-            def refuse(*args):
-                raise MemoryError("planted")
-
-            patch.setattr(*((residency, where) if where != "read" else (type(reader), where)), refuse)
+            patch.setattr(*where, refuse)
             with pytest.raises(MemoryError):
                 residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
-        assert not any(pool.pins.any() for pool in residency.host._pools.values())
+        assert nothing_is_pinned(residency)
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
 
 
-def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored, monkeypatch):
+def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
+    store, (reader, _), _ = stored
+    residency = Residency(1 << 20)
+    fetch(residency, reader, 0, range(4))
+    store.engine.close()
+    with pytest.raises(RuntimeError):
+        residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    assert nothing_is_pinned(residency)
+
+
+def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
+    _, (reader, _), blocks = stored
+    residency = Residency(1 << 20, device_types=frozenset({"cpu"}))
+    fetch(residency, reader, 0, range(CHUNKS))
+    (tier,) = residency.devices.values()
+    allocate = tier.allocate
+
+    def refuse(nbytes):
+        raise torch.OutOfMemoryError("planted")
+
+    tier.allocate = refuse
+    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    with pytest.raises(torch.OutOfMemoryError):
+        lease.wait()
+    lease.release()
+    assert nothing_is_pinned(residency)
+    tier.allocate = allocate
+    check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+
+
+def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored):
     _, (reader, _), blocks = stored
     residency, owner = Residency(1 << 20), (reader.id, 0)
     with pytest.raises(RuntimeError):
@@ -212,13 +253,57 @@ def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored, monkeypat
     assert tiers_of(residency, reader, 0) == [{"host"}] * CHUNKS
 
 
-def test_a_released_lease_keeps_no_memory_alive(stored):
+def test_blocks_that_find_no_slot_are_not_admitted(stored):
+    _, (a, b), blocks = stored
+    residency = Residency(CHUNKS * a.shape.lanes[0].block_bytes + 4096)
+    _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
+    residency.admit((b.id, 0), blocks[b.id, 0])
+    assert set(residency.host._owners) == {(a.id, 0)}
+    lease.release()
+
+
+@pytest.mark.parametrize("first_in", ["fetch", "admit"])
+def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
+    """Requests of users run in it, the writer's thread does not."""
+    _, (a, b), blocks = stored
+    residency = Residency(1 << 20)
+
+    def admit():
+        residency.admit((b.id, 0), blocks[b.id, 0])
+
+    def serve(reader):
+        check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+
+    with torch.inference_mode():
+        serve(a) if first_in == "fetch" else admit()
+    admit() if first_in == "fetch" else serve(a)
+    account = Account()
+    check(fetch(residency, b, 0, range(CHUNKS), account), blocks, b, 0, range(CHUNKS))
+    assert account.stats.host.hits == CHUNKS
+    with torch.inference_mode():
+        serve(b)
+    assert nothing_is_pinned(residency)
+
+
+@pytest.mark.parametrize("device_types", [frozenset(), frozenset({"cpu"})])
+def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     _, (reader, _), _ = stored
-    lease = Residency(0).fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    lease = Residency(0, device_types=device_types).fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
     lease.wait()
     assert lease.runs
     lease.release()
     assert not lease.runs
+
+
+def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeypatch):
+    _, (reader, _), blocks = stored
+    size = reader.shape.lanes[0].block_bytes
+    monkeypatch.setattr(pool_module, "SLAB_BYTES", 4 * size + 4096)
+    residency = Residency(0)
+    got, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
+    check(got, blocks, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9])
+    assert [(first, len(run)) for first, run in lease.runs] == [(0, 4), (4, 2), (8, 2)]
+    lease.release()
 
 
 def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
@@ -267,33 +352,102 @@ def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
     assert not any(pool.pins.any() for pool in residency.host._pools.values())
 
 
-def test_slots_wait_for_the_device_to_be_done_with_them(stored, monkeypatch):
+class Pending:
+    """A point that the device has not reached yet."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.done = True
+
+
+class SlowStream(residency_module.CopyStream):
+    """A side stream beside a computation that is not finished. It notes what it is told."""
+
+    def __init__(self):
+        self.pending, self.within, self.log = Pending(), False, []
+
+    @contextmanager
+    def copying(self):
+        before, self.within = self.within, True
+        yield
+        self.within = before
+
+    def copied(self):
+        self.log.append("copied")
+        return residency_module.DoneEvent()
+
+    def computed(self):
+        return self.pending
+
+    def await_computation(self, event):
+        self.log.append(event)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """The side stream of the one device."""
+    made = SlowStream()
+    monkeypatch.setattr(residency_module, "copy_stream", lambda device: made)
+    return made
+
+
+def test_slots_wait_for_the_device_to_be_done_with_them(stored, stream):
     """A stream whose work is not finished holds the slots that it reads."""
     _, (reader, _), _ = stored
-
-    class Pending:
-        done = False
-
-        def query(self):
-            return self.done
-
-        def synchronize(self):
-            self.done = True
-
-    class SlowStream(residency_module.CopyStream):
-        pending = Pending()
-
-        def computed(self):
-            return self.pending
-
-    monkeypatch.setattr(residency_module, "copy_stream", lambda device: SlowStream())
     residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}))
     fetch(residency, reader, 0, range(CHUNKS))
     (tier,) = residency.devices.values()
     assert any(pool.pins.any() for pool in tier._pools.values())
-    SlowStream.pending.done = True
+    assert stream.pending not in stream.log  # copies to other slots need not wait
+    stream.pending.done = True
     fetch(residency, reader, 1, [0])
     assert not any(pool.pins[pool.owner >= 0][:CHUNKS].any() for pool in tier._pools.values())
+
+
+@pytest.mark.parametrize("device_budget", [0, 1 << 20])
+def test_device_memory_is_allocated_on_the_stream_that_fills_it(stored, stream, monkeypatch, device_budget):
+    _, (reader, _), _ = stored
+    within = []
+
+    def allocate(nbytes, *, pin=False, device=None):
+        if device is not None:
+            within.append(stream.within)
+        return aligned_bytes(nbytes, pin=pin)
+
+    monkeypatch.setattr(residency_module, "aligned_bytes", allocate)
+    fetch(Residency(1 << 20, device_budget, device_types=frozenset({"cpu"})), reader, 0, range(CHUNKS))
+    assert within
+    assert all(within)
+
+
+def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stored, stream):
+    """Else what a pass restores stays in memory until the device has caught up with the thread that drives it."""
+    _, (reader, _), _ = stored
+    residency = Residency(1 << 20, device_types=frozenset({"cpu"}))
+    _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
+    assert [(first, len(run)) for first, run in lease.runs] == [(0, CHUNKS)]
+    lease.release()
+    assert not lease.runs
+    assert stream.log == ["copied", stream.pending]
+
+
+def test_a_direct_read_waits_for_what_is_copied_from_its_slots(stored, stream, monkeypatch):
+    _, (reader, _), _ = stored
+    real = type(reader).read
+
+    def read(self, lane, runs):
+        stream.log.append("read")
+        return real(self, lane, runs)
+
+    monkeypatch.setattr(type(reader), "read", read)
+    monkeypatch.setattr(residency_module.DoneEvent, "synchronize", lambda event: stream.log.append("waited"))
+    residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}), direct=True)
+    fetch(residency, reader, 0, range(CHUNKS))
+    assert stream.log == ["copied", "waited", "read", "copied"]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -14,7 +14,7 @@ from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.tiers import POLICIES, make_policy
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers.policy import Usage
-from hf_tiered_cache.tiers.pool import FREE, RESERVED, SlotPool, Tier
+from hf_tiered_cache.tiers.pool import FREE, RESERVED, SLAB_BYTES, SlotPool, Tier
 
 SIZES = (4096, 8192)
 CHUNKS = 12
@@ -183,6 +183,45 @@ def test_a_pool_in_use_takes_memory_from_one_that_is_not():
     assert len(small) == 0
     tier.settle(large, slots, ("new", 0), np.arange(8), 8)
     assert tier.lookup(("old", 0), np.arange(30)).max() == -1
+
+
+@pytest.mark.parametrize("block_bytes", [4096, 65536, 3 * 65536, 1 << 20])
+def test_a_slab_with_its_alignment_is_no_larger_than_a_power_of_two(block_bytes):
+    """PyTorch page-locks whole powers of two: one byte more would cost as much again."""
+    asked = []
+
+    def allocate(nbytes):
+        asked.append(nbytes + ALIGNMENT)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    tier = Tier("host", 4 * SLAB_BYTES, make_policy("lru"), allocate)
+    tier.acquire(block_bytes, 2 * SLAB_BYTES // block_bytes)
+    assert len(asked) >= 2
+    assert SLAB_BYTES - block_bytes <= asked[0] <= SLAB_BYTES
+    assert SLAB_BYTES.bit_count() == 1
+
+
+def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
+    """It says so once, and asks no more."""
+    asked = []
+
+    def allocate(nbytes):
+        asked.append(nbytes)
+        if len(asked) > 1:
+            raise torch.OutOfMemoryError("planted")
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    tier = Tier("device", 4 * SLAB_BYTES, make_policy("lru"), allocate)
+    tier.clock = 1
+    count = SLAB_BYTES // 65536
+    pool, slots = tier.acquire(65536, 2 * count)
+    assert len(slots) == count - 1
+    assert tier.budget == tier.allocated <= SLAB_BYTES
+    tier.settle(pool, slots, ("s", 0), np.arange(len(slots)), len(slots))
+    tier.unpin(pool, slots)
+    assert len(tier.acquire(65536, 2 * count)[1]) == count - 1  # others go instead
+    assert len(asked) == 2
+    assert ["planted" in record.message for record in caplog.records] == [True]
 
 
 def test_lru_and_lfu_disagree_where_they_should():
