@@ -131,8 +131,9 @@ class TieredCache(Cache, ServedCache):
             request = self._understand(kwargs)
             if request is None:
                 return self._pass(forward, kwargs, None, None)
+            restores = self._restores
             for replans_left in range(_REPLANS, -1, -1):
-                plan = self._plan(request) if replans_left and self._restores else None
+                plan = self._plan(request) if replans_left and restores else None
                 marks = [layer.mark() for layer in self._kv_layers()]
                 try:
                     output = self._pass(forward, kwargs, request, plan)
@@ -142,7 +143,10 @@ class TieredCache(Cache, ServedCache):
                     if not isinstance(error, RestoreError):
                         raise
                     self._account.add(recomputed=1)
-                    self.store.disk.report(error.segment, error.__cause__ or error)
+                    cause = error.__cause__ or error
+                    if not isinstance(cause, MemoryError | RuntimeError):  # no fault of the segment's
+                        self.store.disk.report(error.segment, cause)
+                    restores = self.store.usable  # closed under way, it has failed this pass, and finds no other plan
             self._note(request, plan)
             return output
 

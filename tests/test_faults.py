@@ -420,3 +420,22 @@ def test_requests_in_many_threads_over_a_damaged_store(model, root):
         assert failures == []
         store.flush()
         assert ask(model, store).tokens_restored == 144
+
+
+def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
+    ids = prompt(100)
+    expected = model.generate(ids, **GREEDY).sequences
+    with KVStore(root) as store:
+        store.precompute(model, ids, progress=False)
+    store = KVStore(root)
+    cache = TieredCache(model, store, record=False)
+    read = type(store.disk).reader
+
+    def close_first(disk, segment_id):
+        reader = read(disk, segment_id)
+        store.close()
+        return reader
+
+    monkeypatch.setattr(type(store.disk), "reader", close_first)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY).sequences, expected)
+    assert cache.stats.recomputed == 1

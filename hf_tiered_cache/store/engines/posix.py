@@ -67,8 +67,13 @@ class PosixEngine(Engine):
         workers = max(1, min(self.threads, len(calls)))
         batch = Batch(workers)
         queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
-        for _ in range(workers):
-            self._pool.submit(batch.run, lambda: _drain(queue))
+        for number in range(workers):
+            try:
+                self._pool.submit(batch.run, lambda: _drain(queue))
+            except RuntimeError:  # closed meanwhile: those that have begun read it all
+                if not number:
+                    raise
+                batch.run(lambda: 0)
         return batch.future
 
     def close(self) -> None:
