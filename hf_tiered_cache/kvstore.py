@@ -26,6 +26,7 @@ from .store.quota import Limits
 from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
+from .tiers.scores import ScoreTable
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -56,11 +57,13 @@ class KVStore:
         path: a folder; made if missing. On fast local storage, best.
         device_memory: bytes of each GPU's memory for blocks. On a CPU-only machine the host tier is the device tier.
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
+        index_memory: bytes of memory, where the model computes, for keys that methods with a resident index choose by.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
         verify: whether the checksum of every block is compared when it is read.
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing.
         engine: "auto", "kvikio" (GPUDirect Storage or its compat mode) or "posix".
-        policy: which blocks leave memory first: "lru" or "lfu".
+        policy: which blocks leave memory first: "lru", "lfu", or "attention" (for methods that choose: those that got
+            least attention, times how often they were chosen).
         ttl: seconds a segment lives, or None.
         watermarks: shares of the quota to which eviction goes, and at which it begins.
         free_space_floor: bytes of the file system that always stay free.
@@ -77,6 +80,7 @@ class KVStore:
         *,
         device_memory: int | str = "0",
         host_memory: int | str = "1GiB",
+        index_memory: int | str = "256MiB",
         disk_quota: int | str | None = None,
         verify: bool = True,
         salt: str | bytes | None = None,
@@ -105,15 +109,19 @@ class KVStore:
             policy,
             pin=torch.cuda.is_available(),
             direct=self._engine.reads_device,
+            index_budget=parse_bytes(index_memory, "index_memory"),
         )
         self.disk = SegmentStore(
             self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
         )
+        self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
         self.writer = Writer(self.disk, queue_bytes)
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._close = weakref.finalize(self, _close, self._recorders, self.writer, self.disk, self._engine)
+        self._close = weakref.finalize(
+            self, _close, self._recorders, self.writer, self.disk, self._engine, self.residency.scores
+        )
 
     # --- for caches
 
@@ -209,6 +217,7 @@ class KVStore:
         self._check()
         self.seal()
         self.writer.flush()
+        _keep_scores(self.disk, self.residency.scores)
 
     def close(self) -> None:
         """Write everything that has been computed, and let files, threads and memory go."""
@@ -266,9 +275,17 @@ class KVStore:
         self.disk.pin(ids, pinned)
 
 
-def _close(recorders: weakref.WeakSet[Recorder], writer: Writer, disk: SegmentStore, engine: Engine) -> None:
+def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
+    if disk.writable and (changes := scores.changes()):
+        disk.ask(lambda catalogue: catalogue.keep_scores(changes), None)
+
+
+def _close(
+    recorders: weakref.WeakSet[Recorder], writer: Writer, disk: SegmentStore, engine: Engine, scores: ScoreTable
+) -> None:
     for recorder in list(recorders):
         recorder.finish()
     writer.close()
     engine.close()
+    _keep_scores(disk, scores)
     disk.close()

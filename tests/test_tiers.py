@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -15,6 +15,7 @@ from hf_tiered_cache.tiers import POLICIES, make_policy
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers.policy import Usage
 from hf_tiered_cache.tiers.pool import FREE, RESERVED, SLAB_BYTES, SlotPool, Tier
+from hf_tiered_cache.tiers.scores import ScoreTable
 
 SIZES = (4096, 8192)
 CHUNKS = 12
@@ -33,6 +34,7 @@ class TierMachine(RuleBasedStateMachine):
         self.tier = Tier("host", budget * 4096, make_policy(policy), self.allocate, self.evicted)
         self.held: dict[tuple, list[int]] = {}  # (segment, lane, chunk) -> [last used, uses]
         self.pinned: list[tuple] = []
+        self.scores: dict[tuple, list[float]] = {}  # (segment, lane, chunk) -> [importance, accesses], for ever
 
     def teardown(self):
         if hasattr(self, "slab_before"):
@@ -41,7 +43,8 @@ class TierMachine(RuleBasedStateMachine):
     def allocate(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def evicted(self, owner, count, chunks, runs):
+    def evicted(self, owner, count, chunks, runs, usage):
+        assert len(usage.last_used) == len(chunks)
         assert count == CHUNKS
         listed = [first + i for first, blocks in runs for i in range(len(blocks))]
         assert listed == chunks.tolist() == sorted(chunks.tolist())
@@ -110,12 +113,31 @@ class TierMachine(RuleBasedStateMachine):
             for k in self.held
             if k[1] == lane and k not in pinned and k not in self.gone and self.held[k][0] < self.tier.clock
         ]
-        score = (lambda k: (self.held[k][0],)) if self.policy == "lru" else (lambda k: tuple(self.held[k][::-1]))
+        score = {
+            "lru": lambda k: (self.held[k][0],),
+            "lfu": lambda k: tuple(self.held[k][::-1]),
+            "attention": lambda k: (np.prod(self.scores.get(k, (0, 0))), self.held[k][0]),
+        }[self.policy]
         if stayed:
             assert max(map(score, self.gone)) <= min(map(score, stayed))
 
     def memory(self, pool, slot):
         return pool.runs(np.array([slot]), np.array([0]))[0][1][0]
+
+    @rule(
+        owner=st.tuples(st.sampled_from("abc"), st.integers(0, 1)),
+        chunks=st.sets(st.integers(0, CHUNKS - 1), min_size=1),
+        mass=st.sampled_from([0.25, 0.5, 2.0]),
+    )
+    def note(self, owner, chunks, mass):
+        """A selector chose these chunks, in memory or not."""
+        ascending = np.array(sorted(chunks))
+        self.tier._scores.note(owner, CHUNKS, ascending, np.full(len(ascending), mass))
+        self.tier.rescore(owner, ascending)
+        for chunk in chunks:
+            known = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
+            known[0] += mass
+            known[1] += 1
 
     @rule()
     def unpin(self):
@@ -194,11 +216,20 @@ def test_a_slab_with_its_alignment_is_no_larger_than_a_power_of_two(block_bytes)
         asked.append(nbytes + ALIGNMENT)
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    tier = Tier("host", 4 * SLAB_BYTES, make_policy("lru"), allocate)
+    tier = Tier("host", 8 * SLAB_BYTES, make_policy("lru"), allocate)
     tier.acquire(block_bytes, 2 * SLAB_BYTES // block_bytes)
     assert len(asked) >= 2
     assert SLAB_BYTES - block_bytes <= asked[0] <= SLAB_BYTES
     assert SLAB_BYTES.bit_count() == 1
+
+
+@pytest.mark.parametrize("budget", [1 << 16, 5 << 20, 8 << 20, 65 << 20, 1 << 30])
+def test_blocks_of_several_sizes_find_room_in_a_small_budget(budget):
+    """No size takes all of it at its first block, unless it is smaller than slabs are worth while."""
+    tier = Tier("host", budget, make_policy("lru"), lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    for block_bytes in (4096, 8192):
+        assert len(tier.acquire(block_bytes, 1)[1]) == (1 if budget >= 8 << 20 or block_bytes == 4096 else 0)
+    assert tier.allocated <= budget
 
 
 def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
@@ -211,7 +242,7 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
             raise torch.OutOfMemoryError("planted")
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    tier = Tier("device", 4 * SLAB_BYTES, make_policy("lru"), allocate)
+    tier = Tier("device", 8 * SLAB_BYTES, make_policy("lru"), allocate)
     tier.clock = 1
     count = SLAB_BYTES // 65536
     pool, slots = tier.acquire(65536, 2 * count)
@@ -225,7 +256,7 @@ def test_a_tier_goes_on_with_the_memory_it_could_get(caplog):
 
 
 def test_lru_and_lfu_disagree_where_they_should():
-    usage = Usage(last_used=np.array([5, 1, 9, 3]), uses=np.array([1, 8, 2, 1]))
+    usage = Usage(np.array([5, 1, 9, 3]), np.array([1, 8, 2, 1]), *np.zeros((2, 4)))
     assert make_policy("lru").victims(usage, 1).tolist() == [1]
     assert sorted(make_policy("lfu").victims(usage, 2).tolist()) == [0, 3]
     assert make_policy("lfu").victims(usage, 1).tolist() == [3]  # of equals, the one used longest ago
@@ -233,6 +264,45 @@ def test_lru_and_lfu_disagree_where_they_should():
     assert len(make_policy("lru").victims(usage, 0)) == 0
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 3)), min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 2.0]), st.integers(0, 3)), max_size=6),
+    st.integers(0, 6),
+)
+def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, free):
+    """One after the other, the best first, against a heap of those that are there."""
+    usage = [
+        Usage(*np.zeros((2, len(some)), np.int64), *np.array(some, float).reshape(-1, 2).T)
+        for some in (arriving, resident)
+    ]
+    heap, expected = sorted(i * f for i, f in resident), [False] * len(arriving)
+    slots = free
+    for index in sorted(range(len(arriving)), key=lambda i: -arriving[i][0] * arriving[i][1]):
+        if slots:
+            slots -= 1
+        elif heap and heap[0] < arriving[index][0] * arriving[index][1]:
+            heap.pop(0)
+        else:
+            continue
+        expected[index] = True
+    found = make_policy("attention").keeps(*usage, free)
+    score = np.array([i * f for i, f in arriving])
+    assert sorted(score[found]) == sorted(score[np.array(expected)])
+    assert make_policy("lru").keeps(*usage, free).all()
+
+
+def test_scores_outlive_the_process_in_bytes():
+    table, later = ScoreTable(), ScoreTable()
+    table.note(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]))
+    table.note(("s", 2), 5, np.array([1]), np.array([0.5]))
+    changes = table.changes()
+    assert table.changes() == []
+    later.load(changes)
+    for found in (table, later):
+        assert found.of(("s", 2), np.array([0, 1, 4])).tolist() == [[0, 1, 0.25], [0, 2, 1]]
+        assert found.of(("t", 0), np.array([3])).tolist() == [[0], [0]]
+
+
 def test_an_unknown_policy_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"'fifo'.*lru, lfu"):
+    with pytest.raises(ConfigError, match=r"'fifo'.*lru, lfu, attention"):
         make_policy("fifo")

@@ -1,7 +1,7 @@
 """The catalogue: which segments exist and when they were used. SQLite, shared by processes, never the truth.
 
-Everything in it but the times of use can be read again from the segment headers, so a lost or damaged catalogue
-costs a scan and no KV.
+Everything in it but the times of use, and what eviction knows of chunks, can be read again from the segment headers, so
+a lost or damaged catalogue costs a scan and no KV.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from .format import LINK_BYTES, SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BUSY_SECONDS = 10.0
 _MOST_PARAMETERS = 500
 _CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
 _WAL_PAGES = 32  # small, since the log counts against the quota
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
+    "DROP TABLE IF EXISTS scores",
+    "CREATE TABLE scores (segment TEXT, lane INTEGER, row BLOB NOT NULL, PRIMARY KEY (segment, lane)) WITHOUT ROWID",
     """CREATE TABLE segments (
         id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
         first BLOB NOT NULL, usable_links INTEGER NOT NULL,
@@ -199,12 +201,23 @@ class Catalogue:
     def remove(self, ids: Iterable[str]) -> None:
         pairs = [(i,) for i in ids]
         self._run(lambda db: db.executemany("DELETE FROM segments WHERE id = ?", pairs))
+        self._run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
         """Note a use of these segments."""
         now = time.time() if now is None else now
         pairs = [(now, i) for i in ids]
         self._run(lambda db: db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs))
+
+    def scores(self) -> list[tuple[str, int, bytes]]:
+        """Segment, lane, and what eviction policies know of its chunks (see `ScoreTable`)."""
+        return self._run(lambda db: db.execute("SELECT segment, lane, row FROM scores").fetchall())
+
+    def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
+        """Keep such rows, of segments that are still there."""
+        query = """INSERT OR REPLACE INTO scores SELECT ?1, ?2, ?3
+            WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
+        self._run(lambda db: db.executemany(query, rows))
 
     def limit(self, segment_id: str, links: int) -> None:
         """Note that of this segment only the first `links` links can be used."""

@@ -6,11 +6,12 @@ A new eviction policy is one file here and one row in `POLICIES`.
 from __future__ import annotations
 
 from ..errors import ConfigError
+from .attention import AttentionGuided
 from .lfu import LFU
 from .lru import LRU
 from .policy import EvictionPolicy
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU}
+POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "attention": AttentionGuided}
 
 
 def make_policy(name: str) -> EvictionPolicy:

@@ -16,6 +16,10 @@ class Usage:
     """int64, the tier's clock at the last use; the clock ticks once a fetch and stays below 2^32."""
     uses: np.ndarray
     """int64, how often the block was asked for since it came in."""
+    importance: np.ndarray
+    """float64, the attention that the block's chunk ever got, as far as a selector has told."""
+    accesses: np.ndarray
+    """float64, how often a selector ever chose it."""
 
 
 class EvictionPolicy(ABC):
@@ -31,3 +35,13 @@ class EvictionPolicy(ABC):
         if count >= len(score):
             return np.arange(len(score))
         return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)
+
+    def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
+        """Which of the blocks that a faster tier gives up stay in this one, bool.
+
+        Args:
+            arriving: those blocks.
+            resident: the blocks here that could go in their place.
+            free: slots that nobody needs to leave.
+        """
+        return np.ones(len(arriving.last_used), bool)

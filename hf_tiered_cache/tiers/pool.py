@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,18 +11,16 @@ import torch
 
 from ..geometry import ALIGNMENT
 from .policy import EvictionPolicy, Usage
+from .scores import Owner, ScoreTable
 
 logger = logging.getLogger("hf_tiered_cache")
 
-SLAB_BYTES = 64 << 20
-"""Memory is taken in slabs of at most this, so that budgets need not be paid at start and pools can trade. A power of
-two, alignment included: PyTorch page-locks whole powers of two."""
+SLAB_BYTES, LEAST_SLAB_BYTES = 64 << 20, 1 << 20
+"""Memory is taken in slabs, so that budgets need not be paid at start and pools can trade: an eighth of a small budget,
+for blocks of several sizes. Powers of two, alignment included: PyTorch page-locks whole powers of two."""
 
 FREE, RESERVED, GONE = -1, -2, -3
 """States of a slot that holds no block: free, being filled, its memory given back."""
-
-Owner = tuple[str, int]
-"""Segment id and lane: with a chunk number, the name of a block."""
 
 BlockRun = tuple[int, torch.Tensor]
 """A run of neighbouring chunks: the first one's number, and the blocks, uint8 `[n, block_bytes]`."""
@@ -31,9 +29,16 @@ Allocate = Callable[[int], torch.Tensor]
 """Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
 
 
-def slab_slots(block_bytes: int) -> int:
-    """How many blocks a slab holds."""
-    return max(1, (SLAB_BYTES - ALIGNMENT) // block_bytes)
+def spans(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Half-open ranges of indices in which ascending `numbers` follow one another without a gap."""
+    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()]
+    return ((start, stop) for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True) if stop > start)
+
+
+def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
+    """How many blocks a slab holds, in a tier with that budget."""
+    nbytes = min(SLAB_BYTES, 1 << max(0, (budget // 8).bit_length() - 1))
+    return max(1, ((nbytes if nbytes >= LEAST_SLAB_BYTES else SLAB_BYTES) - ALIGNMENT) // block_bytes)
 
 
 @dataclass
@@ -51,6 +56,8 @@ class SlotPool:
     chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     uses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    importance: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
+    accesses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
     pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __len__(self) -> int:
@@ -67,8 +74,9 @@ class SlotPool:
         self.slabs.append(memory)
         self.starts.append(self.starts[-1] + count)
         self.owner = np.concatenate([self.owner, np.full(count, FREE, np.int64)])
-        for name in ("chunk", "last_used", "uses", "pins"):
-            setattr(self, name, np.concatenate([getattr(self, name), np.zeros(count, np.int64)]))
+        for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
+            known = getattr(self, name)
+            setattr(self, name, np.concatenate([known, np.zeros(count, known.dtype)]))
 
     def drop_slab(self, index: int) -> None:
         """Give a slab's memory back; its slots must be free."""
@@ -83,7 +91,7 @@ class SlotPool:
         return np.flatnonzero((self.owner >= 0) & (self.pins == 0))
 
     def usage(self, slots: np.ndarray) -> Usage:
-        return Usage(self.last_used[slots], self.uses[slots])
+        return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
 
     def runs(self, slots: np.ndarray, chunks: np.ndarray) -> list[BlockRun]:
         """The blocks of ascending `chunks`, which lie in `slots`, in as few tensors as can be."""
@@ -106,7 +114,9 @@ class Tier:
         budget: bytes of memory the tier may take, slab alignment included.
         policy: who goes when it is full.
         allocate: gets memory from the tier's device.
-        on_evict: called with owner, the segment's number of chunks, the chunks and their blocks before they go.
+        on_evict: called with owner, the segment's number of chunks, the chunks, their blocks and what is known of them
+            before they go.
+        scores: what selectors have told of chunks.
     """
 
     def __init__(
@@ -115,7 +125,8 @@ class Tier:
         budget: int,
         policy: EvictionPolicy,
         allocate: Allocate,
-        on_evict: Callable[[Owner, int, np.ndarray, list[BlockRun]], None] | None = None,
+        on_evict: Callable[[Owner, int, np.ndarray, list[BlockRun], Usage], None] | None = None,
+        scores: ScoreTable | None = None,
     ) -> None:
         self.name = name
         self.budget = budget
@@ -125,6 +136,7 @@ class Tier:
         self.clock = 0
         self.allocate = allocate
         self._on_evict = on_evict
+        self._scores = scores or ScoreTable()
         self._pools: dict[int, SlotPool] = {}
         self._owners: dict[Owner, int] = {}
         self._names: dict[int, Owner] = {}
@@ -186,7 +198,24 @@ class Tier:
         pool.chunk[mine] = chunks[fresh]
         pool.last_used[mine] = self.clock
         pool.uses[mine] = 1
+        pool.importance[mine], pool.accesses[mine] = self._scores.of(owner, chunks[fresh])
         return fresh
+
+    def rescore(self, owner: Owner, chunks: np.ndarray) -> None:
+        """The scores of these chunks have changed."""
+        if (number := self._owners.get(owner)) is None:
+            return
+        pool, table = self._tables[number]
+        here = chunks[table[chunks] >= 0]
+        slots = table[here]
+        pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, here)
+
+    def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
+        """Which blocks that a faster tier gives up this one would keep, bool."""
+        pool, count = self.pool(block_bytes), len(arriving.last_used)
+        self._grow(pool, count)
+        resident = pool.usage(pool.evictable())
+        return self.policy.keeps(arriving, resident, len(pool.free_slots(count)))
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots, whatever they hold."""
@@ -220,7 +249,7 @@ class Tier:
         while len(pool.free_slots(count)) < count:
             room = (self.budget - self.allocated - ALIGNMENT) // pool.block_bytes
             if room > 0:
-                slots = min(room, slab_slots(pool.block_bytes))
+                slots = min(room, slab_slots(pool.block_bytes, self.budget))
                 try:
                     memory = self.allocate(slots * pool.block_bytes)
                 except (RuntimeError, MemoryError, OSError) as error:  # what CUDA, pinning and mmap raise
@@ -260,7 +289,7 @@ class Tier:
                 held = slots[pool.owner[slots] == number]
                 held = held[np.argsort(pool.chunk[held])]
                 chunks, table = pool.chunk[held], self._tables[int(number)][1]
-                self._on_evict(self._names[int(number)], len(table), chunks, pool.runs(held, chunks))
+                self._on_evict(self._names[int(number)], len(table), chunks, pool.runs(held, chunks), pool.usage(held))
         self.evicted += len(slots)
         self.discard(pool, slots)
 

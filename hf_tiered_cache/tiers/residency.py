@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,7 +19,10 @@ from ..stats import Account
 from ..store.memory import aligned_bytes
 from ..store.segment import SegmentReader
 from . import make_policy
-from .pool import RESERVED, BlockRun, Owner, SlotPool, Tier, slab_slots
+from .policy import Usage
+from .pool import RESERVED, BlockRun, SlotPool, Tier, slab_slots, spans
+from .resident import ResidentKeys
+from .scores import Owner, ScoreTable
 from .streams import CopyStream, DoneEvent, Event, copy_stream
 
 
@@ -66,6 +70,7 @@ class Residency:
         pin: whether host memory is page-locked.
         device_types: kinds of device with a tier of their own; for the others the host tier is the device tier.
         direct: whether the engine fills device memory from disk (GPUDirect Storage).
+        index_budget: bytes for keys that stay in memory for identification.
     """
 
     def __init__(
@@ -77,8 +82,13 @@ class Residency:
         pin: bool = False,
         device_types: frozenset[str] = frozenset({"cuda"}),
         direct: bool = False,
+        index_budget: int = 256 << 20,
     ) -> None:
-        self.host = Tier("host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin))
+        self.resident = ResidentKeys(index_budget)
+        self.scores = ScoreTable()
+        self.host = Tier(
+            "host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin), scores=self.scores
+        )
         self.devices: dict[torch.device, Tier] = {}
         self.device_budget = device_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
@@ -181,6 +191,13 @@ class Residency:
             with self._lock:
                 self._unpin(self.host, pool, slots)
 
+    def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray) -> None:
+        """A selector has chosen `chunks` of a lane with `count`, and the queries pay them so much attention."""
+        self.scores.note(owner, count, chunks, mass)
+        with self._lock:
+            for tier in (self.host, *self.devices.values()):
+                tier.rescore(owner, chunks)
+
     # --- steps of a fetch, under the lock
 
     def _tick(self, tier: Tier | None) -> None:
@@ -251,10 +268,16 @@ class Residency:
         return chunks[: len(chunks) - len(rest)]
 
     def _move_down(
-        self, device: torch.device, owner: Owner, count: int, chunks: np.ndarray, runs: list[BlockRun]
+        self, device: torch.device, owner: Owner, count: int, chunks: np.ndarray, runs: list[BlockRun], usage: Usage
     ) -> None:
-        """Blocks are evicted from a device: keep them on the host, as far as it has room."""
+        """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""
         block_bytes = runs[0][1].shape[1]
+        if not self.host.budget:
+            return
+        kept = self.host.keeps(block_bytes, usage)
+        chunks, runs = chunks[kept], list(_some(runs, chunks[kept]))
+        if not len(chunks):
+            return
         stream = self._streams[device]
         down = Lease(self, block_bytes, stream, moves_down=True)
         targets: list[BlockRun] = []
@@ -334,7 +357,8 @@ class Residency:
                 self.device_budget,
                 make_policy(self._policy),
                 allocate,
-                lambda owner, count, chunks, runs: self._move_down(device, owner, count, chunks, runs),
+                partial(self._move_down, device),
+                self.scores,
             )
         return self.devices[device]
 
@@ -347,6 +371,7 @@ class Residency:
         with self._lock:
             self.host.clear()
             self.devices.clear()
+            self.resident.clear()
 
 
 def _own_memory(tier: Tier, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
@@ -357,9 +382,16 @@ def _own_memory(tier: Tier, chunks: np.ndarray, block_bytes: int) -> Iterator[Bl
     for at in range(0, len(chunks), slab_slots(block_bytes)):
         piece = chunks[at : at + slab_slots(block_bytes)]
         memory = tier.allocate(len(piece) * block_bytes).view(len(piece), block_bytes)
-        starts = [0, *(np.flatnonzero(np.diff(piece) != 1) + 1).tolist()]
-        for start, stop in zip(starts, [*starts[1:], len(piece)], strict=True):
+        for start, stop in spans(piece):
             yield int(piece[start]), memory[start:stop]
+
+
+def _some(runs: list[BlockRun], chunks: np.ndarray) -> Iterator[BlockRun]:
+    """The parts of runs that hold ascending `chunks`."""
+    for first, blocks in runs:
+        mine = chunks[np.searchsorted(chunks, first) : np.searchsorted(chunks, first + len(blocks))]
+        for start, stop in spans(mine):
+            yield int(mine[start]), blocks[mine[start] - first : mine[stop - 1] - first + 1]
 
 
 def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

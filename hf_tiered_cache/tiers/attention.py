@@ -1,0 +1,30 @@
+"""Attention-guided: what queries paid attention to, and often, stays (ContiguousKV, Section 4.4)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .policy import EvictionPolicy, Usage
+
+
+class AttentionGuided(EvictionPolicy):
+    """A block's score is S = I · F: the attention it ever got times how often it was chosen. The lowest go first.
+
+    Of equals, what was used longest ago goes first. What leaves the device stays on the host only if something there
+    scores lower.
+    """
+
+    def score(self, usage: Usage) -> np.ndarray:
+        return usage.importance * usage.accesses
+
+    def victims(self, usage: Usage, count: int) -> np.ndarray:
+        return np.lexsort((usage.last_used, self.score(usage)))[:count]
+
+    def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
+        order = np.argsort(-self.score(arriving), kind="stable")
+        lowest = np.sort(self.score(resident))[: max(0, len(order) - free)]
+        kept = np.zeros(len(order), bool)
+        kept[order[:free]] = True
+        rivals = order[free : free + len(lowest)]
+        kept[rivals] = self.score(arriving)[rivals] > lowest
+        return kept

@@ -1,0 +1,78 @@
+"""Keys that stay in memory in eight bits, for identification that reads nothing from disk."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+
+from .scores import Owner
+
+
+@dataclass(frozen=True)
+class CoarseKeys:
+    """Keys before their rotation, one scale for each token and head.
+
+    Args:
+        codes: int8 `[heads, tokens, dim]`.
+        scales: float32 `[heads, tokens, 1]`: a key is its code times this.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, keys: torch.Tensor) -> CoarseKeys:
+        """Of keys `[heads, tokens, dim]`."""
+        wide = keys.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
+        return cls((wide / scales).round_().to(torch.int8), scales)
+
+    def write(self, target: torch.Tensor, first: int = 0) -> None:
+        """Fill `target`, `[heads, n, dim]`, with the keys of the n tokens from `first` on."""
+        some = slice(first, first + target.shape[1])
+        target.copy_(self.codes[:, some].float().mul_(self.scales[:, some]))
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+
+class ResidentKeys:
+    """The coarse keys of segments, by segment and layer, within a budget; the least recently used go first.
+
+    Args:
+        budget: bytes, on all devices together.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.allocated = 0
+        self._keys: OrderedDict[tuple[Owner, torch.device], CoarseKeys] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, owner: Owner, device: torch.device) -> CoarseKeys | None:
+        """The keys of a segment and layer, on `device`, or None."""
+        with self._lock:
+            if (found := self._keys.get((owner, device))) is not None:
+                self._keys.move_to_end((owner, device))
+            return found
+
+    def admit(self, owner: Owner, keys: CoarseKeys) -> None:
+        """Keep `keys` if they fit."""
+        name = owner, keys.codes.device
+        with self._lock:
+            if name in self._keys or keys.nbytes > self.budget:
+                return
+            self._keys[name] = keys
+            self.allocated += keys.nbytes
+            while self.allocated > self.budget:
+                self.allocated -= self._keys.popitem(last=False)[1].nbytes
+
+    def clear(self) -> None:
+        """Forget all."""
+        with self._lock:
+            self._keys.clear()
+            self.allocated = 0
