@@ -7,33 +7,35 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from .errors import CacheMismatchError, ConfigError, RestoreError, StoreClosedError
+from .errors import CacheMismatchError, ConfigError, RestoreError, StoreClosedError, UnsupportedModelError
 from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
-from .patches.attention import WRAPPED, can_scatter
+from .patches.attention import WRAPPED, can_scatter, can_select
 from .patches.layers import decoder_layers, dropping
 from .patches.rotary import RotaryTap, Unrotated
 from .patches.scope import Scope, current, entered
 from .record import Recorder
 from .request import Request, understand
-from .restore.assemble import restore_layer
+from .restore.assemble import check_fit, restore_layer
 from .restore.history import History
 from .restore.plan import Plan
 from .restore.planner import make_plan
 from .restore.prefetch import Prefetch
+from .restore.selective import SelectiveRestore
 from .stats import Account, RequestStats
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -55,6 +57,9 @@ class _Pass:
     records: bool = False
     plan: Plan | None = None
     prefetch: Prefetch | None = None
+    selective: SelectiveRestore | None = None
+    deferred: dict[int, tuple[Unrotated, torch.Tensor]] = field(default_factory=dict)
+    """Layers whose keys and values were taken in, and that wait for their queries to choose the rest."""
 
 
 class TieredCache(Cache, ServedCache):
@@ -222,14 +227,20 @@ class TieredCache(Cache, ServedCache):
                 self._history,
                 request.ids.to("cpu", torch.int64).numpy(),
                 request.must_compute,
-                self.method.computed,
+                self.method,
                 len(self.layers),
                 partial(self.store.match, asking=self._recorder),
             )
         for rows in found:
             for row in rows.rows:
                 self._recorder.found(row, rows.held, rows.links, rows.segments)
+        if plan is not None and not self._choosing_layers():
+            return replace(plan, attended=None)
         return plan
+
+    def _choosing_layers(self) -> list[int]:
+        """Those with full attention; the others keep all of their window."""
+        return [i for i, layer in enumerate(self.layers) if isinstance(layer, TieredLayer) and not layer.window]
 
     def _asks_for_all(self, kwargs: dict[str, Any]) -> bool:
         """Whether outputs are asked for that only computing every token gives."""
@@ -245,7 +256,8 @@ class TieredCache(Cache, ServedCache):
         """Run the model on what the plan has computed."""
         scope = Scope(self, RotaryTap())
         first = 0 if plan is None else plan.suffix
-        now = self._now = _Pass(scope, request is not None and self._recorder.enabled and first is not None, plan)
+        exact = request is not None and first is not None and (plan is None or plan.attended is None)
+        now = self._now = _Pass(scope, exact and self._recorder.enabled, plan)
         with ExitStack() as stack:
             stack.callback(self._end_pass)
             if now.records:
@@ -255,13 +267,29 @@ class TieredCache(Cache, ServedCache):
                 self._prepare(now, stack)
             stack.enter_context(self._attachment.running_eagerly())
             stack.enter_context(entered(scope))
-            return forward(**kwargs)
+            try:
+                output = forward(**kwargs)
+            except RuntimeError as error:
+                if not now.deferred:
+                    raise
+                raise self._cannot_choose() from error
+            if now.deferred:
+                raise self._cannot_choose()
+            return output
+
+    def _cannot_choose(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{type(self.model).__name__} attends to other keys than it hands to its cache, or out of sight, so that "
+            f"{type(self.method).__name__} cannot choose among them; use the exact method with this model"
+        )
 
     def _prepare(self, now: _Pass, stack: ExitStack) -> None:
         """Announce what is going to be restored, to masks and layers, and start to fetch it."""
         plan, scope = now.plan, now.scope
         for layer in self._kv_layers():
-            if plan.suffix is not None:
+            if plan.attended is not None and not layer.window:
+                layer.expect(plan.suffix, plan.columns, plan.unattended)
+            elif plan.suffix is not None:
                 layer.expect(restored=plan.suffix)
             else:
                 layer.expect(scattered=plan.columns, first=max(0, plan.first_kept(layer.window)))
@@ -277,7 +305,29 @@ class TieredCache(Cache, ServedCache):
             plan, self.store.residency, self._account, self._attachment.device_of, self.method.ahead_bytes
         )
         stack.callback(now.prefetch.cancel)
+        if plan.attended is not None:
+            self._prepare_choice(now, stack)
         now.prefetch.start()
+
+    def _prepare_choice(self, now: _Pass, stack: ExitStack) -> None:
+        """Layers with full attention get what they attend to when their queries are known."""
+        if not can_select(self._attachment.config):
+            raise ConfigError(
+                f"{type(self.method).__name__} chooses by the queries, for which the model's attention must be sdpa: "
+                "model.set_attn_implementation('sdpa')"
+            )
+        now.selective = SelectiveRestore(
+            now.plan,
+            self._choosing_layers(),
+            self.method.selector(),
+            self.store.residency,
+            self._account,
+            self._attachment.device_of,
+            self.method.ahead_bytes > 0,
+        )
+        now.scope.attended = self._attended
+        stack.callback(now.selective.cancel)
+        now.selective.start()
 
     def _drop_with_depth(self, plan: Plan, scope: Scope, stack: ExitStack) -> None:
         for layer in range(len(plan.computed)):
@@ -305,6 +355,12 @@ class TieredCache(Cache, ServedCache):
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self._history.columns) for pad in self._history.pads)
         self._account.add(tokens_restored=restored, tokens_computed=rows * columns - padding - restored)
+        if plan is not None and plan.attended is not None:
+            attended = sum(len(g.rows) * min(plan.attended, max(0, plan.suffix - g.pad)) for g in plan.groups)
+            self._account.add(tokens_attended=attended)
+            self._approximate()
+        else:
+            self._account.add(tokens_attended=restored)
         computed = columns if plan is None else len(plan.computed[0])
         self._recorder.end(request.ids, computed, request.revocable)
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
@@ -315,6 +371,10 @@ class TieredCache(Cache, ServedCache):
             except StoreClosedError as error:  # the request itself goes on
                 logger.warning("%s: what is computed from here on is not stored", error)
                 self._recorder.enabled = False
+
+    def _approximate(self) -> None:
+        """From here on this cache computes what no exact cache would: it stores nothing and restores nothing more."""
+        self._recorder.enabled = self._restores = False
 
     # --- what layers and generate() ask of a cache
 
@@ -340,6 +400,12 @@ class TieredCache(Cache, ServedCache):
             self._recorder.catch(layer_idx, kind, bare.keys, bare.values)
         if now.plan is None:
             return layer.update(key_states, value_states)
+        if now.selective is not None and not layer.window:
+            check_fit(now.plan, layer_idx, kind, bare.keys.dtype)
+            if now.deferred or bare.rotated == "value":
+                raise self._cannot_choose()
+            now.deferred[layer_idx] = (bare, key_states)
+            return key_states, value_states
         with self._account.timing("assemble_seconds"):
             return self._assemble(now, layer_idx, kind, bare, key_states, value_states)
 
@@ -366,6 +432,34 @@ class TieredCache(Cache, ServedCache):
         keys.index_copy_(2, columns, key_states)
         values.index_copy_(2, columns, value_states)
         return layer.seen_by(None)
+
+    def _attended(
+        self,
+        index: int,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's queries, `[batch, heads, n, dim]`, attend to: the chosen among the restored, and their own."""
+        layer, now = self.layers[index], self._now
+        if layer.window:
+            return key_states, value_states
+        bare, mine = now.deferred.pop(index, (None, None))
+        if mine is not key_states:
+            raise self._cannot_choose()
+        plan = now.plan
+        with self._account.timing("assemble_seconds"):
+            keys, values = layer.extend(key_states, value_states, plan.columns, plan.unattended)
+            parts = [t[:, :, : plan.attended] for t in (keys, values)]
+
+            def rotate_(tensor: torch.Tensor, positions: np.ndarray) -> None:
+                now.scope.tap.rotate_at_(bare.call, bare.dims, tensor, torch.from_numpy(positions))
+
+            now.selective.fill(index, query, key_states, *parts, bare.rotated, rotate_, scaling)
+            keys[:, :, plan.attended :] = key_states
+            values[:, :, plan.attended :] = value_states
+            return layer.seen_by(key_states.shape[2])
 
     def check_continues(self, input_ids: torch.Tensor) -> None:
         """Refuse a prompt that does not go on from what this cache holds."""

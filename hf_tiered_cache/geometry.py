@@ -111,6 +111,8 @@ class Lane:
     index: int
     parts: tuple[Part, ...]
     window: int
+    identifies: bool = False
+    """Whether these are keys once more, apart, for identification to read."""
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -126,6 +128,23 @@ class Lane:
 
 
 @dataclass(frozen=True)
+class KeyIndex:
+    """Keys that a segment holds once more, in lanes of their own, for selectors to read without the rest.
+
+    Args:
+        every: of the layers with full attention the first, and then every so many: the first layers of periods.
+        heads: only the first key-value heads (IMPRESS, Section 4.1: probe heads), or None for all.
+    """
+
+    every: int = 1
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "heads"):
+            _check_count(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
 class Geometry:
     """How a segment is cut: chunk tokens × layers per block × heads per block.
 
@@ -135,34 +154,40 @@ class Geometry:
             so that of a sliding layer only its window is read.
         heads_per_block: key-value heads of a block, or None for all.
         split_kv: whether keys and values lie in blocks of their own.
+        index: keys that are stored once more, or None.
     """
 
     chunk_tokens: int = 16
     layers_per_block: int = 4
     heads_per_block: int | None = None
     split_kv: bool = False
+    index: KeyIndex | None = None
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+            _check_count(name, getattr(self, name))
 
     def to_json(self) -> list[Any]:
-        return [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
+        cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
+        return cut if self.index is None else [*cut, [self.index.every, self.index.heads]]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
         try:
-            chunk, layers, heads, split = data
-            return cls(chunk, layers, heads, bool(split))
+            chunk, layers, heads, split, *index = data
+            return cls(chunk, layers, heads, bool(split), KeyIndex(*index[0]) if index else None)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
 
 
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+
 @lru_cache(maxsize=64)
 def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
-    """The lanes of a segment, in the order in which a forward pass first needs them."""
+    """The lanes of a segment, in the order in which a forward pass first needs them; those of an index at the end."""
     by_window: dict[int, list[int]] = {}
     for index, layer in enumerate(layout.layers):
         if layer is not None:
@@ -177,7 +202,13 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
                         found.append((window, parts))
     found.sort(key=lambda lane: lane[1][0].layer)
-    return tuple(Lane(index, parts, window) for index, (window, parts) in enumerate(found))
+    kept = [Lane(number, parts, window) for number, (window, parts) in enumerate(found)]
+    if geometry.index is not None:
+        heads = None if geometry.index.heads is None else (0, geometry.index.heads)
+        for layer in by_window.get(0, [])[:: geometry.index.every]:
+            parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
+            kept.append(Lane(len(kept), parts, 0, identifies=True))
+    return tuple(kept)
 
 
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:

@@ -38,8 +38,9 @@ class TieredLayer(CacheLayerMixin):
 
         Args:
             restored: columns restored in front of the computed ones, where those are a suffix.
-            scattered: otherwise, all columns of the pass.
-            first: columns of the pass that lie before every query's window.
+            scattered: all columns of the pass, where they are none, or where the layer holds a part of them.
+            first: columns of the pass that it does not hold: they lie before every query's window, or as many restored
+                ones are attended to by none.
         """
         self._restored, self._scattered, self._skipped = restored, scattered, first
 
@@ -47,6 +48,7 @@ class TieredLayer(CacheLayerMixin):
         self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self._start = self._stop = self._first = 0
+        self._chosen = 0  # columns in front that were chosen from among more
         self._shared = False
         self.is_initialized = False
 
@@ -78,7 +80,7 @@ class TieredLayer(CacheLayerMixin):
             return self._scattered - self._skipped, self.columns + self._skipped
         if self._scattered:
             return self._stop - self._start + self._scattered, self._first
-        return self.get_seq_length() + query_length, 0
+        return self.get_seq_length() + query_length - self._first, self._first
 
     # --- taking in
 
@@ -111,6 +113,7 @@ class TieredLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(like_keys, like_values)
         if first:
+            self._chosen = 0 if self.window else self._restored - first
             self._first = self.columns + first
             self._start = self._stop
         count = columns - first
@@ -150,6 +153,11 @@ class TieredLayer(CacheLayerMixin):
             tokens_to_remove = min(0, tokens_to_remove - self.columns)
         if not self.is_initialized:
             return
+        if self._chosen and self._stop - self._start + tokens_to_remove < self._chosen:
+            raise RuntimeError(
+                "a cache that holds a part of its prompt, within a budget, cannot take back tokens of that prompt; "
+                "make a new cache"
+            )
         self._stop = max(self._start, self._stop + tokens_to_remove)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

@@ -58,14 +58,22 @@ class RequestStats:
     tokens_restored: int = 0
     tokens_computed: int = 0
     tokens_stored: int = 0
+    tokens_attended: int = 0
+    """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought."""
     device: TierStats = field(default_factory=TierStats)
     host: TierStats = field(default_factory=TierStats)
     disk: TierStats = field(default_factory=TierStats)
     bytes_read: int = 0
     bytes_used: int = 0
+    bytes_identifying: int = 0
+    """Of `bytes_read`, those from which it was chosen what to attend to."""
+    bytes_guessed: int = 0
+    """Of `bytes_read`, those that were fetched for a choice that fell otherwise."""
     io_seconds: float = 0.0
     stall_seconds: float = 0.0
     match_seconds: float = 0.0
+    select_seconds: float = 0.0
+    """Choosing what to attend to, and waiting for what that takes."""
     assemble_seconds: float = 0.0
     verification_failures: int = 0
     read_errors: int = 0
@@ -74,8 +82,9 @@ class RequestStats:
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read from disk for each byte used; 1.0 where nothing was read."""
-        return self.bytes_read / self.bytes_used if self.bytes_used else 1.0
+        """Bytes read from disk to be attended to, for each byte that was; 1.0 where nothing was read."""
+        read = self.bytes_read - self.bytes_identifying - self.bytes_guessed
+        return read / self.bytes_used if self.bytes_used else 1.0
 
     @property
     def tier(self) -> str:
@@ -92,9 +101,18 @@ class RequestStats:
         summary.add_column(justify="right")
         for name, *values in (
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
+            ("tokens attended, of the restored", self.tokens_attended),
             ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
+            (
+                "read to choose by / on a wrong guess",
+                format_bytes(self.bytes_identifying),
+                format_bytes(self.bytes_guessed),
+            ),
             ("read amplification", f"{self.read_amplification:.2f}"),
-            ("match / I/O / stall", _ms(self.match_seconds), _ms(self.io_seconds), _ms(self.stall_seconds)),
+            (
+                "match / choice / I/O / stall",
+                *map(_ms, (self.match_seconds, self.select_seconds, self.io_seconds, self.stall_seconds)),
+            ),
             ("assembly, stall included", _ms(self.assemble_seconds)),
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
         ):

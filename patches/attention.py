@@ -25,6 +25,11 @@ WRAPPED = ("sdpa", "eager")
 _patching = threading.Lock()
 
 
+def can_select(config: PreTrainedConfig) -> bool:
+    """Whether this model's attention implementation tells us its queries."""
+    return config._attn_implementation == "sdpa"
+
+
 def can_scatter(config: PreTrainedConfig) -> bool:
     """Whether plans other than a suffix can be computed with this model's attention implementation."""
     return config._attn_implementation in WRAPPED
@@ -98,12 +103,15 @@ def attend(
 
     Args:
         query: `[batch, heads, queries, dim]`.
-        key: `[batch, kv_heads, columns, dim]`; value likewise.
+        key: `[batch, kv_heads, columns, dim]`; value likewise. Just the computed columns, where the pass attends to a
+            part of what it restores.
         attention_mask: as `make_mask` made it.
 
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
+    if scope.attended is not None:
+        key, value = scope.attended(module.layer_idx, query, key, value, kwargs.get("scaling"))
     if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,

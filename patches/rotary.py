@@ -130,6 +130,12 @@ class RotaryTap:
         part = tensor[..., :dims]
         part.copy_(call.rotate(part, cos[:, first : first + count], sin[:, first : first + count]))
 
+    def rotate_at_(self, call: RotaryCall, dims: int, tensor: torch.Tensor, positions: torch.Tensor) -> None:
+        """Rotate, in place, keys `[batch, heads, n, dim]` of any ascending positions, int64 `[n]`, as `call` would."""
+        cos, sin = self._tables_at(call, int(positions[-1]) + 1, tensor.device)
+        at, part = positions.to(tensor.device), tensor[..., :dims]
+        part.copy_(call.rotate(part, cos[:, at], sin[:, at]))
+
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """At least `stop` positions: rows that end elsewhere share the longest table."""
         table = self._table_of(call)

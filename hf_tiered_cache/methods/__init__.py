@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from .base import Method
+from .contiguous_kv import ContiguousKV
 from .exact import Exact
 
-METHODS: dict[str, type[Method]] = {"exact": Exact}
+METHODS: dict[str, type[Method]] = {"exact": Exact, "contiguous_kv": ContiguousKV}
 
-__all__ = ["METHODS", "Exact", "Method", "make_method"]
+__all__ = ["METHODS", "ContiguousKV", "Exact", "Method", "make_method"]
 
 
 def make_method(method: Method | str | None) -> Method:

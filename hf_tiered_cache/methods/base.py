@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..geometry import Geometry
 from ..restore.plan import Situation
+from ..select.selector import Selector
+
+_LARGE_MASK = 1 << 28
+_LITTLE = 1 / 8
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class Method:
     """How KV is cut and restored.
 
     Args:
@@ -27,10 +30,23 @@ class Method(ABC):
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 
-    @abstractmethod
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        """For each layer the columns to compute, ascending; the others are restored.
+        """For each layer the columns to compute, ascending; the others are restored. The suffix, unless said otherwise.
 
         They never become more with depth, and hold the last `situation.must_compute` columns and all columns from
         `situation.restorable` on.
         """
+        first = min(situation.restorable, situation.columns - situation.must_compute)
+        suffix = situation.columns - first
+        # a whole prompt needs no mask, a suffix one of suffix x columns: for a little spared that costs more
+        if situation.base == 0 and first < _LITTLE * suffix and suffix * situation.columns > _LARGE_MASK:
+            first = 0
+        return (np.arange(first, situation.columns),) * situation.layers
+
+    def attended(self, tokens: int) -> int:
+        """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
+        return tokens
+
+    def selector(self) -> Selector:
+        """Who chooses these tokens, where they are fewer."""
+        raise TypeError(f"{type(self).__name__} attends to everything it restores")

@@ -37,8 +37,8 @@ def restore_layer(
         RestoreError: a block did not arrive, or does not fit.
     """
     plan = prefetch.plan
+    check_fit(plan, layer, kind, dtype)
     for unit in prefetch.units(layer):
-        _check_fit(unit, layer, kind, dtype)
         copy_unit(unit, layer, plan, keys, values, first_column)
     restored = plan.columns if plan.suffix is None else plan.suffix
     for group in plan.groups:
@@ -55,14 +55,15 @@ def restore_layer(
     prefetch.done(layer)
 
 
-def _check_fit(unit: Unit, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
-    """A fingerprint promises this much; code that changed under it must not go unnoticed."""
-    layout = unit.reader.shape.layout
-    stored = layout.layers[layer] if layer < len(layout.layers) else None
-    if stored != kind or layout.dtype != dtype:
-        raise RestoreError(
-            unit.reader.id, f"layer {layer} stores {stored} in {layout.dtype}, the model has {kind} in {dtype}"
-        )
+def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
+    """A fingerprint promises this much; code that changed under it must not go unnoticed. Raises RestoreError."""
+    for reader in {piece.reader for group in plan.groups for piece in group.pieces}:
+        layout = reader.shape.layout
+        stored = layout.layers[layer] if layer < len(layout.layers) else None
+        if stored != kind or layout.dtype != dtype:
+            raise RestoreError(
+                reader.id, f"layer {layer} stores {stored} in {layout.dtype}, the model has {kind} in {dtype}"
+            )
 
 
 def copy_unit(unit: Unit, layer: int, plan: Plan, keys: torch.Tensor, values: torch.Tensor, first_column: int) -> None:

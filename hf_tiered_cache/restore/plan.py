@@ -61,12 +61,15 @@ class Plan:
         computed: for each layer the columns it computes, int64, ascending; never more than the layer before, and
             always the last one.
         groups: where the rows' other columns come from.
+        attended: how many restored tokens of a row the layers with full attention may attend to, or None for all.
+            Which ones is chosen when the queries are there.
     """
 
     base: int
     columns: int
     computed: tuple[np.ndarray, ...]
     groups: tuple[RowGroup, ...]
+    attended: int | None = None
 
     def __post_init__(self) -> None:
         before: np.ndarray | None = None
@@ -105,7 +108,12 @@ class Plan:
         return max(-self.base, int(self.computed[0][0]) - (window - 1))
 
     def wanted_tokens(self, lane: Lane, group: RowGroup, piece: Piece) -> np.ndarray:
-        """The tokens of `piece`, counted in its segment, that some layer of `lane` needs and does not compute."""
+        """The tokens of `piece`, counted in its segment, that some layer of `lane` needs and does not compute.
+
+        Those that are needed only if they are chosen do not count.
+        """
+        if lane.identifies or (self.attended is not None and not lane.window):
+            return np.empty(0, np.int64)
         start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
         low = max(piece.first, max(0, self.first_kept(lane.window)) - start)
         high = piece.first + piece.count
@@ -113,6 +121,11 @@ class Plan:
             return np.arange(low, min(high, self.suffix - start))
         tokens = np.arange(low, high)
         return tokens[~np.isin(tokens + start, self.computed[lane.layers[-1]], assume_unique=True)]
+
+    @property
+    def unattended(self) -> int:
+        """Restored columns that layers with full attention have no room for."""
+        return 0 if self.attended is None else self.suffix - self.attended
 
     @property
     def restored_tokens(self) -> int:

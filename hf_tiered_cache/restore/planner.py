@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -13,11 +14,16 @@ from .history import History
 from .match import MatchedRun
 from .plan import Piece, Plan, RowGroup, Situation
 
-Computed = Callable[[Situation], tuple[np.ndarray, ...]]
-"""A method's say: for each layer the columns to compute (see `Method.computed`)."""
-
 Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 """Returns what is stored of a sequence of links, without a gap from the link of that number on."""
+
+
+class Rules(Protocol):
+    """What a method has to say on a plan (see `Method`)."""
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]: ...
+
+    def attended(self, tokens: int) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Found:
 
 
 def make_plan(
-    history: History, ids: np.ndarray, must_compute: int, computed: Computed, layers: int, match: Match
+    history: History, ids: np.ndarray, must_compute: int, rules: Rules, layers: int, match: Match
 ) -> tuple[Plan | None, list[Found]]:
     """Plan a pass.
 
@@ -39,7 +45,7 @@ def make_plan(
         history: what the cache holds.
         ids: int64 `[rows, columns]`, what the pass adds.
         must_compute: columns at the end whose outputs are asked for.
-        computed: says what to compute.
+        rules: say what to compute, and how much of the rest may be attended to.
         layers: of the model.
         match: looks up.
 
@@ -62,5 +68,10 @@ def make_plan(
         found.append(Found(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     situation = Situation(base, columns, restorable, must_compute, layers)
-    plan = Plan(base, columns, computed(situation), tuple(groups))
-    return (plan if plan.restored_tokens else None), found
+    plan = Plan(base, columns, rules.computed(situation), tuple(groups))
+    if not plan.restored_tokens:
+        return None, found
+    longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
+    if base == 0 and longest > 0 and (attended := rules.attended(longest)) < longest:
+        plan = replace(plan, attended=attended)
+    return plan, found

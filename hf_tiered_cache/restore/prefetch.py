@@ -110,7 +110,7 @@ class Prefetch:
                 with self.account.timing("stall_seconds"):
                     unit.lease.wait()
             except Exception as error:
-                raise self._failure(unit, error) from error
+                raise restore_error(self.account, unit.reader, error) from error
             yield unit
 
     def done(self, layer: int) -> None:
@@ -145,10 +145,11 @@ class Prefetch:
         try:
             unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)
         except Exception as error:
-            raise self._failure(unit, error) from error
+            raise restore_error(self.account, unit.reader, error) from error
 
-    def _failure(self, unit: Unit, error: Exception) -> RestoreError:
-        """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
-        failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
-        self.account.add(**{failure: 1})
-        return RestoreError(unit.reader.id, str(error))
+
+def restore_error(account: Account, reader: SegmentReader, error: Exception) -> RestoreError:
+    """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
+    failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+    account.add(**{failure: 1})
+    return RestoreError(reader.id, str(error))

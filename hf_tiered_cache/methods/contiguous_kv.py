@@ -1,0 +1,55 @@
+"""ContiguousKV: one chunk is what is scored, stored, read, cached and evicted (its paper, Section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..errors import ConfigError
+from ..geometry import Geometry, KeyIndex
+from ..select.chunks import budgeted_tokens
+from ..select.selector import Selector
+from ..select.top_chunks import TopChunks
+from .base import Method
+
+
+@dataclass(frozen=True)
+class ContiguousKV(Method):
+    """The suffix attends to the chunks of the prefix that it pays most attention to, chosen once for each period.
+
+    Args:
+        budget: share of the prefix's chunks that a layer attends to, in (0, 1]. At 1 the output is the exact method's.
+        chunk_tokens: c, consecutive tokens of a chunk (Section 4.2).
+        period: layers that share a choice (Section 4.3.1).
+        subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1).
+        identify: what the choice is made from: "keys", all keys of a period's first layer, read as they are needed, as
+            in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
+            eight bits, which stay in memory (`KVStore(index_memory=...)`) once they were read: ours.
+        probe_heads: see `identify`.
+    """
+
+    geometry: Geometry = field(init=False, default=Geometry())
+    budget: float = 0.25
+    chunk_tokens: int = 16
+    period: int = 8
+    subperiod: int = 4
+    identify: Literal["index", "keys", "probe_heads"] = "index"
+    probe_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.budget <= 1:
+            raise ConfigError(f"budget is a share of the prefix, above 0 and at most 1, not {self.budget!r}")
+        if self.identify not in ("index", "keys", "probe_heads"):
+            raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
+        index = KeyIndex(self.period, self._heads)
+        object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, self.subperiod, index=index))
+
+    @property
+    def _heads(self) -> int | None:
+        return self.probe_heads if self.identify == "probe_heads" else None
+
+    def attended(self, tokens: int) -> int:
+        return budgeted_tokens(self.budget, tokens, self.chunk_tokens)
+
+    def selector(self) -> Selector:
+        return TopChunks(self.period, self.identify == "index", self._heads)

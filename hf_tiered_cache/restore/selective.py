@@ -1,0 +1,402 @@
+"""Restoring within a budget: what a period attends to is chosen when its first layer has its queries.
+
+Before that, the keys that the choice is made from are on their way, and so are, on a guess, the chunks that the period
+before has chosen. Attention sees the period's own choice alone, so what is guessed changes nothing but the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+
+import numpy as np
+import torch
+
+from ..geometry import Lane, Part, SegmentShape
+from ..select.chunks import ChunkMap, chunk_mass
+from ..select.selector import Asked, Choice, Selector
+from ..stats import Account
+from ..store.segment import SegmentReader
+from ..tiers.pool import spans
+from ..tiers.residency import Lease, Residency
+from ..tiers.resident import CoarseKeys
+from .assemble import copy_tokens
+from .plan import Piece, Plan, RowGroup
+from .prefetch import restore_error
+
+Rotate = Callable[[torch.Tensor, np.ndarray], None]
+"""Rotates, in place, `[1, heads, n, dim]` to the positions int64 `[n]`."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """The restored tokens of one group of rows, of the positions `[0, tokens)`, and the chunks they lie in."""
+
+    group: RowGroup
+    tokens: int
+
+    def pieces(self) -> Iterator[Piece]:
+        """The pieces that hold them."""
+        return (piece for piece in self.group.pieces if piece.at < self.tokens)
+
+    @cached_property
+    def chunks(self) -> ChunkMap:
+        starts = []
+        for piece in self.pieces():
+            step = piece.reader.shape.geometry.chunk_tokens
+            stop = piece.first + min(piece.count, self.tokens - piece.at)
+            firsts = np.arange(piece.first - piece.first % step, stop, step)
+            starts.append(np.maximum(firsts, piece.first) - piece.first + piece.at)
+        return ChunkMap(np.concatenate(starts), self.tokens)
+
+    def inside(self, piece: Piece, tokens: np.ndarray) -> tuple[int, np.ndarray]:
+        """Which of ascending `tokens` of the row `piece` holds: the first one's index, and their numbers in it."""
+        low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
+        return int(low), tokens[low:high] - piece.at + piece.first
+
+
+@dataclass(eq=False)
+class LaneFetch:
+    """Blocks of one lane of a segment, brought in at one or several times."""
+
+    reader: SegmentReader
+    lane: Lane
+    leases: list[Lease] = field(default_factory=list)
+    held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that are there or on their way, ascending."""
+    used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Tokens of the segment that are needed, ascending."""
+
+    def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
+        return np.unique(tokens // self.reader.shape.geometry.chunk_tokens)
+
+    def parts(self, layer: int, name: str) -> Iterator[Part]:
+        return (part for part in self.lane.parts if part.layer == layer and part.tensor == name)
+
+    def copy(self, part: Part, heads: slice, tokens: np.ndarray, target: torch.Tensor, column: int) -> None:
+        """Copy ascending `tokens` of the segment, of some heads, side by side to `target` from `column` on.
+
+        Args:
+            part: a tensor of the lane.
+            heads: counted in the layer, within those of `part`.
+            tokens: int64.
+            target: `[heads, columns, dim]`, of all heads of the layer.
+        """
+        within = slice(heads.start - part.first_head, heads.stop - part.first_head)
+        for lease in self.leases:
+            for first, memory in lease.runs:
+                blocks = self.reader.shape.part_view(memory, part)[:, within]
+                _gather(target[heads], blocks, first * blocks.shape[2], tokens, column)
+
+
+class SelectiveRestore:
+    """One pass that attends to a part of what it restores.
+
+    Args:
+        plan: with `attended`.
+        layers: with full attention, ascending; the others are none of ours.
+        selector: chooses.
+        residency: the tiers.
+        account: counts what happens.
+        device_of: the device of each layer.
+        guesses: whether the chunks of one period are fetched for the next before it chooses.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: list[int],
+        selector: Selector,
+        residency: Residency,
+        account: Account,
+        device_of: Callable[[int], torch.device],
+        guesses: bool = True,
+    ) -> None:
+        self.plan, self.selector = plan, selector
+        self.residency, self.account, self.device_of, self.guesses = residency, account, device_of, guesses
+        step = selector.period
+        self._periods = [layers[i : i + step] for i in range(0, len(layers), step)]
+        self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
+        self._rows = [Restored(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
+        self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]
+        self._fetches: dict[int, dict[tuple[str, int], LaneFetch]] = {}  # of each period
+        self._keys: dict[tuple[int, int | None], dict[tuple[str, int], LaneFetch]] = {}  # by layer and heads
+        self._coarse: dict[tuple[str, int], CoarseKeys] = {}  # by segment and layer
+
+    def start(self) -> None:
+        """Start to fetch what the first choice is made from. Call `cancel` in the end, also if this fails."""
+        self._fetch_keys(self._periods[0][0], self.selector.probe_heads)
+
+    def cancel(self) -> None:
+        """Let everything go, at whatever point the pass has ended."""
+        for fetches in (*self._fetches.values(), *self._keys.values()):
+            _release(fetches)
+
+    def fill(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        own_keys: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotated: str,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> None:
+        """Bring what `layer`'s queries attend to.
+
+        Args:
+            query: `[batch, heads, queries, dim]`, rotated.
+            own_keys: `[batch, kv_heads, queries, dim]`, rotated.
+            keys: `[batch, kv_heads, attended, dim]`, to be filled; values likewise.
+            rotated: "key" if stored keys lack their rotation, else "".
+            rotate_: gives it to them.
+            scaling: of the logits, or None for dim ** -0.5.
+
+        Raises:
+            RestoreError: a block did not arrive.
+        """
+        number = self._period_of[layer]
+        rotate_ = rotate_ if rotated else _leave
+        if layer == self._periods[number][0]:
+            self._choose(number, query, own_keys, rotate_, scaling)
+        fetches = self._fetches[number].values()
+        mine = [fetch for fetch in fetches if layer in fetch.lane.layers]
+        self._await(mine)
+        for row, chosen in zip(self._rows, self._chosen, strict=True):
+            one, others = row.group.rows[0], list(row.group.rows[1:])
+            begin = self.plan.attended - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
+            for tensor, name in ((keys, "key"), (values, "value")):
+                self._copy(mine, row, chosen, layer, name, tensor[one, :, begin:])
+            for heads, tokens in _sets(chosen, keys.shape[1]):
+                rotate_(keys[one : one + 1, heads, begin:], tokens)
+            for tensor in (keys, values):
+                tensor[list(row.group.rows), :, :begin] = 0  # padding is masked, but must be finite
+                if others:
+                    tensor[others, :, begin:] = tensor[one, :, begin:]
+        for fetch in mine:
+            if max(set(fetch.lane.layers) & set(self._periods[number])) == layer:
+                self._finish(fetch)
+
+    # --- choosing
+
+    def _choose(
+        self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
+    ) -> None:
+        """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
+        layer = self._periods[number][0]
+        self._chosen = []
+        with self.account.timing("select_seconds"):
+            for row in self._rows:
+                one = row.group.rows[0]
+                asked = Asked(
+                    query[one],
+                    own_keys[one],
+                    partial(self._keys_of, layer, row, rotate_),
+                    scaling,
+                    row.chunks,
+                    min(self.plan.attended, row.tokens),
+                )
+                choice = self.selector.choose(asked)
+                self._chosen.append(choice.tokens)
+                self._note(number, row, choice)
+        for key in [key for key in self._keys if key[0] == layer]:
+            fetches = self._keys.pop(key)
+            read = sum(len(lease.from_disk) * f.lane.block_bytes for f in fetches.values() for lease in f.leases)
+            self.account.add(bytes_identifying=read)
+            _release(fetches)
+        self._fetch(number, wanted=True)
+        if number + 1 < len(self._periods):
+            self._fetch_keys(self._periods[number + 1][0], self.selector.probe_heads)
+            if self.guesses:
+                self._fetch(number + 1, wanted=False)
+
+    def _note(self, number: int, row: Restored, choice: Choice) -> None:
+        """Tell the tiers which chunks were chosen, and what attention they get."""
+        chosen = np.unique(row.chunks.of(np.unique(choice.tokens)))
+        mass, starts = chunk_mass(choice.mass, row.chunks)[chosen], row.chunks.starts[chosen]
+        for piece in row.pieces():
+            shape = piece.reader.shape
+            low, high = np.searchsorted(starts, (piece.at, piece.at + piece.count))
+            chunks = (starts[low:high] - piece.at + piece.first) // shape.geometry.chunk_tokens
+            for lane in self._lanes(shape, number) if high > low else ():
+                self.residency.note_attention((piece.reader.id, lane.index), shape.chunks, chunks, mass[low:high])
+
+    def _lanes(self, shape: SegmentShape, number: int) -> Iterator[Lane]:
+        """The lanes of a segment that period `number` restores from."""
+        layers = self._periods[number]
+        return (lane for lane in shape.lanes if not lane.identifies and not set(lane.layers).isdisjoint(layers))
+
+    def _fetch(self, number: int, wanted: bool) -> None:
+        """Start to fetch what is chosen for period `number`, or as long as nothing is, guess it."""
+        fetches = self._fetches.setdefault(number, {})
+        asked: dict[tuple[str, int], list[np.ndarray]] = {}
+        for row, chosen in zip(self._rows, self._chosen, strict=True):
+            tokens = np.unique(chosen)
+            for piece in row.pieces():
+                inside = row.inside(piece, tokens)[1]
+                for lane in self._lanes(piece.reader.shape, number) if len(inside) else ():
+                    name = piece.reader.id, lane.index
+                    fetches.setdefault(name, LaneFetch(piece.reader, lane))
+                    asked.setdefault(name, []).append(inside)
+        for name in sorted(asked, key=lambda name: fetches[name].lane.layers[0]):
+            fetch, tokens = fetches[name], np.unique(np.concatenate(asked[name]))
+            if wanted:
+                fetch.used = tokens
+            self._bring(fetch, tokens)
+
+    def _bring(self, fetch: LaneFetch, tokens: np.ndarray) -> None:
+        """Start to fetch the blocks of `tokens` that are not held."""
+        missing = np.setdiff1d(fetch.chunks_of(tokens), fetch.held, assume_unique=True)
+        if not len(missing):
+            return
+        device = self.device_of(fetch.lane.layers[0])
+        try:
+            lease = self.residency.fetch(fetch.reader, fetch.lane.index, missing, device, self.account)
+        except Exception as error:
+            raise restore_error(self.account, fetch.reader, error) from error
+        fetch.leases.append(lease)
+        fetch.held = np.union1d(fetch.held, missing)
+
+    # --- what is there
+
+    def _await(self, fetches: list[LaneFetch]) -> None:
+        for fetch in fetches:
+            for lease in fetch.leases:
+                try:
+                    with self.account.timing("stall_seconds"):
+                        lease.wait()
+                except Exception as error:
+                    raise restore_error(self.account, fetch.reader, error) from error
+
+    def _copy(
+        self, fetches: list[LaneFetch], row: Restored, chosen: np.ndarray, layer: int, name: str, target: torch.Tensor
+    ) -> None:
+        """Copy chosen tokens of a row to `target`, `[heads, tokens, dim]`."""
+        for piece in row.pieces():
+            for fetch in fetches:
+                if fetch.reader is not piece.reader:
+                    continue
+                for part in fetch.parts(layer, name):
+                    for heads, tokens in _sets(chosen, target.shape[0], part.first_head, part.heads):
+                        first, inside = row.inside(piece, tokens)
+                        fetch.copy(part, heads, inside, target, first)
+
+    def _finish(self, fetch: LaneFetch) -> None:
+        """The period's last layer that needs it has been filled: count what came from disk, and let it go."""
+        chunk_tokens = fetch.reader.shape.geometry.chunk_tokens
+        size = fetch.lane.payload_bytes // chunk_tokens
+        read = np.concatenate([lease.from_disk for lease in fetch.leases]) if fetch.leases else np.empty(0, np.int64)
+        used = int(np.isin(fetch.used // chunk_tokens, read).sum()) * size
+        guessed = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
+        self.account.add(bytes_used=used, bytes_guessed=guessed)
+        _release({(fetch.reader.id, fetch.lane.index): fetch})
+
+    # --- keys to choose by
+
+    def _fetch_keys(self, layer: int, heads: int | None) -> None:
+        fetches = self._keys.setdefault((layer, heads), {})
+        for row in self._rows:
+            for piece in row.pieces():
+                tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
+                if self.selector.resident:
+                    tokens = np.arange(piece.reader.shape.tokens)  # the next prompt may share more of the segment
+                    if (coarse := self._find_coarse(piece.reader, layer)) is not None:
+                        self._coarse[piece.reader.id, layer] = coarse  # from here on in hand
+                        continue
+                for lane in key_lanes(piece.reader.shape, layer, heads):
+                    fetch = fetches.setdefault((piece.reader.id, lane.index), LaneFetch(piece.reader, lane))
+                    self._bring(fetch, tokens)
+
+    def _keys_of(self, layer: int, row: Restored, rotate_: Rotate, heads: int | None) -> torch.Tensor:
+        """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens."""
+        if (layer, heads) not in self._keys:
+            self._fetch_keys(layer, heads)
+        fetches = list(self._keys[layer, heads].values())
+        self._await(fetches)
+        keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
+        every = np.arange(row.tokens)
+        if self.selector.resident:
+            for piece in row.pieces():
+                coarse = self._coarse.get((piece.reader.id, layer)) or self._coarsen(piece.reader, layer, fetches)
+                coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
+        else:
+            self._copy(fetches, row, every[None], layer, "key", keys)
+        rotate_(keys.unsqueeze(0), every)
+        return keys
+
+    def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:
+        layout = reader.shape.layout
+        kind = layout.layers[layer]
+        count = kind.key_heads if heads is None else min(heads, kind.key_heads)
+        return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.device_of(layer))
+
+    def _find_coarse(self, reader: SegmentReader, layer: int) -> CoarseKeys | None:
+        return self.residency.resident.get((reader.id, layer), self.device_of(layer))
+
+    def _coarsen(self, reader: SegmentReader, layer: int, fetches: list[LaneFetch]) -> CoarseKeys:
+        """Make a segment's keys resident. Also where they have just come whole, the coarse ones choose."""
+        keys = self._empty_keys(reader, layer, None, reader.shape.tokens)
+        tokens = np.arange(reader.shape.tokens)
+        for fetch in fetches:
+            for part in fetch.parts(layer, "key") if fetch.reader is reader else ():
+                fetch.copy(part, slice(part.first_head, part.first_head + part.heads), tokens, keys, 0)
+        coarse = self._coarse[reader.id, layer] = CoarseKeys.of(keys)
+        self.residency.resident.admit((reader.id, layer), coarse)
+        return coarse
+
+
+def key_lanes(shape: SegmentShape, layer: int, heads: int | None) -> list[Lane]:
+    """The lanes that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
+    kind = shape.layout.layers[layer]
+    wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
+    apart, among = [], []
+    for lane in shape.lanes:
+        mine = [p for p in lane.parts if p.layer == layer and p.tensor == "key" and p.first_head < wanted]
+        if mine and lane.identifies:
+            apart.append((sum(p.heads for p in mine), lane))
+        elif mine:
+            among.append(lane)
+    whole = [lane for count, lane in apart if count >= wanted]
+    return whole[:1] or among
+
+
+def _sets(
+    chosen: np.ndarray, heads: int, first: int = 0, count: int | None = None
+) -> Iterator[tuple[slice, np.ndarray]]:
+    """Heads that share a set of tokens, among the `count` heads from `first` on, and the set."""
+    stop = min(heads, first + (heads if count is None else count))
+    if len(chosen) == 1:
+        if first < stop:
+            yield slice(first, stop), chosen[0]
+        return
+    for head in range(first, stop):
+        yield slice(head, head + 1), chosen[head]
+
+
+def _gather(target: torch.Tensor, blocks: torch.Tensor, start: int, tokens: np.ndarray, column: int) -> None:
+    """Copy tokens of a segment side by side to `target`, as far as `blocks` holds them.
+
+    Args:
+        target: `[heads, columns, dim]`.
+        blocks: `[n, heads, chunk_tokens, dim]`.
+        start: number, in the segment, of the token that stands first in `blocks`.
+        tokens: int64, ascending, numbers in the segment.
+        column: of the first of `tokens`.
+    """
+    low, high = np.searchsorted(tokens, (start, start + blocks.shape[0] * blocks.shape[2]))
+    mine = tokens[low:high]
+    for first, stop in spans(mine):
+        token = int(mine[first])
+        copy_tokens(target, blocks, start, token, token + stop - first, column + int(low) + first - token)
+
+
+def _leave(tensor: torch.Tensor, positions: np.ndarray) -> None:
+    """Of keys that are stored as they are."""
+
+
+def _release(fetches: dict[tuple[str, int], LaneFetch]) -> None:
+    for fetch in fetches.values():
+        for lease in fetch.leases:
+            lease.release()

@@ -1,0 +1,1 @@
+"""Which stored tokens a query may attend to, within a budget. What is chosen is made of whole blocks."""

@@ -1,0 +1,47 @@
+"""How much attention the queries of a prompt pay to each stored token."""
+
+from __future__ import annotations
+
+import torch
+
+_LARGEST = 1 << 26
+"""Attention weights held at a time: 256 MiB of float32."""
+
+
+def attention_mass(
+    query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """The attention that each restored token gets, as a share of all that the queries have to give.
+
+    The softmax runs over the restored tokens and, causally, over the queries' own (ContiguousKV, Section 4.2: the sum
+    over all query tokens and query heads). Divided by rows × heads, so that long questions weigh no more than short
+    ones in what is kept of it.
+
+    Args:
+        query: `[heads, queries, dim]`, rotated; those of the last tokens, in order.
+        keys: `[kv_heads, tokens, dim]`, rotated, of the restored tokens; each kv head serves heads / kv_heads queries.
+        own_keys: `[kv_heads, queries, dim]`, the queries' own.
+        scaling: of the logits; None for dim ** -0.5.
+
+    Returns:
+        float32 `[tokens]`, not negative, at most 1 in all.
+    """
+    heads, queries, dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
+    own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, queries]
+    future = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
+    own_total = own.masked_fill_(future, -torch.inf).logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
+    mass = torch.zeros(tokens, dtype=torch.float32, device=query.device)
+    rows = max(1, _LARGEST // max(1, heads * tokens))
+    for begin in range(0, queries, rows):
+        some = slice(begin, begin + rows)
+        logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group, rows, tokens]
+        total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), own_total[:, :, some])
+        mass += logits.sub_(total).exp_().sum((0, 1, 2))
+    return mass / (heads * queries)
+
+
+def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    return (grouped @ keys.unsqueeze(1).transpose(-1, -2)).float().mul_(scaling)

@@ -1,0 +1,68 @@
+"""What a selector is: it says which restored tokens the queries of a layer attend to. It knows no file."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .chunks import ChunkMap
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a selector is asked, for one row and layer.
+
+    Args:
+        query: `[heads, queries, dim]`, rotated: of the computed tokens.
+        own_keys: `[kv_heads, queries, dim]`, rotated: of the same tokens.
+        keys: gives the restored tokens' rotated keys, `[kv_heads, tokens, dim]`, or those of the first n kv heads.
+        scaling: of the logits, or None for dim ** -0.5.
+        chunks: how the restored tokens are cut.
+        count: how many of them to choose.
+    """
+
+    query: torch.Tensor
+    own_keys: torch.Tensor
+    keys: Callable[[int | None], torch.Tensor]
+    scaling: float | None
+    chunks: ChunkMap
+    count: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a selector answers.
+
+    Args:
+        tokens: int64 `[sets, count]`, each ascending: one set for all kv heads, or one for each.
+        mass: float `[tokens]`, what each restored token gets of the queries' attention, as far as it is known.
+    """
+
+    tokens: np.ndarray
+    mass: np.ndarray
+
+
+@dataclass(frozen=True)
+class Selector(ABC):
+    """Chooses, once for each period.
+
+    Args:
+        period: consecutive layers with full attention that share a choice, made at the first of them.
+        resident: whether the keys it looks at first are coarse ones that stay in memory.
+    """
+
+    period: int = 1
+    resident: bool = False
+
+    @property
+    def probe_heads(self) -> int | None:
+        """How many kv heads' keys are looked at first, or None for all: these are fetched ahead."""
+        return None
+
+    @abstractmethod
+    def choose(self, asked: Asked) -> Choice:
+        """The tokens to attend to."""

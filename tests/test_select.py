@@ -1,0 +1,87 @@
+"""Choosing within a budget, without a model: against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, chunk_mass, top_chunks
+from hf_tiered_cache.select.mass import attention_mass
+
+
+@st.composite
+def cut(draw):
+    """Chunks of a row, whole but for ragged ends of segments, and what each token gets: often the same."""
+    size = draw(st.sampled_from([1, 3, 16]))
+    counts = []
+    for chunks in draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)):
+        counts += [size] * (chunks - 1) + [draw(st.integers(1, size))]
+    starts = np.cumsum([0, *counts[:-1]])
+    tokens = sum(counts)
+    mass = draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=tokens, max_size=tokens))
+    return ChunkMap(starts, tokens), np.array(mass, np.float32), draw(st.integers(1, tokens))
+
+
+@given(cut())
+def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
+    chunks, mass, count = case
+    spans = [range(s, s + n) for s, n in zip(chunks.starts.tolist(), chunks.counts.tolist(), strict=True)]
+    order = sorted(range(len(spans)), key=lambda i: (-float(np.mean(mass[list(spans[i])], dtype=np.float64)), i))
+    expected: list[int] = []
+    for i in order:
+        expected += list(spans[i])[: count - len(expected)]
+    chosen = top_chunks(mass, chunks, count)
+    assert chosen.tolist() == sorted(expected)
+    assert (chunks.of(chosen) < len(spans)).all()
+
+
+@given(cut())
+def test_chunk_mass_is_the_sum_of_its_tokens(case):
+    chunks, mass, _ = case
+    found = chunk_mass(mass, chunks)
+    expected = [mass[s : s + n].sum() for s, n in zip(chunks.starts, chunks.counts, strict=True)]
+    assert np.allclose(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("budget", "tokens", "chunk", "expected"),
+    [
+        (1.0, 100, 16, 100),
+        (0.05, 1600, 16, 80),  # 5 of 100 chunks
+        (0.05, 100, 16, 16),  # at least one chunk
+        (0.29, 1600, 16, 464),  # 0.29 * 100 is a little less than 29 in floating point
+        (0.5, 10, 16, 10),  # no more than there are
+        (0.25, 1000, 16, 240),  # 63 chunks, the last ragged: 15
+    ],
+)
+def test_what_a_budget_buys(budget, tokens, chunk, expected):
+    assert budgeted_tokens(budget, tokens, chunk) == expected
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(1, 40), st.booleans())
+def test_mass_is_what_softmax_gives(kv_heads, group, queries, tokens, scaled):
+    """Softmax over restored and own keys, causal among the own; summed over rows and heads, by rows × heads."""
+    generator = torch.Generator().manual_seed(queries * 100 + tokens)
+    heads, dim, scaling = kv_heads * group, 8, 0.5 if scaled else None
+    query = torch.randn(heads, queries, dim, generator=generator)
+    keys = torch.randn(kv_heads, tokens, dim, generator=generator)
+    own = torch.randn(kv_heads, queries, dim, generator=generator)
+    every = torch.cat([keys, own], dim=1).repeat_interleave(group, 0)
+    logits = query @ every.transpose(1, 2) * (scaling or dim**-0.5)
+    seen = torch.ones(queries, tokens + queries, dtype=torch.bool).tril(tokens)
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, :, :tokens]
+    expected = weights.sum((0, 1)) / (heads * queries)
+    found = attention_mass(query, keys, own, scaling)
+    assert torch.allclose(found, expected, atol=1e-6)
+    assert float(found.sum()) <= 1 + 1e-5
+
+
+def test_mass_in_pieces_is_the_same(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query, keys, own = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, 9), (2, 50), (2, 9)))
+    whole = attention_mass(query, keys, own)
+    monkeypatch.setattr("hf_tiered_cache.select.mass._LARGEST", 400)  # two rows at a time
+    assert torch.allclose(attention_mass(query, keys, own), whole, atol=1e-7)

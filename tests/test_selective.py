@@ -1,0 +1,393 @@
+"""Restoring within a budget: what is attended to is what was chosen, and a budget of 1 is the exact method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, build, prompt
+from reference import kv_of, put
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
+from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.select.top_chunks import TopChunks
+
+BLIND = ("deepseek_v3", "falcon")
+"""They attend to other keys than they hand to their cache, or out of sight."""
+NEW = 6
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+PREFIX = 200
+METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, identify="keys")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The tokens that were chosen, in order of the choices."""
+    noted: list[np.ndarray] = []
+    choose = TopChunks.choose
+
+    def noting(self, asked):
+        choice = choose(self, asked)
+        noted.append(choice.tokens)
+        return choice
+
+    monkeypatch.setattr(TopChunks, "choose", noting)
+    return noted
+
+
+def fill(store, model, ids, method=METHOD):
+    """Store the KV of `ids`, cut as `method` wants it."""
+    cache = TieredCache(model, store, method=method)
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    cache.store_now()
+    store.flush()
+
+
+def ask(model, store, ids, method=METHOD, record=False, **kwargs):
+    cache = TieredCache(model, store, method=method, record=record)
+    return model.generate(ids, past_key_values=cache, **GREEDY, **kwargs), cache
+
+
+def question(ids, tokens=24, seed=5):
+    return torch.cat([ids, prompt(tokens, seed=seed)], dim=1)
+
+
+def same(ours, theirs):
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for a, b in zip(ours.logits, theirs.logits, strict=True):
+        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BLIND])
+def test_a_whole_budget_is_the_exact_method(family, store):
+    model, ids = build(family), prompt(PREFIX)
+    fill(store, model, ids)
+    exact, _ = ask(model, store, question(ids), None)
+    ours, cache = ask(model, store, question(ids), replace(METHOD, budget=1.0))
+    same(ours, exact)
+    assert cache.stats.tokens_attended == cache.stats.tokens_restored > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "smollm3", "gpt_neox", "glm4", "opt"])
+def test_attention_sees_the_chosen_tokens_and_no_others(family, store, chosen):
+    """Bit for bit a DynamicCache that holds the chosen tokens alone, under their own positions."""
+    model, ids = build(family), prompt(PREFIX)
+    fill(store, model, ids)
+    whole = question(ids)
+    ours, cache = ask(model, store, whole)
+    stats = cache.stats
+    restored = stats.tokens_restored
+    assert stats.tokens_attended == 48 < restored == 192  # 3 of 12 chunks
+    kept, stored = DynamicCache(config=model.config), kv_of(model, ids)
+    assert len(chosen) == -(-len(kept.layers) // METHOD.period)
+    for number, (layer, kv) in enumerate(zip(kept.layers, stored, strict=True)):
+        (tokens,) = chosen[number // METHOD.period]
+        put(layer, *(tensor[:, :, tokens] for tensor in kv))
+    logits, ids, position = [], whole[:, restored:], restored
+    with torch.no_grad():
+        for _ in range(NEW):
+            positions = torch.arange(position, position + ids.shape[1]).unsqueeze(0)
+            logits.append(
+                model(input_ids=ids, position_ids=positions, past_key_values=kept, logits_to_keep=1).logits[:, -1]
+            )
+            position += ids.shape[1]
+            ids = logits[-1].argmax(-1, keepdim=True)
+    for a, b in zip(ours.logits, logits, strict=True):
+        assert torch.equal(a, b), f"logits differ by {(a - b).abs().max()}"
+
+
+def test_the_choice_is_by_the_attention_of_the_first_layer(model, store, chosen):
+    ids = prompt(PREFIX)
+    fill(store, model, ids)
+    whole = question(ids)
+    _, cache = ask(model, store, whole)
+    restored = cache.stats.tokens_restored
+    eager = build("qwen2", attn_implementation="eager")
+    with torch.no_grad():
+        weights = eager(input_ids=whole, output_attentions=True).attentions[0]
+    by_chunk = weights[0, :, restored:, :restored].sum((0, 1)).view(-1, 16).sum(1)
+    best = by_chunk.topk(3).indices.sort().values
+    assert chosen[0][0].tolist() == [16 * int(chunk) + i for chunk in best for i in range(16)]
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_sliding", "mistral"])
+def test_layers_with_a_window_keep_all_of_it(family, store):
+    model, ids = build(family), prompt(PREFIX)
+    fill(store, model, ids)
+    ours, cache = ask(model, store, question(ids))
+    exact, _ = ask(model, store, question(ids), None)
+    windows = [layer.window for layer in cache.layers]
+    assert all(windows) or not torch.equal(ours.logits[0], exact.logits[0])
+    for layer, window in zip(cache.layers, windows, strict=True):
+        total = PREFIX + 24 + NEW - 1
+        held = layer.keys.shape[2]
+        assert held == (min(window - 1, total) if window else 48 + total - 192)
+        assert layer.get_seq_length() == total
+
+
+def test_prefetched_or_not_cold_or_warm_is_all_the_same(model, tmp_path):
+    ids = prompt(PREFIX)
+    results = {}
+    for memory in ("0", "64MiB"):
+        with KVStore(tmp_path / memory, engine="posix", host_memory=memory) as store:
+            fill(store, model, ids)
+        for ahead in (0, 1 << 20):
+            with KVStore(tmp_path / memory, engine="posix", host_memory=memory) as store:
+                for turn in ("cold", "warm"):
+                    method = replace(METHOD, ahead_bytes=ahead)
+                    results[memory, ahead, turn] = ask(model, store, question(ids), method)
+    first, _ = results["0", 0, "cold"]
+    for ours, _ in results.values():
+        same(ours, first)
+    assert results["64MiB", 0, "warm"][1].stats.bytes_read == 0
+    assert results["0", 0, "warm"][1].stats.bytes_read > 0
+
+
+@pytest.mark.parametrize("ahead", [0, 1 << 20])
+def test_every_byte_read_is_accounted_for(tmp_path, ahead):
+    # blocks of whole pages, so that padding does not blur the figures
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids)
+        _, cache = ask(model, store, question(ids), replace(METHOD, ahead_bytes=ahead))
+    stats = cache.stats
+    layers, size = len(cache.layers), 16 * 2 * 64 * 4  # bytes of one chunk's keys in one layer
+    periods = layers // METHOD.period
+    assert stats.bytes_identifying == periods * 12 * size
+    assert stats.bytes_used == layers * 3 * 2 * size
+    assert bool(stats.bytes_guessed) == bool(ahead)
+    assert stats.bytes_read == stats.bytes_identifying + stats.bytes_used + stats.bytes_guessed
+    assert stats.read_amplification == 1.0
+
+
+def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen):
+    """A choice by coarse keys depends neither on where they came from nor on how much of a segment was asked for."""
+    ids, method = prompt(PREFIX), replace(METHOD, identify="index")
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        first, cold = ask(model, store, question(ids[:, :100]), method)
+        chosen.clear()
+        again, warm = ask(model, store, question(ids[:, :100]), method)
+        coarse = [tokens.tolist() for tokens in chosen]
+        chosen.clear()
+        ask(model, store, question(ids[:, :100]), METHOD)
+        longer = ask(model, store, question(ids), method)[1]
+    assert cold.stats.bytes_identifying > 0
+    assert warm.stats.bytes_identifying == longer.stats.bytes_identifying == 0
+    assert warm.stats.bytes_read == warm.stats.bytes_used + warm.stats.bytes_guessed + _padding(warm)
+    same(again, first)
+    assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
+
+
+def _padding(cache) -> int:
+    """Of what was read for attention: the blocks of this little model do not fill pages."""
+    stats = cache.stats
+    return round((stats.read_amplification - 1) * stats.bytes_used)
+
+
+def test_the_index_stays_within_its_budget(model, tmp_path):
+    method = replace(METHOD, identify="index")
+    with KVStore(tmp_path, engine="posix", index_memory=40_000) as store:
+        for seed in range(4):
+            ids = prompt(PREFIX, seed=seed)
+            fill(store, model, ids, method)
+            ask(model, store, question(ids), method)
+            assert 0 < store.residency.resident.allocated <= 40_000
+        first, _ = ask(model, store, question(prompt(PREFIX, seed=0)), method)  # long gone, and read again
+    with KVStore(tmp_path, engine="posix", index_memory=0) as store:
+        same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
+        assert store.residency.resident.allocated == 0
+
+
+def test_rows_choose_for_themselves(model, store, chosen):
+    prefixes = [prompt(PREFIX, seed=seed) for seed in (1, 2, 3)]
+    for ids in prefixes:
+        fill(store, model, ids)
+    rows = [question(ids) for ids in (prefixes[0], prefixes[1], prefixes[2][:, :72])]
+    length = max(row.shape[1] for row in rows)
+    batch = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(r), (length - r.shape[1], 0)) for r in rows])
+    ours, _ = ask(model, store, batch, attention_mask=mask)
+    together = [tokens.tolist() for tokens in chosen]
+    chosen.clear()
+    for number, row in enumerate(rows):
+        # the budget is that of the longest row
+        method = METHOD if number < 2 else replace(METHOD, budget=48 / 64)
+        alone, _ = ask(model, store, row, method)
+        assert [t.tolist() for t in chosen] == together[number :: len(rows)]
+        chosen.clear()
+        for a, b in zip(ours.logits, alone.logits, strict=True):
+            assert torch.allclose(a[number], b[0], atol=2e-5)
+    assert together[0] != together[1]
+
+
+def test_what_was_attended_to_is_known_after_a_restart(model, tmp_path):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", policy="attention") as store:
+        fill(store, model, ids)
+        ask(model, store, question(ids))
+        ask(model, store, question(ids))
+        (row,) = store.segments()
+        lanes = [lane.index for lane in store.disk.reader(row.id).shape.lanes if not lane.identifies]
+        before = [store.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+    for importance, accesses in before:
+        assert sorted(accesses.tolist()) == [0] * 9 + [2] * 3  # 3 of 12 chunks, twice
+        assert ((importance > 0) == (accesses > 0)).all()
+        assert importance.sum() <= 2
+    with KVStore(tmp_path, engine="posix", policy="attention") as store:
+        after = [store.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+        assert np.allclose(before, after)
+        store.remove([row.id])
+    with KVStore(tmp_path, engine="posix", policy="attention") as store:
+        assert not store.residency.scores.of((row.id, lanes[0]), np.arange(12)).any()
+
+
+def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
+    """One question asked often, then others: with as little memory, what it attends to is still there."""
+    method = replace(METHOD, identify="index", ahead_bytes=0)
+    documents = [prompt(PREFIX, seed=seed) for seed in (1, 2, 3)]
+    read = {}
+    for policy in ("lru", "attention"):
+        with KVStore(tmp_path / policy, engine="posix", policy=policy, host_memory=0) as store:
+            for ids in documents:
+                fill(store, model, ids)
+                ask(model, store, question(ids), method)  # its index is in memory from here on
+            (lane, *others) = (lane for lane in _lanes(store) if not lane.identifies)
+            blocks = 3 * (1 + len(others))  # that a question attends to
+            store.residency.host.budget = (blocks * 3 // 2) * lane.block_bytes + 4096
+            for _ in range(4):
+                ask(model, store, question(documents[0]), method)
+            for ids in documents[1:]:
+                ask(model, store, question(ids), method)
+            read[policy] = ask(model, store, question(documents[0]), method)[1].stats.bytes_read
+    assert read["attention"] == 0
+    assert read["lru"] > 0
+
+
+def _lanes(store):
+    return store.disk.reader(store.segments()[0].id).shape.lanes
+
+
+def test_what_follows_a_choice_is_never_taken_for_exact(model, store):
+    ids = prompt(PREFIX)
+    fill(store, model, ids)
+    before = store.stats.segments
+    first, cache = ask(model, store, question(ids), record=True)
+    turn = torch.cat([first.sequences, prompt(40, seed=9)], dim=1)
+    model.generate(turn, past_key_values=cache, **GREEDY)
+    cache.store_now()
+    store.flush()
+    assert store.stats.segments == before
+    exact, again = ask(model, store, turn, None)
+    assert again.stats.tokens_restored == 192
+    plain = model.generate(turn, past_key_values=DynamicCache(), **GREEDY)
+    assert torch.equal(exact.sequences, plain.sequences)
+    assert torch.allclose(exact.logits[0], plain.logits[0], atol=1e-5)
+
+
+def test_an_empty_store_is_filled_exactly(model, store):
+    ids = question(prompt(PREFIX))
+    ours, cache = ask(model, store, ids, record=True)
+    plain = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+    same(ours, plain)
+    cache.store_now()
+    store.flush()
+    assert ask(model, store, ids, None)[1].stats.tokens_restored > 200
+
+
+def test_segments_of_another_geometry_serve_too(model, tmp_path):
+    ids = prompt(PREFIX)
+    results = []
+    for name, cut_by in (
+        ("own", METHOD),
+        ("exact", None),
+        ("odd", ContiguousKV(subperiod=3, period=5, identify="keys")),
+    ):
+        with KVStore(tmp_path / name, engine="posix") as store:
+            fill(store, model, ids, cut_by)
+            results.append(ask(model, store, question(ids))[0])
+    same(results[1], results[0])
+    same(results[2], results[0])
+
+
+@pytest.mark.parametrize("identifies", [False, True])
+def test_a_damaged_block_is_computed_anew(model, store, identifies):
+    ids = prompt(PREFIX)
+    fill(store, model, ids)
+    plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
+    (row,) = store.segments()
+    reader = store.disk.reader(row.id)
+    lane = next(lane for lane in reader.shape.lanes if lane.identifies == identifies)
+    path = store.disk.path(row.id)
+    start = reader.header.blocks.offset + reader.shape.lane_offsets[lane.index]
+    data = bytearray(path.read_bytes())
+    for chunk in range(reader.shape.chunks):
+        data[start + chunk * lane.block_bytes + 7] ^= 1
+    path.write_bytes(data)
+    store.residency.clear()
+    ours, cache = ask(model, store, question(ids))
+    same(ours, plain)
+    assert cache.stats.verification_failures and cache.stats.recomputed
+    assert cache.stats.tokens_attended == 0
+
+
+def test_tokens_of_the_prompt_cannot_be_taken_back(model, store):
+    ids = prompt(PREFIX)
+    fill(store, model, ids)
+    _, cache = ask(model, store, question(ids))
+    cache.crop(-20)
+    with pytest.raises(RuntimeError, match="within a budget"):
+        cache.crop(-40)
+
+
+@pytest.mark.parametrize("family", BLIND)
+def test_models_whose_attention_is_out_of_sight_are_refused(family, store):
+    model, ids = build(family), prompt(PREFIX)
+    fill(store, model, ids)
+    with pytest.raises(UnsupportedModelError, match="exact method"):
+        ask(model, store, question(ids))
+
+
+def test_attention_that_hides_its_queries_is_refused(store):
+    model, ids = build("llama", attn_implementation="eager"), prompt(PREFIX)
+    fill(store, model, ids)
+    with pytest.raises(ConfigError, match="sdpa"):
+        ask(model, store, question(ids))
+
+
+@pytest.mark.parametrize("arguments", [{"budget": 0}, {"budget": 1.5}, {"identify": "guess"}, {"period": 0}])
+def test_settings_without_meaning_are_refused(arguments):
+    with pytest.raises(ConfigError):
+        ContiguousKV(**arguments)
+
+
+@pytest.mark.parametrize(
+    "mode", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
+def test_other_ways_of_generating(model, store, mode):
+    """A whole budget against a part: the same code runs, and only what is attended to differs."""
+    ids = prompt(PREFIX)
+    fill(store, model, ids)
+    for budget in (0.25, 0.9999):
+        torch.manual_seed(3)
+        settings = {"do_sample": False, "max_new_tokens": NEW} | mode
+        cache = TieredCache(model, store, method=replace(METHOD, budget=budget))
+        found = model.generate(question(ids), past_key_values=cache, **settings)
+        assert found.shape[1] == PREFIX + 24 + NEW
+        assert cache.stats.tokens_attended < cache.stats.tokens_restored
