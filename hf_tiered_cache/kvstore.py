@@ -62,8 +62,8 @@ class KVStore:
         verify: whether the checksum of every block is compared when it is read.
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing.
         engine: "auto", "kvikio" (GPUDirect Storage or its compat mode) or "posix".
-        policy: which blocks leave memory first: "lru", "lfu", or "attention" (for methods that choose: those that got
-            least attention, times how often they were chosen).
+        policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
+            or "importance"; each method names its own: `policy=method.policy`.
         ttl: seconds a segment lives, or None.
         watermarks: shares of the quota to which eviction goes, and at which it begins.
         free_space_floor: bytes of the file system that always stay free.

@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 
 from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, chunk_mass, top_chunks
 from hf_tiered_cache.select.mass import attention_mass
+from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
+from hf_tiered_cache.select.selector import Asked
+from hf_tiered_cache.select.top_tokens import top_of_each
 
 
 @st.composite
@@ -77,6 +80,48 @@ def test_mass_is_what_softmax_gives(kv_heads, group, queries, tokens, scaled):
     found = attention_mass(query, keys, own, scaling)
     assert torch.allclose(found, expected, atol=1e-6)
     assert float(found.sum()) <= 1 + 1e-5
+
+
+@given(st.integers(1, 4), st.integers(1, 12), st.data())
+def test_the_best_tokens_of_each_head(heads, tokens, data):
+    row = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=tokens, max_size=tokens)
+    mass = data.draw(st.lists(row, min_size=heads, max_size=heads))
+    count = data.draw(st.integers(1, tokens))
+    found = top_of_each(torch.tensor(mass), count)
+    for chosen, mine in zip(found.tolist(), mass, strict=True):
+        assert chosen == sorted(sorted(range(tokens), key=lambda i: (-mine[i], i))[:count])
+
+
+def test_the_threshold_is_that_of_the_paper():
+    """Notes on IMPRESS: .111, .171, .311 and .517 at 5, 10, 25 and 50 %."""
+    found = [jaccard_threshold(round(1000 * budget), 1000, 0.6) for budget in (0.05, 0.1, 0.25, 0.5)]
+    assert found == pytest.approx([0.111, 0.171, 0.311, 0.517], abs=5e-4)
+
+
+def test_how_alike_sets_are():
+    sets = np.array([[0, 1, 2, 3], [0, 1, 2, 3], [2, 3, 4, 5]])
+    assert mean_jaccard(sets) == pytest.approx((1 + 1 / 3 + 1 / 3) / 3)  # hand-counted: 4 of 4, 2 of 6, 2 of 6
+    assert mean_jaccard(sets[:1]) == 1
+
+
+def test_heads_that_agree_vote_and_others_choose_for_themselves():
+    """Keys that three heads' queries meet or miss: two agree on tokens 1 and 2, the third wants 0 and 1."""
+    keys = torch.zeros(3, 6, 4)
+    for head, wanted in enumerate([(1, 2), (1, 2), (1, 0)]):
+        keys[head, wanted[0], 0], keys[head, wanted[1], 0] = 8, 7
+    query = torch.zeros(3, 1, 4)
+    query[:, :, 0] = 8
+    seen: list[int | None] = []
+
+    def given(heads):
+        seen.append(heads)
+        return keys[:heads]
+
+    asked = Asked(query, torch.zeros(3, 1, 4), given, None, ChunkMap(np.array([0]), 6), 2)
+    choice = ProbeHeads(heads=3, alpha=0.6).choose(asked)  # 0.56 alike, the threshold is 0.38
+    assert (choice.tokens.tolist(), seen) == ([[1, 2]], [3])
+    choice = ProbeHeads(heads=3, alpha=0.1).choose(asked)  # the threshold is 0.85
+    assert (choice.tokens.tolist(), seen) == ([[1, 2], [1, 2], [0, 1]], [3, 3, None])
 
 
 def test_mass_in_pieces_is_the_same(monkeypatch):

@@ -13,8 +13,10 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
-from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute
+from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.select.top_tokens import TopTokens
 
 BLIND = ("deepseek_v3", "falcon")
 """They attend to other keys than they hand to their cache, or out of sight."""
@@ -22,6 +24,16 @@ NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
 METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, identify="keys")
+METHODS = {
+    "contiguous_kv keys": METHOD,
+    "contiguous_kv index": replace(METHOD, identify="index"),
+    "contiguous_kv probe_heads": replace(METHOD, identify="probe_heads"),
+    "h2o": H2O(budget=0.25),
+    "impress, heads agree": Impress(budget=0.25, probe_heads=2, alpha=9),
+    "impress, heads differ": Impress(budget=0.25, probe_heads=2, alpha=0),
+    "impress, one probe": Impress(budget=0.25, probe_heads=1, chunk_tokens=16),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +51,17 @@ def store(tmp_path):
 def chosen(monkeypatch):
     """The tokens that were chosen, in order of the choices."""
     noted: list[np.ndarray] = []
-    choose = TopChunks.choose
 
-    def noting(self, asked):
-        choice = choose(self, asked)
-        noted.append(choice.tokens)
-        return choice
+    def noting(choose):
+        def note(self, asked):
+            choice = choose(self, asked)
+            noted.append(choice.tokens)
+            return choice
 
-    monkeypatch.setattr(TopChunks, "choose", noting)
+        return note
+
+    for selector in (TopChunks, TopTokens, ProbeHeads):
+        monkeypatch.setattr(selector, "choose", noting(selector.choose))
     return noted
 
 
@@ -84,21 +99,40 @@ def test_a_whole_budget_is_the_exact_method(family, store):
     assert cache.stats.tokens_attended == cache.stats.tokens_restored > 0
 
 
+@every_method
+def test_a_whole_budget_is_the_exact_method_for_each(method, model, store):
+    ids = prompt(PREFIX)
+    fill(store, model, ids, method)
+    exact, _ = ask(model, store, question(ids), None)
+    same(ask(model, store, question(ids), replace(method, budget=1.0))[0], exact)
+
+
+@every_method
+def test_every_method_attends_to_what_it_chose(method, model, store, chosen):
+    attends_to_what_was_chosen(model, method, store, chosen)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "smollm3", "gpt_neox", "glm4", "opt"])
-def test_attention_sees_the_chosen_tokens_and_no_others(family, store, chosen):
+def test_every_family_attends_to_what_was_chosen(family, store, chosen):
+    attends_to_what_was_chosen(build(family), METHOD, store, chosen)
+
+
+def attends_to_what_was_chosen(model, method, store, chosen):
     """Bit for bit a DynamicCache that holds the chosen tokens alone, under their own positions."""
-    model, ids = build(family), prompt(PREFIX)
-    fill(store, model, ids)
+    ids = prompt(PREFIX)
+    fill(store, model, ids, method)
     whole = question(ids)
-    ours, cache = ask(model, store, whole)
+    ours, cache = ask(model, store, whole, method)
     stats = cache.stats
     restored = stats.tokens_restored
-    assert stats.tokens_attended == 48 < restored == 192  # 3 of 12 chunks
+    assert stats.tokens_attended == 48 < restored == 192  # a quarter
     kept, stored = DynamicCache(config=model.config), kv_of(model, ids)
-    assert len(chosen) == -(-len(kept.layers) // METHOD.period)
+    period = method.selector().period
+    assert len(chosen) == -(-len(kept.layers) // period)
     for number, (layer, kv) in enumerate(zip(kept.layers, stored, strict=True)):
-        (tokens,) = chosen[number // METHOD.period]
-        put(layer, *(tensor[:, :, tokens] for tensor in kv))
+        heads = kv[0].shape[1]
+        tokens = torch.from_numpy(chosen[number // period]).expand(heads, -1)  # [kv_heads, chosen]
+        put(layer, *(tensor[:, torch.arange(heads).unsqueeze(1), tokens] for tensor in kv))
     logits, ids, position = [], whole[:, restored:], restored
     with torch.no_grad():
         for _ in range(NEW):
@@ -141,17 +175,18 @@ def test_layers_with_a_window_keep_all_of_it(family, store):
         assert layer.get_seq_length() == total
 
 
-def test_prefetched_or_not_cold_or_warm_is_all_the_same(model, tmp_path):
+@every_method
+def test_prefetched_or_not_cold_or_warm_is_all_the_same(method, model, tmp_path):
     ids = prompt(PREFIX)
     results = {}
     for memory in ("0", "64MiB"):
         with KVStore(tmp_path / memory, engine="posix", host_memory=memory) as store:
-            fill(store, model, ids)
+            fill(store, model, ids, method)
         for ahead in (0, 1 << 20):
             with KVStore(tmp_path / memory, engine="posix", host_memory=memory) as store:
                 for turn in ("cold", "warm"):
-                    method = replace(METHOD, ahead_bytes=ahead)
-                    results[memory, ahead, turn] = ask(model, store, question(ids), method)
+                    own = replace(method, ahead_bytes=ahead)
+                    results[memory, ahead, turn] = ask(model, store, question(ids), own)
     first, _ = results["0", 0, "cold"]
     for ours, _ in results.values():
         same(ours, first)
@@ -213,6 +248,44 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
     with KVStore(tmp_path, engine="posix", index_memory=0) as store:
         same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
         assert store.residency.resident.allocated == 0
+
+
+def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, H2O())
+        _, cache = ask(model, store, question(ids), H2O(budget=1 / 192))
+    stats, layers, size = cache.stats, len(cache.layers), 2 * 64 * 4  # bytes of a token's keys in one layer
+    assert stats.bytes_read >= layers * 192 * size + layers * 64 * size  # keys of 3 chunks, values of one or two
+    assert stats.bytes_read <= layers * 192 * size + layers * 128 * size
+    assert stats.bytes_guessed == 0
+    assert stats.read_amplification > 2  # one token of each head in blocks of 64
+
+
+def test_impress_reads_only_its_probes_where_they_agree(tmp_path):
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=4), prompt(PREFIX)
+    agree, differ = (Impress(budget=0.05, probe_heads=2, chunk_tokens=16, alpha=alpha) for alpha in (1e4, 0))
+    read = {}
+    for name, method in (("agree", agree), ("differ", differ)):
+        with KVStore(tmp_path / name, engine="posix", host_memory=0) as store:
+            fill(store, model, ids, method)
+            read[name] = ask(model, store, question(ids), method)[1].stats
+    layers, size = model.config.num_hidden_layers, 64 * 4
+    assert read["agree"].bytes_identifying == layers * 192 * 2 * size
+    assert read["differ"].bytes_read > layers * 192 * 6 * size  # and the keys of all four
+
+
+def test_baselines(model, store):
+    ids = prompt(PREFIX)
+    fill(store, model, ids, AttentionStore())
+    plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
+    nothing, cache = ask(model, store, question(ids), Recompute())
+    same(nothing, plain)
+    assert cache.stats.tokens_restored == 0
+    exact, _ = ask(model, store, question(ids), None)
+    everything, cache = ask(model, store, question(ids), AttentionStore())
+    same(everything, exact)
+    assert cache.stats.tokens_attended == cache.stats.tokens_restored == 192
 
 
 def test_rows_choose_for_themselves(model, store, chosen):

@@ -116,8 +116,7 @@ class TierMachine(RuleBasedStateMachine):
         score = {
             "lru": lambda k: (self.held[k][0],),
             "lfu": lambda k: tuple(self.held[k][::-1]),
-            "attention": lambda k: (np.prod(self.scores.get(k, (0, 0))), self.held[k][0]),
-        }[self.policy]
+        }.get(self.policy, lambda k: (np.prod(self.scores.get(k, (0, 0))), self.held[k][0]))
         if stayed:
             assert max(map(score, self.gone)) <= min(map(score, stayed))
 
@@ -132,11 +131,11 @@ class TierMachine(RuleBasedStateMachine):
     def note(self, owner, chunks, mass):
         """A selector chose these chunks, in memory or not."""
         ascending = np.array(sorted(chunks))
-        self.tier._scores.note(owner, CHUNKS, ascending, np.full(len(ascending), mass))
+        self.tier._scores.note(owner, CHUNKS, ascending, np.full(len(ascending), mass), np.full(len(ascending), 0.5))
         self.tier.rescore(owner, ascending)
         for chunk in chunks:
             known = self.scores.setdefault((*owner, chunk), [0.0, 0.0])
-            known[0] += mass
+            known[0] = 0.5 if self.policy == "importance" else known[0] + mass  # a moving average of the same share
             known[1] += 1
 
     @rule()
@@ -292,15 +291,22 @@ def test_the_host_keeps_what_scores_higher_than_what_it_has(arriving, resident, 
 
 
 def test_scores_outlive_the_process_in_bytes():
-    table, later = ScoreTable(), ScoreTable()
-    table.note(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]))
-    table.note(("s", 2), 5, np.array([1]), np.array([0.5]))
+    table, later = (ScoreTable(make_policy("attention").learn) for _ in range(2))
+    table.note(("s", 2), 5, np.array([1, 4]), np.array([0.5, 0.25]), np.ones(2))
+    table.note(("s", 2), 5, np.array([1]), np.array([0.5]), np.ones(1))
     changes = table.changes()
     assert table.changes() == []
     later.load(changes)
     for found in (table, later):
         assert found.of(("s", 2), np.array([0, 1, 4])).tolist() == [[0, 1, 0.25], [0, 2, 1]]
         assert found.of(("t", 0), np.array([3])).tolist() == [[0], [0]]
+
+
+def test_importance_is_a_moving_average_of_the_chosen_share():
+    table = ScoreTable(make_policy("importance").learn)
+    for share in (0.5, 1.0, 0.25):
+        table.note(("s", 0), 3, np.array([1]), np.array([9.0]), np.array([share]))
+    assert table.of(("s", 0), np.array([0, 1])).tolist() == [[0, 0.5], [0, 3]]
 
 
 def test_an_unknown_policy_is_named_with_those_there_are():

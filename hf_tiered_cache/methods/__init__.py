@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from ..errors import ConfigError
 from .base import Method
+from .baselines import H2O, AttentionStore, Recompute
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
+from .impress import Impress
 
-METHODS: dict[str, type[Method]] = {"exact": Exact, "contiguous_kv": ContiguousKV}
+METHODS: dict[str, type[Method]] = {
+    "exact": Exact,
+    "contiguous_kv": ContiguousKV,
+    "impress": Impress,
+    "recompute": Recompute,
+    "attention_store": AttentionStore,
+    "h2o": H2O,
+}
 
-__all__ = ["METHODS", "ContiguousKV", "Exact", "Method", "make_method"]
+__all__ = ["H2O", "METHODS", "AttentionStore", "ContiguousKV", "Exact", "Impress", "Method", "Recompute", "make_method"]
 
 
 def make_method(method: Method | str | None) -> Method:

@@ -27,6 +27,9 @@ class Method:
     geometry: Geometry = field(default_factory=Geometry)
     ahead_bytes: int = 128 << 20
 
+    policy = "lru"
+    """The eviction policy it was published with: `KVStore(path, policy=method.policy)`."""
+
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 

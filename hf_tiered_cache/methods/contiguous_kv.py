@@ -11,6 +11,7 @@ from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_chunks import TopChunks
 from .base import Method
+from .baselines import check_budget
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,10 @@ class ContiguousKV(Method):
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
 
+    policy = "attention"
+
     def __post_init__(self) -> None:
-        if not 0 < self.budget <= 1:
-            raise ConfigError(f"budget is a share of the prefix, above 0 and at most 1, not {self.budget!r}")
+        check_budget(self.budget)
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
         index = KeyIndex(self.period, self._heads)

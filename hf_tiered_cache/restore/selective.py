@@ -66,10 +66,16 @@ class LaneFetch:
     held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Chunks that are there or on their way, ascending."""
     used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Tokens of the segment that are needed, ascending."""
+    """Tokens of the segment that are attended to, ascending."""
+    identifies: bool = False
+    """Whether a choice was made from it."""
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
         return np.unique(tokens // self.reader.shape.geometry.chunk_tokens)
+
+    def release(self) -> None:
+        for lease in self.leases:
+            lease.release()
 
     def parts(self, layer: int, name: str) -> Iterator[Part]:
         return (part for part in self.lane.parts if part.layer == layer and part.tensor == name)
@@ -121,17 +127,18 @@ class SelectiveRestore:
         self._rows = [Restored(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
         self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]
         self._fetches: dict[int, dict[tuple[str, int], LaneFetch]] = {}  # of each period
-        self._keys: dict[tuple[int, int | None], dict[tuple[str, int], LaneFetch]] = {}  # by layer and heads
+        self._keys: dict[int, dict[tuple[str, int], LaneFetch]] = {}  # of each period, in lanes of their own
         self._coarse: dict[tuple[str, int], CoarseKeys] = {}  # by segment and layer
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from. Call `cancel` in the end, also if this fails."""
-        self._fetch_keys(self._periods[0][0], self.selector.probe_heads)
+        self._fetch_keys(0, self.selector.probe_heads)
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""
         for fetches in (*self._fetches.values(), *self._keys.values()):
-            _release(fetches)
+            for fetch in fetches.values():
+                fetch.release()
 
     def fill(
         self,
@@ -185,7 +192,6 @@ class SelectiveRestore:
         self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
-        layer = self._periods[number][0]
         self._chosen = []
         with self.account.timing("select_seconds"):
             for row in self._rows:
@@ -193,7 +199,7 @@ class SelectiveRestore:
                 asked = Asked(
                     query[one],
                     own_keys[one],
-                    partial(self._keys_of, layer, row, rotate_),
+                    partial(self._keys_of, number, row, rotate_),
                     scaling,
                     row.chunks,
                     min(self.plan.attended, row.tokens),
@@ -201,27 +207,28 @@ class SelectiveRestore:
                 choice = self.selector.choose(asked)
                 self._chosen.append(choice.tokens)
                 self._note(number, row, choice)
-        for key in [key for key in self._keys if key[0] == layer]:
-            fetches = self._keys.pop(key)
-            read = sum(len(lease.from_disk) * f.lane.block_bytes for f in fetches.values() for lease in f.leases)
-            self.account.add(bytes_identifying=read)
-            _release(fetches)
+        for fetch in self._keys.pop(number, {}).values():
+            self._finish(fetch)
         self._fetch(number, wanted=True)
         if number + 1 < len(self._periods):
-            self._fetch_keys(self._periods[number + 1][0], self.selector.probe_heads)
+            self._fetch_keys(number + 1, self.selector.probe_heads)
             if self.guesses:
                 self._fetch(number + 1, wanted=False)
 
     def _note(self, number: int, row: Restored, choice: Choice) -> None:
         """Tell the tiers which chunks were chosen, and what attention they get."""
-        chosen = np.unique(row.chunks.of(np.unique(choice.tokens)))
+        sets = len(choice.tokens)
+        chosen, times = np.unique(row.chunks.of(choice.tokens.ravel()), return_counts=True)
+        share = times / (sets * row.chunks.counts[chosen])
         mass, starts = chunk_mass(choice.mass, row.chunks)[chosen], row.chunks.starts[chosen]
         for piece in row.pieces():
             shape = piece.reader.shape
-            low, high = np.searchsorted(starts, (piece.at, piece.at + piece.count))
-            chunks = (starts[low:high] - piece.at + piece.first) // shape.geometry.chunk_tokens
-            for lane in self._lanes(shape, number) if high > low else ():
-                self.residency.note_attention((piece.reader.id, lane.index), shape.chunks, chunks, mass[low:high])
+            mine = slice(*np.searchsorted(starts, (piece.at, piece.at + piece.count)))
+            chunks = (starts[mine] - piece.at + piece.first) // shape.geometry.chunk_tokens
+            for lane in self._lanes(shape, number) if len(chunks) else ():
+                self.residency.note_attention(
+                    (piece.reader.id, lane.index), shape.chunks, chunks, mass[mine], share[mine]
+                )
 
     def _lanes(self, shape: SegmentShape, number: int) -> Iterator[Lane]:
         """The lanes of a segment that period `number` restores from."""
@@ -284,19 +291,19 @@ class SelectiveRestore:
                         fetch.copy(part, heads, inside, target, first)
 
     def _finish(self, fetch: LaneFetch) -> None:
-        """The period's last layer that needs it has been filled: count what came from disk, and let it go."""
+        """Nobody needs it any more: count what came from disk and what for, and let it go."""
         chunk_tokens = fetch.reader.shape.geometry.chunk_tokens
-        size = fetch.lane.payload_bytes // chunk_tokens
         read = np.concatenate([lease.from_disk for lease in fetch.leases]) if fetch.leases else np.empty(0, np.int64)
-        used = int(np.isin(fetch.used // chunk_tokens, read).sum()) * size
-        guessed = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
-        self.account.add(bytes_used=used, bytes_guessed=guessed)
-        _release({(fetch.reader.id, fetch.lane.index): fetch})
+        used = int(np.isin(fetch.used // chunk_tokens, read).sum()) * fetch.lane.payload_bytes // chunk_tokens
+        rest = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
+        self.account.add(bytes_used=used, **{"bytes_identifying" if fetch.identifies else "bytes_guessed": rest})
+        fetch.release()
 
     # --- keys to choose by
 
-    def _fetch_keys(self, layer: int, heads: int | None) -> None:
-        fetches = self._keys.setdefault((layer, heads), {})
+    def _fetch_keys(self, number: int, heads: int | None) -> None:
+        """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""
+        layer = self._periods[number][0]
         for row in self._rows:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
@@ -306,23 +313,30 @@ class SelectiveRestore:
                         self._coarse[piece.reader.id, layer] = coarse  # from here on in hand
                         continue
                 for lane in key_lanes(piece.reader.shape, layer, heads):
+                    # what also holds what is attended to is held on to
+                    fetches = (self._keys if lane.identifies else self._fetches).setdefault(number, {})
                     fetch = fetches.setdefault((piece.reader.id, lane.index), LaneFetch(piece.reader, lane))
+                    fetch.identifies = True
                     self._bring(fetch, tokens)
 
-    def _keys_of(self, layer: int, row: Restored, rotate_: Rotate, heads: int | None) -> torch.Tensor:
-        """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens."""
-        if (layer, heads) not in self._keys:
-            self._fetch_keys(layer, heads)
-        fetches = list(self._keys[layer, heads].values())
-        self._await(fetches)
+    def _keys_of(self, number: int, row: Restored, rotate_: Rotate, heads: int | None) -> torch.Tensor:
+        """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""
+        self._fetch_keys(number, heads)
+        layer, every = self._periods[number][0], np.arange(row.tokens)
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
-        every = np.arange(row.tokens)
-        if self.selector.resident:
-            for piece in row.pieces():
-                coarse = self._coarse.get((piece.reader.id, layer)) or self._coarsen(piece.reader, layer, fetches)
+        for piece in row.pieces():
+            if (coarse := self._coarse.get((piece.reader.id, layer))) is not None:
                 coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
-        else:
-            self._copy(fetches, row, every[None], layer, "key", keys)
+                continue
+            apart, among = (held.get(number, {}) for held in (self._keys, self._fetches))
+            names = [(piece.reader.id, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
+            fetches = [apart.get(name) or among[name] for name in names]
+            self._await(fetches)
+            if self.selector.resident:
+                coarse = self._coarsen(piece.reader, layer, fetches)
+                coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
+            else:
+                self._copy(fetches, row, every[None], layer, "key", keys)
         rotate_(keys.unsqueeze(0), every)
         return keys
 
@@ -340,7 +354,7 @@ class SelectiveRestore:
         keys = self._empty_keys(reader, layer, None, reader.shape.tokens)
         tokens = np.arange(reader.shape.tokens)
         for fetch in fetches:
-            for part in fetch.parts(layer, "key") if fetch.reader is reader else ():
+            for part in fetch.parts(layer, "key"):
                 fetch.copy(part, slice(part.first_head, part.first_head + part.heads), tokens, keys, 0)
         coarse = self._coarse[reader.id, layer] = CoarseKeys.of(keys)
         self.residency.resident.admit((reader.id, layer), coarse)
@@ -394,9 +408,3 @@ def _gather(target: torch.Tensor, blocks: torch.Tensor, start: int, tokens: np.n
 
 def _leave(tensor: torch.Tensor, positions: np.ndarray) -> None:
     """Of keys that are stored as they are."""
-
-
-def _release(fetches: dict[tuple[str, int], LaneFetch]) -> None:
-    for fetch in fetches.values():
-        for lease in fetch.leases:
-            lease.release()

@@ -13,6 +13,19 @@ def attention_mass(
 ) -> torch.Tensor:
     """The attention that each restored token gets, as a share of all that the queries have to give.
 
+    Args and sources: see `head_mass`, of which this is the mean over the heads.
+
+    Returns:
+        float32 `[tokens]`, not negative, at most 1 in all.
+    """
+    return head_mass(query, keys, own_keys, scaling).mean(0)
+
+
+def head_mass(
+    query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """The attention that each restored token gets of the queries that each kv head serves, as a share of all of it.
+
     The softmax runs over the restored tokens and, causally, over the queries' own (ContiguousKV, Section 4.2: the sum
     over all query tokens and query heads). Divided by rows × heads, so that long questions weigh no more than short
     ones in what is kept of it.
@@ -24,7 +37,7 @@ def attention_mass(
         scaling: of the logits; None for dim ** -0.5.
 
     Returns:
-        float32 `[tokens]`, not negative, at most 1 in all.
+        float32 `[kv_heads, tokens]`, not negative, each row at most 1 in all.
     """
     heads, queries, dim = query.shape
     kv_heads, tokens, _ = keys.shape
@@ -33,14 +46,14 @@ def attention_mass(
     own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, queries]
     future = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
     own_total = own.masked_fill_(future, -torch.inf).logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
-    mass = torch.zeros(tokens, dtype=torch.float32, device=query.device)
+    mass = torch.zeros(kv_heads, tokens, dtype=torch.float32, device=query.device)
     rows = max(1, _LARGEST // max(1, heads * tokens))
     for begin in range(0, queries, rows):
         some = slice(begin, begin + rows)
         logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group, rows, tokens]
         total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), own_total[:, :, some])
-        mass += logits.sub_(total).exp_().sum((0, 1, 2))
-    return mass / (heads * queries)
+        mass += logits.sub_(total).exp_().sum((1, 2))
+    return mass * (kv_heads / (heads * queries))
 
 
 def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -6,12 +6,17 @@ A new eviction policy is one file here and one row in `POLICIES`.
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .attention import AttentionGuided
+from .attention import AttentionGuided, ImportanceGuided
 from .lfu import LFU
 from .lru import LRU
 from .policy import EvictionPolicy
 
-POLICIES: dict[str, type[EvictionPolicy]] = {"lru": LRU, "lfu": LFU, "attention": AttentionGuided}
+POLICIES: dict[str, type[EvictionPolicy]] = {
+    "lru": LRU,
+    "lfu": LFU,
+    "attention": AttentionGuided,
+    "importance": ImportanceGuided,
+}
 
 
 def make_policy(name: str) -> EvictionPolicy:

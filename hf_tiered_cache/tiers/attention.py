@@ -28,3 +28,10 @@ class AttentionGuided(EvictionPolicy):
         rivals = order[free : free + len(lowest)]
         kept[rivals] = self.score(arriving)[rivals] > lowest
         return kept
+
+
+class ImportanceGuided(AttentionGuided):
+    """The same with the chosen share of a block's tokens, as a moving average, in place of attention (IMPRESS, 4.3)."""
+
+    def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
+        return np.where(accesses == 0, share, 0.5 * importance + 0.5 * share)

@@ -17,13 +17,24 @@ class Usage:
     uses: np.ndarray
     """int64, how often the block was asked for since it came in."""
     importance: np.ndarray
-    """float64, the attention that the block's chunk ever got, as far as a selector has told."""
+    """float64, what `learn` has made of what selectors told of the block's chunk."""
     accesses: np.ndarray
     """float64, how often a selector ever chose it."""
 
 
 class EvictionPolicy(ABC):
     """Says which blocks go first."""
+
+    def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
+        """The importance of chunks that a selector has chosen. Its sum over time, unless said otherwise.
+
+        Args:
+            importance: of each chunk so far.
+            accesses: how often each was chosen before.
+            mass: what attention each gets this time.
+            share: which part of its tokens was chosen.
+        """
+        return importance + mass
 
     @abstractmethod
     def score(self, usage: Usage) -> np.ndarray:

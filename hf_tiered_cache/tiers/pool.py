@@ -136,7 +136,7 @@ class Tier:
         self.clock = 0
         self.allocate = allocate
         self._on_evict = on_evict
-        self._scores = scores or ScoreTable()
+        self._scores = scores or ScoreTable(policy.learn)
         self._pools: dict[int, SlotPool] = {}
         self._owners: dict[Owner, int] = {}
         self._names: dict[int, Owner] = {}

@@ -85,7 +85,7 @@ class Residency:
         index_budget: int = 256 << 20,
     ) -> None:
         self.resident = ResidentKeys(index_budget)
-        self.scores = ScoreTable()
+        self.scores = ScoreTable(make_policy(policy).learn)
         self.host = Tier(
             "host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin), scores=self.scores
         )
@@ -191,9 +191,9 @@ class Residency:
             with self._lock:
                 self._unpin(self.host, pool, slots)
 
-    def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray) -> None:
-        """A selector has chosen `chunks` of a lane with `count`, and the queries pay them so much attention."""
-        self.scores.note(owner, count, chunks, mass)
+    def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
+        """A selector has chosen a share of `chunks` of a lane with `count`, to which queries pay so much attention."""
+        self.scores.note(owner, count, chunks, mass, share)
         with self._lock:
             for tier in (self.host, *self.devices.values()):
                 tier.rescore(owner, chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,19 +18,23 @@ class ScoreTable:
     """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and lane.
 
     The entries outlive the blocks' stay in memory, so that one that comes back is not a stranger.
+
+    Args:
+        learn: makes importance of what is told, see `EvictionPolicy.learn`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, learn: Callable[..., np.ndarray]) -> None:
+        self._learn = learn
         self._rows: OrderedDict[Owner, np.ndarray] = OrderedDict()  # float64 [2, chunks]: importance, accesses
         self._changed: set[Owner] = set()
         self._lock = threading.Lock()
 
-    def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray) -> None:
-        """`chunks` of a lane with `count` were chosen, and got so much attention."""
+    def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
+        """`chunks` of a lane with `count` were chosen, such a share of each, and got so much attention."""
         with self._lock:
             row = self._rows.setdefault(owner, np.zeros((2, count)))
             self._rows.move_to_end(owner)
-            row[0, chunks] += mass
+            row[0, chunks] = self._learn(*row[:, chunks], mass, share)
             row[1, chunks] += 1
             self._changed.add(owner)
             while len(self._rows) > _MOST_OWNERS:

@@ -1,0 +1,59 @@
+"""What ContiguousKV and IMPRESS compare themselves with, as their papers define it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..geometry import Geometry
+from ..restore.plan import Situation
+from ..select.chunks import budgeted_tokens
+from ..select.selector import Selector
+from ..select.top_tokens import TopTokens
+from .base import Method
+
+
+@dataclass(frozen=True)
+class Recompute(Method):
+    """No reuse: everything is computed."""
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+        return (np.arange(situation.columns),) * situation.layers
+
+
+@dataclass(frozen=True)
+class AttentionStore(Method):
+    """All KV of the prefix, a layer at a time, the next layer's while this one computes (Gao et al. 2024)."""
+
+    geometry: Geometry = field(default=Geometry(64, 1))
+    ahead_bytes: int = 1
+
+
+@dataclass(frozen=True)
+class H2O(Method):
+    """All keys of a layer are read, and the values of the tokens that its heads pay most attention to.
+
+    Args:
+        budget: share of the prefix's tokens that a head attends to, in (0, 1].
+    """
+
+    geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
+    ahead_bytes: int = 0
+    budget: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+
+    def attended(self, tokens: int) -> int:
+        return budgeted_tokens(self.budget, tokens, 1)
+
+    def selector(self) -> Selector:
+        return TopTokens()
+
+
+def check_budget(budget: float) -> None:
+    """Raises ConfigError if it is no share."""
+    if not 0 < budget <= 1:
+        raise ConfigError(f"budget is a share of the prefix, above 0 and at most 1, not {budget!r}")

@@ -1,0 +1,45 @@
+"""IMPRESS: importance told by a few heads, single tokens restored from large chunks (its paper, Section 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..geometry import Geometry, KeyIndex
+from ..select.chunks import budgeted_tokens
+from ..select.probe_heads import ProbeHeads
+from ..select.selector import Selector
+from .base import Method
+from .baselines import check_budget
+
+
+@dataclass(frozen=True)
+class Impress(Method):
+    """Each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
+
+    Args:
+        budget: share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is the exact method's.
+        chunk_tokens: consecutive tokens of a block of keys or of values; all of it is read for one token.
+        probe_heads: kv heads that are asked, whose keys are stored once more, apart (Section 4.1). With grouped queries
+            each speaks for its group; of four kv heads or fewer, two are enough.
+        alpha: how alike the probes' choices must be: see `ProbeHeads`.
+    """
+
+    geometry: Geometry = field(init=False, default=Geometry())
+    ahead_bytes: int = 0
+    budget: float = 0.25
+    chunk_tokens: int = 64
+    probe_heads: int = 3
+    alpha: float = 0.6
+
+    policy = "importance"
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget)
+        cut = Geometry(self.chunk_tokens, 1, split_kv=True, index=KeyIndex(1, self.probe_heads))
+        object.__setattr__(self, "geometry", cut)
+
+    def attended(self, tokens: int) -> int:
+        return budgeted_tokens(self.budget, tokens, 1)
+
+    def selector(self) -> Selector:
+        return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)

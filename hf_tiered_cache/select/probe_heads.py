@@ -1,0 +1,60 @@
+"""IMPRESS's choice (Section 4.1): a few heads are asked; where they agree, their tokens stand for all heads'."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from .mass import head_mass
+from .selector import Asked, Choice, Selector
+from .top_tokens import top_of_each
+
+
+@dataclass(frozen=True)
+class ProbeHeads(Selector):
+    """Single tokens, chosen by the first heads if these are similar enough, and else by each head for itself.
+
+    Args:
+        heads: how many kv heads are asked, each with the query heads it serves.
+        alpha: the sets of two heads are similar enough from a Jaccard index of j ** alpha on, where j is that of two
+            random sets of their size.
+    """
+
+    heads: int = 3
+    alpha: float = 0.6
+
+    @property
+    def probe_heads(self) -> int:
+        return self.heads
+
+    def choose(self, asked: Asked) -> Choice:
+        probes = asked.keys(self.heads)
+        served = asked.query.shape[0] // asked.own_keys.shape[0]
+        own = asked.own_keys[: len(probes)]
+        mass = head_mass(asked.query[: len(probes) * served], probes, own, asked.scaling)  # [probes, tokens]
+        sets = top_of_each(mass, asked.count)
+        if mean_jaccard(sets) >= jaccard_threshold(asked.count, asked.chunks.tokens, self.alpha):
+            summed = mass.sum(0).cpu().numpy()
+            votes = np.zeros(asked.chunks.tokens, np.int64)
+            np.add.at(votes, sets.ravel(), 1)
+            best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
+            return Choice(np.sort(best)[None], summed / len(probes))
+        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
+        return Choice(top_of_each(mass, asked.count), mass.mean(0).cpu().numpy())
+
+
+def mean_jaccard(sets: np.ndarray) -> float:
+    """Mean over all pairs of rows of `[rows, count]`, each of distinct numbers; 1 for a single row."""
+    found = []
+    for a, b in combinations(sets, 2):
+        shared = len(np.intersect1d(a, b, assume_unique=True))
+        found.append(shared / (len(a) + len(b) - shared))
+    return float(np.mean(found)) if found else 1.0
+
+
+def jaccard_threshold(count: int, tokens: int, alpha: float) -> float:
+    """j ** alpha, where j is the Jaccard index that two random sets of `count` of `tokens` have: r / (2 - r)."""
+    ratio = count / tokens
+    return (ratio / (2 - ratio)) ** alpha

@@ -1,0 +1,26 @@
+"""H2O's choice: single tokens, by the attention that the queries of each head pay them (Zhang et al. 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .mass import head_mass
+from .selector import Asked, Choice, Selector
+
+
+@dataclass(frozen=True)
+class TopTokens(Selector):
+    """The tokens that get most attention, for each kv head its own: the query heads it serves vote together."""
+
+    def choose(self, asked: Asked) -> Choice:
+        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
+        return Choice(top_of_each(mass, asked.count), mass.mean(0).cpu().numpy())
+
+
+def top_of_each(mass: torch.Tensor, count: int) -> np.ndarray:
+    """For each row of `[rows, tokens]` the `count` largest, of equals the first: int64 `[rows, count]`, ascending."""
+    order = np.argsort(-mass.cpu().numpy(), axis=1, kind="stable")
+    return np.sort(order[:, :count], axis=1)
