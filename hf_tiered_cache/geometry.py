@@ -271,6 +271,19 @@ class SegmentShape:
         typed = blocks[:, part.offset : part.offset + part.nbytes].view(self.layout.dtype)
         return typed.unflatten(1, (part.heads, self.geometry.chunk_tokens, part.dim))
 
+    def pack(self, blocks: torch.Tensor, part: Part, source: torch.Tensor) -> None:
+        """Write one part of all tokens, `[heads, tokens, dim]`, into `blocks`, uint8 `[chunks, block_bytes]`."""
+        target, chunk = self.part_view(blocks, part), self.geometry.chunk_tokens
+        whole, rest = divmod(source.shape[1], chunk)
+        if whole:
+            target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
+        if rest:
+            target[whole, :, :rest] = source[:, whole * chunk :]
+
+    def unpack(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
+        """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
+        return self.part_view(blocks, part).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+
     def chunk_range(self, start: int, stop: int) -> tuple[int, int]:
         """The chunks that hold the tokens `[start, stop)` of the segment, as a half-open range."""
         return start // self.geometry.chunk_tokens, ceil(stop / self.geometry.chunk_tokens)

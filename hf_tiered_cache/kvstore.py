@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import convert_file_size_to_int
+from tqdm.auto import tqdm
 
-from .errors import ConfigError, StoreClosedError
+from .errors import ConfigError, IntegrityError, StoreClosedError
+from .geometry import Geometry
 from .precompute import PrecomputeReport, precompute
 from .restore.chain import Chain
 from .restore.match import MatchedRun, longest_prefix
@@ -23,12 +25,14 @@ from .store.catalogue import Catalogue, SegmentRow
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.quota import Limits
+from .store.relayout import laid_out_anew
 from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
 
 if TYPE_CHECKING:
+    from .methods import Method
     from .record import Recorder
 
 
@@ -61,7 +65,7 @@ class KVStore:
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
         verify: whether the checksum of every block is compared when it is read.
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing.
-        engine: "auto", "kvikio" (GPUDirect Storage or its compat mode) or "posix".
+        engine: "auto", "kvikio" (GPUDirect Storage or its compat mode), "posix", or an `Engine` made for this store.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
         ttl: seconds a segment lives, or None.
@@ -84,7 +88,7 @@ class KVStore:
         disk_quota: int | str | None = None,
         verify: bool = True,
         salt: str | bytes | None = None,
-        engine: str = "auto",
+        engine: str | Engine = "auto",
         policy: str = "lru",
         ttl: float | None = None,
         watermarks: tuple[float, float] = (0.85, 0.95),
@@ -196,13 +200,20 @@ class KVStore:
     # --- for users
 
     def precompute(
-        self, model: torch.nn.Module, input_ids: Any, *, progress: bool = True, pin: bool = False
+        self,
+        model: torch.nn.Module,
+        input_ids: Any,
+        *,
+        method: Method | str | None = None,
+        progress: bool = True,
+        pin: bool = False,
     ) -> PrecomputeReport:
         """Compute and store the KV of prompts ahead of time.
 
         Args:
             model: any causal LM of transformers.
             input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
+            method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
 
@@ -210,7 +221,38 @@ class KVStore:
             How many tokens were computed and how many were stored already.
         """
         self._check()
-        return precompute(self, model, input_ids, progress=progress, pin=pin)
+        return precompute(self, model, input_ids, method=method, progress=progress, pin=pin)
+
+    def relayout(self, geometry: Geometry, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
+        """Lay segments out anew, as a method wants them: `store.relayout(method.geometry)`. No model is needed.
+
+        Args:
+            geometry: how they are to be cut. The new segment is whole on disk before the old one goes.
+            ids: which; all, if None.
+            progress: whether to show a progress bar.
+
+        Returns:
+            How many were cut in another way. What cannot be read is left as it is, and counted.
+        """
+        self.flush()
+        wanted = [row.id for row in self.segments()] if ids is None else list(ids)
+        pinned, changed = self.disk.pinned(), 0
+        for old in tqdm(wanted, unit="segment", desc="relayout", disable=not progress):
+            reader = self.disk.reader(old)
+            if reader is None or reader.shape.geometry == geometry:
+                continue
+            header, links, lanes = laid_out_anew(reader, geometry)
+            try:
+                stored = self.disk.publish(header, links, lanes)
+            except (IntegrityError, OSError) as error:
+                self.disk.report(old, error)
+                continue
+            if stored:
+                self.disk.pin([header.id] if old in pinned else [])
+                self.disk.remove([old])
+                changed += 1
+        self.disk.sync()
+        return changed
 
     def flush(self) -> None:
         """Write everything that has been computed, and make it durable."""

@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
+from .methods import Exact, Method, make_method
 
 if TYPE_CHECKING:
     from .kvstore import KVStore
@@ -43,17 +44,17 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
 
 
 def precompute(
-    store: KVStore, model: torch.nn.Module, input_ids: Any, *, progress: bool, pin: bool
+    store: KVStore, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
     from .cache import TieredCache  # a cache knows its store; only here does the store make caches
 
-    prompts = as_prompts(input_ids)
+    prompts, geometry = as_prompts(input_ids), make_method(method).geometry
     total = sum(len(prompt) for prompt in prompts)
     restored = stored = 0
     with tqdm(total=total, unit="tok", desc="precompute", disable=not progress) as bar:
         for prompt in prompts:
-            cache = TieredCache(model, store)
+            cache = TieredCache(model, store, method=Exact(geometry=geometry))
             ids = prompt.unsqueeze(0).to(cache.model.device)
             with torch.no_grad():
                 cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)

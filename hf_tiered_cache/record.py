@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
 import threading
 import time
@@ -16,7 +15,7 @@ import torch
 from .errors import StoreClosedError
 from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
 from .restore.history import History
-from .store.format import LINK_BYTES, SegmentHeader
+from .store.format import SegmentHeader, segment_id
 from .store.writer import Draft
 from .tiers.streams import CopyStream, Event, copy_stream
 
@@ -283,12 +282,9 @@ class Recorder:
         parent = links[first - 1] if first else self.history.chain.root
         tokens = len(mine) * LINK_TOKENS
         shape = SegmentShape(layout, self.geometry, tokens)
-        name = hashlib.blake2b(digest_size=LINK_BYTES)
-        for item in (parent, mine[-1], repr(self.geometry.to_json()).encode(), self.provenance.encode()):
-            name.update(item)
         now = time.time()
         header = SegmentHeader(
-            id=name.hexdigest(),
+            id=segment_id(parent, mine[-1], self.geometry, self.provenance),
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
@@ -340,7 +336,7 @@ def _packer(
                 for part in lane.parts:
                     tensors = sources[part.layer][0 if part.tensor == "key" else 1]
                     heads = slice(part.first_head, part.first_head + part.heads)
-                    _pack(shape.part_view(blocks, part), _tokens(tensors, row, heads, start, shape.tokens))
+                    shape.pack(blocks, part, _tokens(tensors, row, heads, start, shape.tokens))
                 yield blocks
 
     return lanes
@@ -351,16 +347,6 @@ def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, cou
     mine = [t[row, heads] for t in tensors]
     whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
     return whole[:, start : start + count].cpu()
-
-
-def _pack(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `[heads, tokens, dim]` into blocks `[n, heads, chunk_tokens, dim]`; the last block may be ragged."""
-    chunk = target.shape[2]
-    whole, rest = divmod(source.shape[1], chunk)
-    if whole:
-        target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
-    if rest:
-        target[whole, :, :rest] = source[:, whole * chunk :]
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ Every section starts on a 4 KiB boundary, and every byte of the file is under a 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
 from dataclasses import dataclass, replace
@@ -60,6 +61,14 @@ class SegmentHeader:
     @property
     def block_count(self) -> int:
         return self.shape.chunks * len(self.shape.lanes)
+
+
+def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str) -> str:
+    """The name of a segment between two links of a chain: what it holds, how it is cut and how it came about."""
+    name = hashlib.blake2b(digest_size=LINK_BYTES)
+    for item in (parent, last, repr(geometry.to_json()).encode(), provenance.encode()):
+        name.update(item)
+    return name.hexdigest()
 
 
 def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:

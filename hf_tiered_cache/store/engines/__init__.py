@@ -20,14 +20,16 @@ __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engi
 logger = logging.getLogger("hf_tiered_cache")
 
 
-def open_engine(name: str = "auto") -> Engine:
-    """The engine called `name`, or with "auto" the first of `ENGINES` that works on this machine.
+def open_engine(name: str | Engine = "auto") -> Engine:
+    """The engine called `name`, or with "auto" the first of `ENGINES` that works on this machine; an engine is itself.
 
     Raises:
         ConfigError: there is no such engine.
         EngineUnavailableError: the engine asked for by name does not work here.
     """
-    if name != "auto":
+    if isinstance(name, Engine):
+        engine = name
+    elif name != "auto":
         if name not in ENGINES:
             raise ConfigError(f"unknown engine {name!r}; there are: auto, {', '.join(ENGINES)}")
         engine = ENGINES[name]()

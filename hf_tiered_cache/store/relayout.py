@@ -1,0 +1,65 @@
+"""Laying a segment out anew, in another geometry, without the model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ..geometry import Geometry, Part, SegmentShape
+from .format import LINK_BYTES, SegmentHeader, segment_id
+from .memory import aligned_bytes
+from .segment import SegmentReader
+
+
+def laid_out_anew(
+    reader: SegmentReader, geometry: Geometry
+) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
+    """What `SegmentStore.publish` takes, for the same tokens in another geometry.
+
+    Returns:
+        Header, links, and for each lane its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
+    """
+    links = [reader.chain[at : at + LINK_BYTES] for at in range(0, len(reader.chain), LINK_BYTES)]
+    shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens)
+    old = reader.header
+    name = segment_id(old.parent, links[-1], geometry, old.provenance)
+    header = replace(old, id=name, shape=shape, created=time.time())
+    return header, links, _lanes(reader, shape)
+
+
+def _lanes(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]:
+    """The old segment's lanes are read as the new ones need them, and held as long as later ones do."""
+    held: dict[int, torch.Tensor] = {}
+    for number, lane in enumerate(shape.lanes):
+        blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
+        for part in lane.parts:
+            shape.pack(blocks, part, _tensor(reader, part, held))
+        yield blocks
+        later = {part.layer for after in shape.lanes[number + 1 :] for part in after.parts}
+        for index in [index for index in held if later.isdisjoint(reader.shape.lanes[index].layers)]:
+            del held[index]
+
+
+def _tensor(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) -> torch.Tensor:
+    """`[heads, tokens, dim]`: the heads of one layer's keys or values that `wanted` has."""
+    shape, stop = reader.shape, wanted.first_head + wanted.heads
+    found = torch.empty(wanted.heads, shape.tokens, wanted.dim, dtype=shape.layout.dtype)
+    for lane in shape.lanes:
+        for part in lane.parts if not lane.identifies else ():
+            low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
+            if (part.layer, part.tensor) == (wanted.layer, wanted.tensor) and low < high:
+                if lane.index not in held:
+                    held[lane.index] = _read(reader, lane.index)
+                mine = shape.unpack(held[lane.index], part)[low - part.first_head : high - part.first_head]
+                found[low - wanted.first_head : high - wanted.first_head] = mine
+    return found
+
+
+def _read(reader: SegmentReader, lane: int) -> torch.Tensor:
+    """All blocks of a lane, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+    blocks = aligned_bytes(reader.shape.chunks * reader.shape.lanes[lane].block_bytes).view(reader.shape.chunks, -1)
+    reader.read(lane, [(0, blocks)]).result()
+    return blocks

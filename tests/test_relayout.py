@@ -1,0 +1,106 @@
+"""Laying segments out anew: the same tokens in another geometry, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from segments import LAYOUT, links, open_store, read_back, segment
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.geometry import Geometry, KeyIndex
+from hf_tiered_cache.methods import METHODS
+from hf_tiered_cache.store.relayout import laid_out_anew
+
+geometries = st.builds(
+    Geometry,
+    chunk_tokens=st.sampled_from([8, 16, 24, 64]),
+    layers_per_block=st.integers(1, 6),
+    heads_per_block=st.sampled_from([None, 1]),
+    split_kv=st.booleans(),
+    index=st.none() | st.builds(KeyIndex, every=st.integers(1, 3), heads=st.sampled_from([None, 1])),
+)
+
+
+def tensors(reader, blocks):
+    """Every layer's keys and values, `[heads, tokens, dim]`, from the lanes of `read_back`; an index must agree."""
+    found = {}
+    for lane, memory in zip(reader.shape.lanes, blocks, strict=True):
+        for part in lane.parts:
+            mine = reader.shape.unpack(memory, part).view(torch.int32)  # random bytes: not all are numbers
+            if lane.identifies:
+                assert torch.equal(mine, found[part.layer, part.tensor][part.first_head : part.first_head + part.heads])
+            else:
+                whole = found.setdefault(
+                    (part.layer, part.tensor), torch.zeros(2, reader.shape.tokens, 8, dtype=torch.int32)
+                )
+                whole[part.first_head : part.first_head + part.heads] = mine
+    return found
+
+
+@given(geometries.filter(lambda geometry: geometry.index is None), geometries, st.integers(1, 7))
+def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
+    store = open_store(tmp_path_factory.mktemp("store"))
+    header, chain, lanes = segment(links(count), geometry=before)
+    assert store.publish(header, chain, lanes)
+    old = store.reader(header.id)
+    new_header, new_links, blocks = laid_out_anew(old, after)
+    assert store.publish(new_header, new_links, blocks)
+    new = store.reader(new_header.id)
+    assert new.shape.geometry == after
+    assert new_links == chain
+    assert (new.header.parent, new.header.fingerprint) == (header.parent, header.fingerprint)
+    theirs, ours = tensors(old, read_back(store, old.id)), tensors(new, read_back(store, new.id))
+    assert theirs.keys() == ours.keys() == {(i, name) for i in range(len(LAYOUT.layers)) for name in ("key", "value")}
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
+    model, prompts = build("qwen2"), [prompt(200, seed=seed) for seed in (1, 2)]
+    settings = {"do_sample": False, "max_new_tokens": 4, "output_logits": True, "return_dict_in_generate": True}
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, [ids[0] for ids in prompts], progress=False)
+        (pinned, _) = (row.id for row in store.segments())
+        store.pin([pinned])
+        asked = torch.cat([prompts[0], prompt(20, seed=9)], dim=1)
+        before = model.generate(asked, past_key_values=TieredCache(model, store, record=False), **settings)
+        for name, method in METHODS.items():
+            geometry = method().geometry
+            assert store.relayout(geometry, progress=False) in (0, 2), name
+            readers = [store.disk.reader(row.id) for row in store.segments()]
+            assert [reader.shape.geometry for reader in readers] == [geometry] * 2
+            assert not store.verify().bad
+            assert len(store.disk.pinned()) == 1
+            cache = TieredCache(model, store, record=False)
+            after = model.generate(asked, past_key_values=cache, **settings)
+            assert cache.stats.tokens_restored == 192
+            for a, b in zip(before.logits, after.logits, strict=True):
+                assert torch.equal(a, b)
+
+
+def test_what_cannot_be_read_is_left_and_counted(tmp_path):
+    model = build("qwen2")
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, [prompt(200)[0]], progress=False)
+        (row,) = store.segments()
+        reader = store.disk.reader(row.id)
+        path = store.disk.path(row.id)
+        data = bytearray(path.read_bytes())
+        data[reader.header.blocks.offset + 5 * reader.shape.lanes[0].block_bytes] ^= 1
+        path.write_bytes(data)
+        assert store.relayout(Geometry(32, 1), progress=False) == 0
+        assert store.stats.verification_failures == 1
+        (row,) = store.segments()
+        assert row.usable_links == 5  # what stands before the fault still serves
+        assert list(store.disk.tmp_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_precompute_cuts_as_the_method_wants(tmp_path, name):
+    method = METHODS[name]()
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(build("qwen2"), [prompt(100)[0]], progress=False, method=method)
+        (row,) = store.segments()
+        assert store.disk.reader(row.id).shape.geometry == method.geometry
