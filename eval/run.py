@@ -35,7 +35,12 @@ app = typer.Typer(add_completion=False)
 def main(
     model: Annotated[str, typer.Option(help="A model of the hub, or a folder.")] = "",
     tasks: Annotated[str, typer.Option(help="Tasks and groups of tasks, with commas between.")] = "",
-    methods: Annotated[str, typer.Option(help="Methods; full KV is always measured beside them.")] = "exact",
+    methods: Annotated[
+        str,
+        typer.Option(
+            help="Methods, with options: exact,contiguous_kv:period=4. Full KV is always measured beside them."
+        ),
+    ] = "exact",
     budgets: Annotated[
         str, typer.Option(help="For methods that have one: shares of the prefix.")
     ] = "0.05,0.1,0.25,0.5",

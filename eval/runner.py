@@ -12,7 +12,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_tiered_cache import METHODS, KVStore, Method
+from hf_tiered_cache import KVStore, Method
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import make_method
 
 from .encode import Prompt, encode
 from .errors import EvalError
@@ -36,6 +38,11 @@ class Variant:
     method: Method | None = None
     budget: float | None = None
 
+    @property
+    def folder(self) -> str:
+        """A name for files."""
+        return self.name.replace(":", "-")
+
 
 def find_variants(methods: str, budgets: str) -> list[Variant]:
     """Full KV, and every method of a comma-separated list with every budget. Raises EvalError."""
@@ -49,9 +56,10 @@ def find_variants(methods: str, budgets: str) -> list[Variant]:
     for name in filter(None, (part.strip() for part in methods.split(","))):
         if name == FULL:
             continue
-        if name not in METHODS:
-            raise EvalError(f"unknown method {name!r}; there are: {FULL}, {', '.join(METHODS)}")
-        method = METHODS[name]()
+        try:
+            method = make_method(name)
+        except ConfigError as error:
+            raise EvalError(str(error).replace("there are: ", f"there are: {FULL}, ")) from error
         if any(field.name == "budget" for field in fields(method)):
             variants += [Variant(f"{name}@{share:g}", replace(method, budget=share), share) for share in shares]
         else:
@@ -115,7 +123,7 @@ class Run:
                     bar.update()
 
     def _folder(self, task: Task, variant: Variant) -> Path:
-        return self.out / task.name / variant.name
+        return self.out / task.name / variant.folder
 
     def _read(self, task: Task, variant: Variant) -> dict[str, dict[str, Any]]:
         """The lines that are there; a last line that was cut off is dropped."""
@@ -162,9 +170,12 @@ class Stores:
         if variant.name not in self._subjects:
             run, store = self._run, None
             if variant.method is not None:
-                name = variant.name.split("@")[0]
-                kin = next((s for n, s in self._subjects.items() if n.split("@")[0] == name), None)
-                store = kin.store if kin else KVStore(run.stores / name, host_memory=run.host_memory)
+                name = variant.folder.split("@")[0]
+                kin = next(
+                    (s for n, s in self._subjects.items() if n.split("@")[0] == variant.name.split("@")[0]), None
+                )
+                policy = variant.method.policy
+                store = kin.store if kin else KVStore(run.stores / name, host_memory=run.host_memory, policy=policy)
             self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, variant.method)
         return self._subjects[variant.name]
 

@@ -65,10 +65,7 @@ class Subject:
         """Have the KV of a prefix stored."""
         if self.store is None or prefix in self._stored:
             return
-        ids = torch.tensor([prefix], device=self.model.device)
-        with torch.no_grad():
-            self.model(input_ids=ids, past_key_values=self._cache(), use_cache=True, logits_to_keep=1)
-        self.store.flush()
+        self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
         self._stored.add(prefix)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
@@ -87,7 +84,7 @@ class Subject:
 
     def start(self, prompt: tuple[int, ...]) -> Asked:
         """Run the prompt up to its first new token."""
-        cache = self._cache(record=False)
+        cache = self._cache()
         ids = torch.tensor([prompt], device=self.model.device)
         started = time.perf_counter()
         with torch.no_grad():
@@ -107,10 +104,10 @@ class Subject:
         wanted = torch.tensor(tokens)
         return said.gather(1, wanted.unsqueeze(1))[:, 0], bool((said.argmax(-1) == wanted).all())
 
-    def _cache(self, record: bool = True) -> Cache:
+    def _cache(self) -> Cache:
         if self.store is None:
             return DynamicCache(config=self.model.config)
-        return TieredCache(self.model, self.store, method=self.method, record=record)
+        return TieredCache(self.model, self.store, method=self.method, record=False)
 
     def _generate(self, asked: Asked, max_new_tokens: int) -> str:
         token = asked.first.argmax().view(1, 1).to(asked.ids.device)

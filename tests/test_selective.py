@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
-from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute
+from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.select.top_tokens import TopTokens
@@ -448,6 +448,18 @@ def test_attention_that_hides_its_queries_is_refused(store):
 def test_settings_without_meaning_are_refused(arguments):
     with pytest.raises(ConfigError):
         ContiguousKV(**arguments)
+
+
+def test_a_method_by_name_with_options():
+    found = make_method("contiguous_kv:budget=0.1:identify=keys:period=4")
+    assert found == ContiguousKV(budget=0.1, identify="keys", period=4)
+    assert make_method("h2o").budget == H2O().budget
+    with pytest.raises(ConfigError, match=r"no option 'share'; it has: .*budget"):
+        make_method("impress:share=0.1")
+    with pytest.raises(ConfigError, match="of type int, not 'four'"):
+        make_method("contiguous_kv:period=four")
+    with pytest.raises(ConfigError, match="budget is a share"):
+        make_method("h2o:budget=3")
 
 
 @pytest.mark.parametrize(

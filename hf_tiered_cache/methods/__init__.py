@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from ..errors import ConfigError
 from .base import Method
 from .baselines import H2O, AttentionStore, Recompute
@@ -22,11 +24,31 @@ __all__ = ["H2O", "METHODS", "AttentionStore", "ContiguousKV", "Exact", "Impress
 
 
 def make_method(method: Method | str | None) -> Method:
-    """A method given as itself, by name, or as None for exact reuse. Raises ConfigError if there is none."""
+    """A method given as itself, by name, or as None for exact reuse.
+
+    Args:
+        method: as a string, a name of `METHODS`, and after colons what differs from its defaults:
+            "contiguous_kv:budget=0.1:identify=keys".
+
+    Raises:
+        ConfigError: there is none of this name, or it has no such option.
+    """
     if method is None:
         return Exact()
     if isinstance(method, Method):
         return method
-    if method not in METHODS:
-        raise ConfigError(f"unknown method {method!r}; there are: {', '.join(METHODS)}")
-    return METHODS[method]()
+    name, *options = method.split(":")
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
+    kind = METHODS[name]
+    known = {field.name: field.default for field in fields(kind) if field.init and field.name != "geometry"}
+    chosen = {}
+    for option in options:
+        key, _, value = option.partition("=")
+        if key not in known:
+            raise ConfigError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
+        try:
+            chosen[key] = type(known[key])(value)
+        except ValueError:
+            raise ConfigError(f"{key} of {name} is of type {type(known[key]).__name__}, not {value!r}") from None
+    return kind(**chosen)

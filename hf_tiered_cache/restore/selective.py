@@ -25,6 +25,9 @@ from .assemble import copy_tokens
 from .plan import Piece, Plan, RowGroup
 from .prefetch import restore_error
 
+_FEW = 2
+"""Runs of tokens that are copied one by one: more are picked out all at once."""
+
 Rotate = Callable[[torch.Tensor, np.ndarray], None]
 """Rotates, in place, `[1, heads, n, dim]` to the positions int64 `[n]`."""
 
@@ -399,11 +402,17 @@ def _gather(target: torch.Tensor, blocks: torch.Tensor, start: int, tokens: np.n
         tokens: int64, ascending, numbers in the segment.
         column: of the first of `tokens`.
     """
-    low, high = np.searchsorted(tokens, (start, start + blocks.shape[0] * blocks.shape[2]))
+    chunk_tokens = blocks.shape[2]
+    low, high = np.searchsorted(tokens, (start, start + blocks.shape[0] * chunk_tokens)).tolist()
     mine = tokens[low:high]
-    for first, stop in spans(mine):
-        token = int(mine[first])
-        copy_tokens(target, blocks, start, token, token + stop - first, column + int(low) + first - token)
+    runs = list(spans(mine))
+    if len(runs) <= _FEW:
+        for first, stop in runs:
+            token = int(mine[first])
+            copy_tokens(target, blocks, start, token, token + stop - first, column + low + first - token)
+        return
+    chunk, inside = (torch.from_numpy(index).to(blocks.device) for index in divmod(mine - start, chunk_tokens))
+    target[:, column + low : column + high] = blocks.transpose(1, 2)[chunk, inside].transpose(0, 1)
 
 
 def _leave(tensor: torch.Tensor, positions: np.ndarray) -> None:

@@ -1,0 +1,168 @@
+"""The reference models: their language can be answered, training goes on where it stopped, the shipped one knows it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from eval.reference.check import BARS, measure
+from eval.reference.language import KINDS, Language, train_tokenizer
+from eval.reference.train import KINDS as TRAINED_KINDS
+from eval.reference.train import Size, Stage, Training, build, draw, unshared
+
+SHIPPED = Path(__file__).parents[2] / "eval" / "reference" / "xs"
+TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([TEXT], vocabulary=320)
+
+
+@pytest.fixture(scope="module")
+def language(tokenizer):
+    return Language(tokenizer, np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"]))
+
+
+def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
+    """The answer to each question, read off the documents by rules alone."""
+    words = tokenizer.convert_ids_to_tokens([token for document in context.documents for token in document])
+    known, named, labels = {}, None, Counter()
+    for at, word in enumerate(words):
+        if word == "<name>":
+            named = words[at + 1]
+        elif word in ("<is>", "<it>"):
+            key = named if word == "<it>" else words[at + 1]
+            begin = at + (1 if word == "<it>" else 2)
+            known[key] = words[begin : begin + 2]
+        elif word == "<copy>":
+            known[words[at + 1]] = known[words[at + 2]]
+        elif word == "<ex>":
+            category = words[at + 1].split(".")[0]
+            assert words[at + 2].split(".")[0] == category
+            labels[category, words[at + 3]] += 1
+    found, last = [], None
+    for question in asked:
+        prompt = tokenizer.convert_ids_to_tokens(list(question.prompt))
+        if question.kind == "shot":
+            (label,) = {label for category, label in labels if category == prompt[1].split(".")[0]}
+            found.append([label])
+            continue
+        last = last if question.kind == "back" else known[prompt[1]]
+        found.append(last)
+    return found
+
+
+@pytest.mark.parametrize("tokens", [48, 200, 600])
+def test_every_question_has_one_answer_that_the_documents_give(tokenizer, language, tokens):
+    kinds = dict.fromkeys(KINDS, 1.0)
+    seen = Counter()
+    for seed in range(30):
+        context = language.context(np.random.default_rng(seed), tokens, 20, kinds)
+        flat = [token for document in context.documents for token in document]
+        assert len(flat) == len(context.is_text) == tokens
+        assert flat[0] == tokenizer.bos_token_id
+        expected = solve(tokenizer, context, context.questions)
+        answers = [tokenizer.convert_ids_to_tokens(list(question.answer)) for question in context.questions]
+        assert answers == expected
+        seen.update(question.kind for question in context.questions)
+        # nothing is asked twice: the second time it could be read off the first
+        asked = [q.prompt for q in context.questions if q.kind not in ("shot", "back")]
+        assert len(asked) == len(set(asked))
+    assert all(seen[kind] > 5 for kind in KINDS)
+
+
+def test_aliases_cross_documents(tokenizer, language):
+    it, name, doc = tokenizer.convert_tokens_to_ids(["<it>", "<name>", "<doc>"])
+    context = language.context(np.random.default_rng(3), 400, 10, {"alias": 1.0, "fact": 1.0})
+    mine = [document for document in context.documents if it in document]
+    assert len(mine) > 2
+    for document in mine:
+        assert document[0] == doc
+        assert name not in document[: document.index(it)]  # who is meant stands in the document before
+
+
+def test_batches_ask_for_what_documents_say(tokenizer, language):
+    batch = draw(language, np.random.default_rng(0), Stage(96, TRAINED_KINDS, (0.6, 1.0)), 8)
+    answers = batch.kind >= 0
+    assert torch.equal(batch.targets[batch.kind != -3], batch.ids[batch.kind != -3])
+    assert answers.any(1).all()
+    copy = tokenizer.convert_tokens_to_ids("<copy>")
+    for row, column in (batch.kind == -3).nonzero().tolist():
+        assert batch.ids[row, column - 3] == copy
+        said = batch.ids[row, :column].tolist()
+        assert batch.targets[row, column].item() in said  # it was said before, of the key that is copied
+
+
+def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(tokenizer, language, tmp_path):
+    stage = Stage(48, ("fact",), (0.9, 1.0), 0.1, least_steps=2, most_steps=3)
+    size = Size(32, 2, 1, 64, ((0, (0, 1, 2, 2)), (1, (0, 1, 1, 1))), (stage, stage), 192, final_steps=3)
+    whole = Training(size, language, tokenizer, tmp_path / "whole", 0)
+    (tmp_path / "whole").mkdir()
+    assert whole.run(10)
+    (tmp_path / "parts").mkdir()
+    parts = 0
+    while not Training(size, language, tokenizer, tmp_path / "parts", 0).run(0):  # a step, and out of time
+        parts += 1
+    assert parts == 6
+    resumed = Training(size, language, tokenizer, tmp_path / "parts", 0)
+    assert resumed.progress.step == whole.progress.step == 6
+    for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    layers = resumed.model.model.layers
+    assert layers[1] is layers[2] is layers[3] is not layers[0]
+    alone = unshared(resumed.model)
+    assert alone.dtype == torch.bfloat16
+    assert len({id(layer) for layer in alone.model.layers}) == 4
+    ids = torch.arange(20).unsqueeze(0)
+    with torch.no_grad():
+        assert torch.allclose(
+            alone.float()(ids).logits, resumed.model.eval().to(torch.bfloat16).float()(ids, use_cache=False).logits
+        )
+
+
+def test_sharing_copies_the_layer_that_is_shared(tokenizer, language, tmp_path):
+    stage = Stage(48, ("fact",), least_steps=1, most_steps=1)
+    size = Size(32, 2, 1, 64, ((0, (0, 1, 2, 2)), (1, (0, 1, 1, 1))), (stage, stage), 96, final_steps=9)
+    training = Training(size, language, tokenizer, tmp_path, 0)
+    training.run(0)
+    before = build(size, tokenizer, 0).state_dict().keys()
+    assert training.progress.stage == 1
+    state = training.model.state_dict()
+    assert state.keys() == before
+    for name in state:
+        if name.startswith("model.layers.3."):
+            assert torch.equal(state[name], state[name.replace("layers.3", "layers.1")])
+
+
+needs_model = pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), reason="no reference model ships yet")
+
+
+@needs_model
+def test_the_shipped_model_is_of_use():
+    """A quick look; eval/reference/xs/check.json holds the whole one."""
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    text = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    found = measure(model, Language(tokenizer, text), 512, 60, seed=5)
+    full = found.share("full")
+    assert full >= 93
+    assert full - found.share("random tenth") >= BARS["lost by a random tenth"]
+    assert full - found.share("documents apart") >= BARS["lost by documents apart"]
+
+
+@needs_model
+def test_what_is_told_of_the_shipped_model_is_whole():
+    told = json.loads((SHIPPED / "check.json").read_text())
+    assert told["figures"].keys() == told["bars"].keys() == BARS.keys()
+    assert told["questions"] >= 400
+    curve = json.loads((SHIPPED / "curve.json").read_text())
+    assert curve[-1]["step"] > curve[0]["step"]
+    size = sum(path.stat().st_size for path in SHIPPED.iterdir())
+    assert size < 12e6
