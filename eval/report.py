@@ -22,11 +22,11 @@ from matplotlib import pyplot as plt
 Row = dict[str, Any]
 
 _LOOKS = (
-    ("accuracy", "budget", "score", "budget (share of the prefix)", "score"),
-    ("agreement", "budget", "kl", "budget (share of the prefix)", "KL of the first token to full KV (nats)"),
-    ("ttft", "ttft", "score", "time to first token (s)", "score"),
+    ("budget", "score", "budget (share of the prefix)", "score"),
+    ("budget", "kl", "budget (share of the prefix)", "KL of the first token to full KV (nats)"),
+    ("ttft", "score", "time to first token (s)", "score"),
 )
-"""Of each plot: the file's name, what is on either axis, and how the axes are called."""
+"""Of each plot: what is on either axis, and how the axes are called."""
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
@@ -64,10 +64,11 @@ def draw(rows: list[Row], across: str, up: str, labels: tuple[str, str], axes: A
         axes.errorbar([place(r) for r in found], means, around, color=color, marker="o", capsize=3, label=method)
     axes.set_xlabel(labels[0])
     axes.set_ylabel(labels[1])
-    axes.legend()
+    if up == "kl":
+        axes.set_yscale("symlog", linthresh=1e-4)
 
 
-def page(config: dict[str, Any], tasks: dict[str, list[Row]], plots: dict[str, list[str]]) -> str:
+def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """The Markdown page."""
     lines = [f"# {Path(config['model']).name}: methods against full KV", ""]
     lines += [
@@ -83,8 +84,7 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]], plots: dict[str, l
             cells += [_cell(row, "score", ".1f"), _cell(row, "top1", ".1f"), _cell(row, "kl", ".2g")]
             cells += [_cell(row, "ttft", ".3g"), _cell(row, "restored", ".0f", interval=False)]
             lines.append(f"| {' | '.join(cells)} |")
-    for task, names in plots.items():
-        lines += ["", f"## {task}", "", *(f"![{name}]({name})" for name in names)]
+    lines += [""] + [f"![{task}]({task}.png)" for task in tasks]
     return "\n".join(lines) + "\n"
 
 
@@ -103,19 +103,16 @@ def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")])
     except EvalError as error:
         typer.echo(f"eval.report: {error}", err=True)
         raise typer.Exit(2) from None
-    plots: dict[str, list[str]] = {}
     for task, rows in tasks.items():
-        for name, across, up, *labels in _LOOKS:
-            figure, axes = plt.subplots(figsize=(5.5, 3.6))
+        figure, all_axes = plt.subplots(1, len(_LOOKS), figsize=(13, 4.2), layout="constrained")
+        for axes, (across, up, *labels) in zip(all_axes, _LOOKS, strict=True):
             draw(rows, across, up, tuple(labels), axes)
-            axes.set_title(task)
-            figure.tight_layout()
-            file = f"{task}-{name}.png"
-            figure.savefig(folder / file, dpi=120)
-            plt.close(figure)
-            plots.setdefault(task, []).append(file)
-    (folder / "README.md").write_text(page(config, tasks, plots), encoding="utf-8")
-    typer.echo(f"{folder / 'README.md'} and {sum(map(len, plots.values()))} plots")
+        figure.suptitle(task)
+        figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        figure.savefig(folder / f"{task}.png", dpi=100)
+        plt.close(figure)
+    (folder / "README.md").write_text(page(config, tasks), encoding="utf-8")
+    typer.echo(f"{folder / 'README.md'} and {len(tasks)} plots")
 
 
 if __name__ == "__main__":
