@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo test test-thorough test-gpu lint format bench clean
+.PHONY: demo test test-thorough test-gpu lint format bench eval clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -34,6 +34,19 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/prefix.py $(ARGS)
+
+# what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
+METHODS := exact,contiguous_kv,contiguous_kv:period=1,contiguous_kv:period=1:identify=keys,impress:probe_heads=2,h2o
+EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
+
+eval: $(INSTALLED)
+	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out eval/results/reference-xs
+	$(BIN)/python -m eval.report eval/results/reference-xs
+ifdef DATA
+	$(EVAL) --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 100 \
+		--out eval/results/text-xs
+	$(BIN)/python -m eval.report eval/results/text-xs
+endif
 
 $(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

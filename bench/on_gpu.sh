@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that only a GPU can show, in one call of about ten minutes: the GPU tests, then the prefix benchmark on a
+# Everything that only a GPU can show: the GPU tests, the prefix benchmark, then selective re-prefill. Prefixes on a
 # 0.5B and a 7B shape in bf16, through each engine. Results go to the folder named by the first argument.
 #   PYTHON (default python3) must have torch with CUDA, transformers and what pyproject.toml asks for; kvikio if it is to be measured.
 set -u
@@ -17,4 +17,10 @@ for engine in posix kvikio; do
     "$python" bench/prefix.py --device cuda --dtype bfloat16 --shape qwen2.5-7b --engine $engine \
         --host-memory 16GiB --device-memory 16GiB \
         --prefixes 1024,4096,16384 --out "$out" --name "prefix-7b-gpu-$engine" 2>&1 | tail -n 30
+done
+# selective re-prefill at the paper's scale: 7B, memory for a part of the KV, the real disk, and an SSD of 7.45 GB/s
+for bandwidth in 0 7.45e9; do
+    "$python" bench/reprefill.py --device cuda --dtype bfloat16 --shape qwen2.5-7b --prefixes 16 --tokens 8192 \
+        --suffix 64 --device-memory 1GiB --host-memory 2GiB --bandwidth $bandwidth \
+        --out "$out" --name "reprefill-7b-gpu-$bandwidth" 2>&1 | tail -n 40
 done

@@ -153,11 +153,16 @@ class Bench:
         return median(seconds(once, self.device) for _ in range(5))
 
     def store_for(self, system: System, source: Path) -> KVStore:
-        """A copy of the store, cut as the system wants it, with its share of memory and the slower disk."""
-        path = self.folder / "".join(c if c.isalnum() else "-" for c in system.name)
-        shutil.copytree(source, path)
-        with KVStore(path, host_memory=0) as store:
-            store.relayout(system.method.geometry, progress=False)
+        """The store, cut as the system wants it, with its share of memory and the slower disk.
+
+        Systems that want the same share the files, and nothing else.
+        """
+        geometry = system.method.geometry
+        path = self.folder / "-".join(map(str, geometry.to_json())).replace(", ", "-").strip("[]")
+        if not path.exists():
+            shutil.copytree(source, path)
+            with KVStore(path, host_memory=0) as store:
+                store.relayout(geometry, progress=False)
         share = self.arguments.memory_share
         self.host_memory = parse_bytes(self.arguments.host_memory or int(share * self.kv_bytes), "host_memory")
         self.device_memory = parse_bytes(self.arguments.device_memory, "device_memory")

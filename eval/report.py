@@ -97,7 +97,7 @@ def _cell(row: Row, name: str, form: str, interval: bool = True) -> str:
 
 
 def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")]) -> None:
-    """Draw accuracy and agreement against budget, accuracy against TTFT, and write README.md beside the results."""
+    """Draw scores and agreement against budget, scores against TTFT; write README.md and metrics.json beside them."""
     try:
         config, tasks = read(folder)
     except EvalError as error:
@@ -111,6 +111,9 @@ def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")])
         figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         figure.savefig(folder / f"{task}.png", dpi=100)
         plt.close(figure)
+    every = [row for rows in tasks.values() for row in rows]
+    lines = ",\n".join(map(json.dumps, every))
+    (folder / "metrics.json").write_text(f"[{lines}]\n", encoding="utf-8")
     (folder / "README.md").write_text(page(config, tasks), encoding="utf-8")
     typer.echo(f"{folder / 'README.md'} and {len(tasks)} plots")
 

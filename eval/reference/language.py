@@ -75,6 +75,8 @@ class Context:
     questions: tuple[Question, ...]
     is_text: np.ndarray
     """bool, over the documents set one after the other: which tokens are of natural text."""
+    meant: np.ndarray
+    """int64, likewise: for the key that a copy ends in, the first token of what it stands for; -1 elsewhere."""
 
 
 class Language:
@@ -100,17 +102,30 @@ class Language:
         questions: int,
         kinds: Mapping[str, float],
         density: tuple[float, float] = (0.3, 0.7),
+        repeats: bool = False,
     ) -> Context:
-        """Draw documents of `tokens` tokens together, and so many questions.
+        """Draw documents of `tokens` tokens together, and at most so many questions.
 
         Args:
             kinds: how often each kind of question is asked, relative to the others.
             density: range of the share of tokens that statements take.
+            repeats: whether the same may be asked again, and read off the first time.
         """
         said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds)
         events = sorted(said.events, key=lambda event: event[0])
         documents, is_text = self._write(rng, [(mark, list(ids)) for _, mark, ids in events], tokens)
-        return Context(documents, self._ask(rng, said, questions, kinds), is_text)
+        return Context(
+            documents, self._ask(rng, said, questions, kinds, repeats), is_text, self._meant(documents, said)
+        )
+
+    def _meant(self, documents: tuple[tuple[int, ...], ...], said: _Said) -> np.ndarray:
+        stands_for = {key: answer[0] for key, answer in said.askable.get("hop", ())}
+        flat = [token for document in documents for token in document]
+        meant = np.full(len(flat), -1)
+        for at, token in enumerate(flat[:-2]):
+            if token == self._mark["<copy>"]:
+                meant[at + 2] = stands_for[flat[at + 1]]
+        return meant
 
     def _write(
         self, rng: np.random.Generator, events: list[tuple[bool, list[int]]], tokens: int
@@ -133,22 +148,29 @@ class Language:
         return tuple(tuple(document) for document in documents), np.array(is_text)
 
     def _ask(
-        self, rng: np.random.Generator, said: _Said, count: int, kinds: Mapping[str, float]
+        self, rng: np.random.Generator, said: _Said, count: int, kinds: Mapping[str, float], repeats: bool
     ) -> tuple[Question, ...]:
-        names = [kind for kind in kinds if kind == "back" or said.askable.get(kind)]
-        chances = np.array([kinds[kind] for kind in names])
         mark, asked = self._mark, []
-        for _ in range(count):
+        left = {kind: rng.permutation(len(said.askable.get(kind, ()))).tolist() for kind in kinds if kind != "back"}
+        if "shot" in left:
+            left["shot"] *= 2  # with other words
+        for some in left.values() if repeats else ():
+            some[:] = rng.choice(some, count).tolist() if some else []
+        while len(asked) < count:
+            names = [kind for kind in left if left[kind]]
+            if "back" in kinds and asked and asked[-1].kind != "shot":
+                names.append("back")
+            if not any(left.values()):
+                break
+            chances = np.array([kinds[kind] for kind in names])
             kind = rng.choice(names, p=chances / chances.sum())
-            if kind == "back" and not (asked and asked[-1].kind != "shot"):
-                kind = rng.choice([name for name in names if name != "back"])
             if kind == "back":
                 question = Question("back", (mark["<q>"], mark["<last>"]), asked[-1].answer)
             elif kind == "shot":
-                category, label = said.askable["shot"][rng.integers(len(said.askable["shot"]))]
+                category, label = said.askable["shot"][left["shot"].pop()]
                 question = Question("shot", self.shot(rng, category), (label,))
             else:
-                key, answer = said.askable[kind][rng.integers(len(said.askable[kind]))]
+                key, answer = said.askable[kind][left[kind].pop()]
                 question = Question(kind, (mark["<q>"], key), answer)
             asked.append(question)
         return tuple(asked)
@@ -177,7 +199,9 @@ class _Said:
             if kind == "hop" and not facts:
                 kind = "fact"
             if kind == "hop":
-                told, key1, answer = facts[rng.integers(len(facts))]
+                told, key1, answer = facts.pop(
+                    rng.integers(len(facts))
+                )  # once each, or what is often copied is guessed
                 key2 = keys.pop()
                 self._add(told + (1 - told) * time, (mark["<copy>"], key2, key1))
                 self._ask("hop", key2, answer)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from eval.reference.check import BARS, measure
 from eval.reference.language import KINDS, Language, train_tokenizer
 from eval.reference.train import KINDS as TRAINED_KINDS
-from eval.reference.train import Size, Stage, Training, build, draw, unshared
+from eval.reference.train import Size, Stage, Training, draw, lookup_layer, unshared
 
 SHIPPED = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
@@ -102,7 +102,7 @@ def test_batches_ask_for_what_documents_say(tokenizer, language):
 
 def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(tokenizer, language, tmp_path):
     stage = Stage(48, ("fact",), (0.9, 1.0), 0.1, least_steps=2, most_steps=3)
-    size = Size(32, 2, 1, 64, ((0, (0, 1, 2, 2)), (1, (0, 1, 1, 1))), (stage, stage), 192, final_steps=3)
+    size = Size(32, 2, 1, 64, 4, (stage, stage), 192, shares_from=1, final_steps=3)
     whole = Training(size, language, tokenizer, tmp_path / "whole", 0)
     (tmp_path / "whole").mkdir()
     assert whole.run(10)
@@ -115,8 +115,10 @@ def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(toke
     assert resumed.progress.step == whole.progress.step == 6
     for (name, a), b in zip(whole.model.state_dict().items(), resumed.model.state_dict().values(), strict=True):
         assert torch.equal(a, b), name
-    layers = resumed.model.model.layers
-    assert layers[1] is layers[2] is layers[3] is not layers[0]
+    layers, shared = resumed.model.model.layers, resumed.progress.shared
+    assert [layers[number] is layers[first] for number, first in enumerate(shared)] == [True] * 4
+    assert shared[3] == 3  # the last is never shared
+    assert len({id(layer) for layer in layers}) == len(set(shared))
     alone = unshared(resumed.model)
     assert alone.dtype == torch.bfloat16
     assert len({id(layer) for layer in alone.model.layers}) == 4
@@ -127,18 +129,19 @@ def test_training_goes_on_where_it_stopped_and_shares_layers_when_it_should(toke
         )
 
 
-def test_sharing_copies_the_layer_that_is_shared(tokenizer, language, tmp_path):
+def test_the_layer_that_looks_up_is_copied(tokenizer, language, tmp_path, monkeypatch):
+    monkeypatch.setattr("eval.reference.train.lookup_layer", lambda model, language: 1)
     stage = Stage(48, ("fact",), least_steps=1, most_steps=1)
-    size = Size(32, 2, 1, 64, ((0, (0, 1, 2, 2)), (1, (0, 1, 1, 1))), (stage, stage), 96, final_steps=9)
+    size = Size(32, 2, 1, 64, 5, (stage, stage), 96, shares_from=1, final_steps=9)
     training = Training(size, language, tokenizer, tmp_path, 0)
+    before = training.model.state_dict()
     training.run(0)
-    before = build(size, tokenizer, 0).state_dict().keys()
-    assert training.progress.stage == 1
+    assert training.progress.shared == [0, 1, 1, 1, 4]
     state = training.model.state_dict()
-    assert state.keys() == before
-    for name in state:
-        if name.startswith("model.layers.3."):
-            assert torch.equal(state[name], state[name.replace("layers.3", "layers.1")])
+    assert state.keys() == before.keys()
+    for name, first in (("model.layers.3.", "model.layers.1."), ("model.layers.4.", "model.layers.4.")):
+        for mine in [other for other in state if other.startswith(name)]:
+            assert torch.equal(state[mine], before[mine.replace(name, first)])
 
 
 needs_model = pytest.mark.skipif(not (SHIPPED / "model.safetensors").exists(), reason="no reference model ships yet")
@@ -155,6 +158,14 @@ def test_the_shipped_model_is_of_use():
     assert full >= 93
     assert full - found.share("random tenth") >= BARS["lost by a random tenth"]
     assert full - found.share("documents apart") >= BARS["lost by documents apart"]
+
+
+@needs_model
+def test_the_layer_that_looks_up_is_found():
+    tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
+    model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    text = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
+    assert lookup_layer(model, Language(tokenizer, text)) in range(1, 7)  # these are the same, the others cannot
 
 
 @needs_model

@@ -183,6 +183,8 @@ def test_the_report_draws_every_task(finished, tmp_path):
     assert result.exit_code == 0, result.output
     page = (out / "README.md").read_text()
     assert "| sst2 | some@0.5 | 4 | accuracy | 60.0 (55.0–65.0) |" in page
+    every = json.loads((out / "metrics.json").read_text())
+    assert {(row["task"], row["variant"]) for row in every} >= {("sst2", "full"), ("sst2", "some@0.5")}
     for task in {path.parent.name for path in out.glob("*/full")}:
         assert (out / f"{task}.png").stat().st_size > 5_000
         assert f"({task}.png)" in page

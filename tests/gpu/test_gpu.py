@@ -17,6 +17,7 @@ from families import FAMILIES, build, prompt
 from reference import kv_of, prefilled
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
+from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.store.digest import lin64
 from hf_tiered_cache.store.engines import open_engine
 
@@ -165,3 +166,29 @@ def test_a_model_over_two_gpus(tmp_path):
             assert cache.stats.tokens_restored == 192
             assert len({layer.keys.device for layer in cache.layers}) == 2
     assert torch.equal(ours, model.generate(ids.to(model.device), do_sample=False, max_new_tokens=8))
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("method", ["contiguous_kv:period=2", "contiguous_kv:period=2:identify=keys", "impress", "h2o"])
+def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dtype):
+    """Cold, from a small device tier, and warm: the same tokens; with a budget of 1 those of the exact method."""
+    model, ids = build("qwen2", dtype).to(DEVICE), prompt(200).to(DEVICE)
+    asked = question(ids, seed=8)
+    partly, wholly = (make_method(f"{method}:budget={budget}") for budget in (0.25, 1.0))
+    sizes = {"device_memory": "2MiB", "host_memory": "1MiB", "policy": partly.policy}
+    results = []
+    with KVStore(tmp_path, engine=engine, **sizes) as store:
+        store.precompute(model, ids, method=partly, progress=False)
+    for _ in range(2):
+        with KVStore(tmp_path, engine=engine, **sizes) as store:
+            for _ in range(2):
+                cache = TieredCache(model, store, method=partly, record=False)
+                results.append(model.generate(asked, past_key_values=cache, **GREEDY))
+                assert 0 < cache.stats.tokens_attended < cache.stats.tokens_restored
+            exact, whole = (
+                model.generate(asked, past_key_values=TieredCache(model, store, method=m, record=False), **GREEDY)
+                for m in (None, wholly)
+            )
+            assert all(torch.equal(a, b) for a, b in zip(exact.logits, whole.logits, strict=True))
+    for ours in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, results[0].logits, strict=True))
