@@ -1,0 +1,132 @@
+"""How much of what all keys would choose do cheaper ways of identification choose, too?
+
+    PYTHONPATH=. python bench/identify.py --model eval/reference/xs
+
+For the same queries, at every layer: the chunks that ContiguousKV chooses by all keys, against those by keys in eight
+bits (identify="index"), by the keys of the first kv head (identify="probe_heads"), and by the mean of each chunk's
+keys. Recall is the share of the former that the latter has as well. Contexts and questions are of the reference models'
+language; layers go on with a quarter of the chunks, chosen by all keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import machine, save, table
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.data import Data
+from eval.reference.check import questions
+from eval.reference.language import Language
+from eval.tasks.ruler.haystack import sentences
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.select.chunks import budgeted_tokens, top_chunks
+from hf_tiered_cache.select.mass import attention_mass
+from hf_tiered_cache.select.selector import Asked, Choice
+from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.tiers.resident import CoarseKeys
+
+BUDGETS = (0.05, 0.1, 0.25, 0.5)
+WAYS = ("eight bits", "first kv head", "chunk means")
+
+Note = dict[tuple[str, float], float]
+"""Recall of each way at each budget, for one question and layer."""
+
+
+def recalls(asked: Asked) -> Note:
+    """What each way would have chosen of what all keys choose."""
+    keys = asked.keys(None)  # [kv_heads, tokens, dim]
+    served = asked.query.shape[0] // len(keys)
+
+    def mass(some: torch.Tensor) -> np.ndarray:
+        query, own = asked.query[: len(some) * served], asked.own_keys[: len(some)]
+        return attention_mass(query, some, own, asked.scaling).numpy()
+
+    coarse = torch.empty_like(keys)
+    CoarseKeys.of(keys).write(coarse)
+    counts = asked.chunks.counts
+    means = torch.stack([chunk.mean(1) for chunk in keys.split(counts.tolist(), dim=1)], dim=1)
+    found = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), np.repeat(mass(means), counts)), strict=True))
+    note = {}
+    for budget in BUDGETS:
+        count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))
+        wanted, *others = (
+            set(asked.chunks.of(top_chunks(one, asked.chunks, count)).tolist()) for one in (mass(keys), *found.values())
+        )
+        note |= {(way, budget): len(wanted & other) / len(wanted) for way, other in zip(WAYS, others, strict=True)}
+    return note
+
+
+@dataclass(frozen=True)
+class Noting(TopChunks):
+    """Chooses by all keys, and notes what others would have chosen."""
+
+    notes: list[Note] = field(default_factory=list)
+
+    def choose(self, asked: Asked) -> Choice:
+        self.notes.append(recalls(asked))
+        return super().choose(asked)
+
+
+@dataclass(frozen=True)
+class NotingKV(ContiguousKV):
+    """ContiguousKV that notes."""
+
+    notes: list[Note] = field(default_factory=list)
+
+    def selector(self) -> Noting:
+        return Noting(self.period, notes=self.notes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"))
+    parser.add_argument("--tokens", type=int, default=512, help="of a context")
+    parser.add_argument("--questions", type=int, default=100)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
+    language, notes = Language(tokenizer, text), []
+    method = NotingKV(budget=0.25, period=1, subperiod=1, identify="keys", notes=notes)
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
+        asked = questions(language, arguments.tokens, arguments.questions, 0)
+        for context, question in tqdm(asked, total=arguments.questions, unit="question"):
+            prefix = [token for document in context.documents for token in document]
+            store.precompute(model, prefix, method=method, progress=False)
+            cache = TieredCache(model, store, method=method, record=False)
+            with torch.no_grad():
+                model(input_ids=torch.tensor([[*prefix, *question.prompt]]), past_key_values=cache, logits_to_keep=1)
+    layers = model.config.num_hidden_layers
+    by_layer = {
+        f"{way}, {budget:.0%}": [
+            100 * float(np.mean([note[way, budget] for note in notes[layer::layers]])) for layer in range(layers)
+        ]
+        for way in WAYS
+        for budget in BUDGETS
+    }
+    rows = [
+        [name, f"{np.mean(row):.1f}", *(f"{value:.0f}" for value in row[:layers])] for name, row in by_layer.items()
+    ]
+    name = f"identify-{arguments.model.name}"
+    heading = ["way, budget", "all layers", *(f"layer {layer}" for layer in range(layers))]
+    page = (
+        f"# Recall of identification, {arguments.model.name}\n\nPercent of the chunks that all keys choose, "
+        f"at contexts of {arguments.tokens} tokens, {len(notes) // layers} questions, chunks of 16."
+        f"\n\n{table(heading, rows)}"
+    )
+    figures = {"tokens": arguments.tokens, "questions": len(notes) // layers, "recall_percent": by_layer}
+    save(arguments.out, name, figures | {"machine": machine(torch.device("cpu"), Path.cwd())}, page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
