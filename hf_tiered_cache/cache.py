@@ -324,6 +324,7 @@ class TieredCache(Cache, ServedCache):
             self._account,
             self._attachment.device_of,
             self.method.ahead_bytes > 0,
+            self.store.upkeep.importance if self.method.reorder else None,
         )
         now.scope.attended = self._attended
         stack.callback(now.selective.cancel)
@@ -358,6 +359,8 @@ class TieredCache(Cache, ServedCache):
         if plan is not None and plan.attended is not None:
             attended = sum(len(g.rows) * min(plan.attended, max(0, plan.suffix - g.pad)) for g in plan.groups)
             self._account.add(tokens_attended=attended)
+            if self.method.reorder:
+                self.store.upkeep.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
             self._approximate()
         else:
             self._account.add(tokens_attended=restored)

@@ -15,6 +15,7 @@ from .errors import TieredCacheError
 from .kvstore import KVStore, parse_bytes
 from .stats import format_bytes
 from .store.catalogue import SegmentRow
+from .store.format import sections
 from .store.segment import read_head
 
 app = typer.Typer(
@@ -80,8 +81,7 @@ def show(
             "chunks": header.shape.chunks,
             "lanes": [{"layers": list(lane.layers), "block_bytes": lane.block_bytes} for lane in header.shape.lanes],
             "sections": {
-                name: {"offset": section.offset, "bytes": section.nbytes}
-                for name, section in (("chain", header.chain), ("digests", header.digests), ("blocks", header.blocks))
+                name: {"offset": section.offset, "bytes": section.nbytes} for name, section in sections(header).items()
             },
         }
     if as_json:

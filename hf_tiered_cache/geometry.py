@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from math import ceil
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from .errors import ConfigError, FormatError
@@ -238,13 +239,37 @@ def _parts(
             offset += nbytes
 
 
+@dataclass(frozen=True, eq=False)
+class TokenOrder:
+    """The places of a segment's tokens in its blocks, where these do not follow one another (IMPRESS, Section 4.4.1).
+
+    Args:
+        places: uint32 `[layers, tokens]`, for each layer a permutation: the mapping list. A lane goes by its first
+            layer's; one with a sliding window, or of an index, holds its tokens in their own order all the same.
+    """
+
+    places: np.ndarray
+
+    def __post_init__(self) -> None:
+        if (np.sort(self.places, axis=1) != np.arange(self.places.shape[1])).any():
+            raise FormatError("the order of tokens is no permutation")
+
+    @classmethod
+    def by_importance(cls, importance: np.ndarray) -> TokenOrder:
+        """The most important tokens first, of equals the first, from float `[layers, tokens]`."""
+        order = np.argsort(-importance, axis=1, kind="stable")  # token in each place
+        return cls(np.argsort(order, axis=1).astype(np.uint32))
+
+
 @dataclass(frozen=True)
 class SegmentShape:
-    """The lanes of one segment and where its blocks lie."""
+    """The lanes of one segment, where its blocks lie, and where in them its tokens."""
 
     layout: KVLayout
     geometry: Geometry
     tokens: int
+    order: TokenOrder | None = None
+    """None: tokens lie one after the other."""
 
     @cached_property
     def lanes(self) -> tuple[Lane, ...]:
@@ -271,8 +296,37 @@ class SegmentShape:
         typed = blocks[:, part.offset : part.offset + part.nbytes].view(self.layout.dtype)
         return typed.unflatten(1, (part.heads, self.geometry.chunk_tokens, part.dim))
 
-    def pack(self, blocks: torch.Tensor, part: Part, source: torch.Tensor) -> None:
+    def ordered(self, lane: Lane) -> bool:
+        """Whether the tokens of `lane` lie in an order of their own."""
+        return self.order is not None and not lane.identifies and not lane.window
+
+    def places(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
+        """Where tokens, int64, of the segment lie in `lane`: place p is in chunk p // chunk tokens."""
+        return self.order.places[lane.layers[0]][tokens].astype(np.int64) if self.ordered(lane) else tokens
+
+    def chunks_of(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
+        """The chunks of `lane` that hold `tokens`, ascending."""
+        return np.unique(self.places(lane, tokens) // self.geometry.chunk_tokens)
+
+    def bytes_of(self, lane: Lane, tokens: np.ndarray, chunks: np.ndarray) -> int:
+        """The payload of those of `tokens` that lie in `chunks` of `lane`."""
+        inside = np.isin(self.places(lane, tokens) // self.geometry.chunk_tokens, chunks)
+        return int(inside.sum()) * lane.payload_bytes // self.geometry.chunk_tokens
+
+    def first_token(self, lane: Lane, chunk: int) -> int:
+        """The first token, in their own order, of a chunk."""
+        first = chunk * self.geometry.chunk_tokens
+        if not self.ordered(lane):
+            return first
+        places = self.places(lane, np.arange(self.tokens))
+        return int(np.flatnonzero((places >= first) & (places < first + self.geometry.chunk_tokens))[0])
+
+    def pack(self, blocks: torch.Tensor, lane: Lane, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into `blocks`, uint8 `[chunks, block_bytes]`."""
+        if self.ordered(lane):
+            placed = torch.empty_like(source)
+            placed[:, self._every_place(lane)] = source
+            source = placed
         target, chunk = self.part_view(blocks, part), self.geometry.chunk_tokens
         whole, rest = divmod(source.shape[1], chunk)
         if whole:
@@ -280,10 +334,10 @@ class SegmentShape:
         if rest:
             target[whole, :, :rest] = source[:, whole * chunk :]
 
-    def unpack(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
+    def unpack(self, blocks: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
         """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
-        return self.part_view(blocks, part).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        placed = self.part_view(blocks, part).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
+        return placed[:, self._every_place(lane)] if self.ordered(lane) else placed
 
-    def chunk_range(self, start: int, stop: int) -> tuple[int, int]:
-        """The chunks that hold the tokens `[start, stop)` of the segment, as a half-open range."""
-        return start // self.geometry.chunk_tokens, ceil(stop / self.geometry.chunk_tokens)
+    def _every_place(self, lane: Lane) -> torch.Tensor:
+        return torch.from_numpy(self.places(lane, np.arange(self.tokens)))

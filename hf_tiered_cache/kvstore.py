@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from tqdm.auto import tqdm
 
-from .errors import ConfigError, IntegrityError, StoreClosedError
+from .errors import ConfigError, StoreClosedError
 from .geometry import Geometry
 from .precompute import PrecomputeReport, precompute
 from .restore.chain import Chain
@@ -25,11 +26,11 @@ from .store.catalogue import Catalogue, SegmentRow
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.quota import Limits
-from .store.relayout import laid_out_anew
 from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
+from .upkeep import Upkeep
 
 if TYPE_CHECKING:
     from .methods import Method
@@ -119,12 +120,13 @@ class KVStore:
             self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
         )
         self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
+        self.upkeep = Upkeep(self.disk, self.residency)
         self.writer = Writer(self.disk, queue_bytes)
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._close = weakref.finalize(
-            self, _close, self._recorders, self.writer, self.disk, self._engine, self.residency.scores
+            self, _close, self._recorders, self.upkeep, self.writer, self.disk, self._engine, self.residency.scores
         )
 
     # --- for caches
@@ -234,30 +236,34 @@ class KVStore:
         Returns:
             How many were cut in another way. What cannot be read is left as it is, and counted.
         """
+        return self._each(partial(self.upkeep.relayout, geometry=geometry), ids, "relayout", progress)
+
+    def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
+        """Lay the tokens of segments out by the attention that prompts of this process paid them, most of it first.
+
+        `Impress(reorder=True)` asks for that by itself, in the background, after 8, 16, 32, ... prompts of a segment.
+
+        Args:
+            ids: which; all, if None.
+            progress: whether to show a progress bar.
+
+        Returns:
+            How many were laid out anew. What cannot be read is left as it is, and counted.
+        """
+        return self._each(self.upkeep.reorder, ids, "reorder", progress)
+
+    def _each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
         self.flush()
         wanted = [row.id for row in self.segments()] if ids is None else list(ids)
-        pinned, changed = self.disk.pinned(), 0
-        for old in tqdm(wanted, unit="segment", desc="relayout", disable=not progress):
-            reader = self.disk.reader(old)
-            if reader is None or reader.shape.geometry == geometry:
-                continue
-            header, links, lanes = laid_out_anew(reader, geometry)
-            try:
-                stored = self.disk.publish(header, links, lanes)
-            except (IntegrityError, OSError) as error:
-                self.disk.report(old, error)
-                continue
-            if stored:
-                self.disk.pin([header.id] if old in pinned else [])
-                self.disk.remove([old])
-                changed += 1
+        changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
         self.disk.sync()
         return changed
 
     def flush(self) -> None:
-        """Write everything that has been computed, and make it durable."""
+        """Write everything that has been computed, and make it durable; background work is done then, too."""
         self._check()
         self.seal()
+        self.upkeep.wait()
         self.writer.flush()
         _keep_scores(self.disk, self.residency.scores)
 
@@ -323,10 +329,16 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
 
 
 def _close(
-    recorders: weakref.WeakSet[Recorder], writer: Writer, disk: SegmentStore, engine: Engine, scores: ScoreTable
+    recorders: weakref.WeakSet[Recorder],
+    upkeep: Upkeep,
+    writer: Writer,
+    disk: SegmentStore,
+    engine: Engine,
+    scores: ScoreTable,
 ) -> None:
     for recorder in list(recorders):
         recorder.finish()
+    upkeep.close()
     writer.close()
     engine.close()
     _keep_scores(disk, scores)

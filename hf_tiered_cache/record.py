@@ -336,7 +336,7 @@ def _packer(
                 for part in lane.parts:
                     tensors = sources[part.layer][0 if part.tensor == "key" else 1]
                     heads = slice(part.first_head, part.first_head + part.heads)
-                    shape.pack(blocks, part, _tokens(tensors, row, heads, start, shape.tokens))
+                    shape.pack(blocks, lane, part, _tokens(tensors, row, heads, start, shape.tokens))
                 yield blocks
 
     return lanes

@@ -29,7 +29,7 @@ def tensors(reader, blocks):
     found = {}
     for lane, memory in zip(reader.shape.lanes, blocks, strict=True):
         for part in lane.parts:
-            mine = reader.shape.unpack(memory, part).view(torch.int32)  # random bytes: not all are numbers
+            mine = reader.shape.unpack(memory, lane, part).view(torch.int32)  # random bytes: not all are numbers
             if lane.identifies:
                 assert torch.equal(mine, found[part.layer, part.tensor][part.first_head : part.first_head + part.heads])
             else:

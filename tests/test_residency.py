@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.residency import Residency, overlaps
+from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.runs import overlaps
 
 CPU = torch.device("cpu")
 CHUNKS = 10
@@ -95,6 +97,40 @@ def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, dev
         for reader in readers:
             for number in (0, 1):
                 assert all(len(where) <= 1 for where in tiers_of(residency, reader, number))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40))
+def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, device, direct):
+    _, readers, blocks = stored
+    residency = Residency(
+        host * 4096, device * 4096, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
+    )
+    for which, lane, chunks in asked:
+        chunks = np.array(sorted(chunks))
+        with patch.object(pool_module.Tier, "own_memory", lambda self, rest, size: iter([1 / 0] if len(rest) else [])):
+            lease = residency.fetch(readers[which], lane, chunks, CPU, Account(), ahead=True)
+            lease.wait()
+        got = {first + i: block for first, run in lease.runs for i, block in enumerate(run)}
+        check(got, blocks, readers[which], lane, lease.chunks.tolist())
+        assert np.isin(lease.chunks, chunks).all()
+        lease.release()
+        check(
+            fetch(residency, readers[which], lane, chunks), blocks, readers[which], lane, chunks
+        )  # now they are needed
+    assert nothing_is_pinned(residency)
+
+
+def test_what_there_is_room_for_comes_ahead_whole(stored):
+    _, (reader, _), _ = stored
+    residency = Residency(1 << 20)
+    for expected in (0, CHUNKS):  # the second time from memory
+        account = Account()
+        lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, account, ahead=True)
+        lease.wait()
+        assert lease.chunks.tolist() == list(range(CHUNKS))
+        assert account.stats.host.hits == expected
+        lease.release()
 
 
 def test_a_second_fetch_reads_nothing(stored):
@@ -204,7 +240,7 @@ def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
     def refuse(*args):
         raise MemoryError("planted")
 
-    for where in ((residency_module, "_own_memory"), (type(reader), "read")):
+    for where in ((pool_module.Tier, "own_memory"), (type(reader), "read")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, refuse)
             with pytest.raises(MemoryError):

@@ -201,6 +201,9 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
         _, cache = ask(model, store, question(ids), replace(METHOD, ahead_bytes=ahead))
+        assert cache.stats.bytes_guessed == 0  # there is no memory to guess into
+    with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:
+        _, cache = ask(model, store, question(ids), replace(METHOD, ahead_bytes=ahead))
     stats = cache.stats
     layers, size = len(cache.layers), 16 * 2 * 64 * 4  # bytes of one chunk's keys in one layer
     periods = layers // METHOD.period

@@ -476,7 +476,7 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     flip(store.path(useless.id), 100)
     newer = publish(store, seed="newer")
     page = bytearray(store.path(newer.id).read_bytes())
-    struct.pack_into("<I", page, 8, 2)
+    struct.pack_into("<I", page, 8, 99)
     store.path(newer.id).write_bytes(page)
     store.close()
     (tmp_path / "catalogue.sqlite").unlink()

@@ -30,6 +30,9 @@ class Method:
     policy = "lru"
     """The eviction policy it was published with: `KVStore(path, policy=method.policy)`."""
 
+    reorder = False
+    """Whether segments are laid out by how important their tokens turn out to be, in the background."""
+
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 

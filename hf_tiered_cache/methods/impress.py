@@ -22,6 +22,8 @@ class Impress(Method):
         probe_heads: kv heads that are asked, whose keys are stored once more, apart (Section 4.1). With grouped queries
             each speaks for its group; of four kv heads or fewer, two are enough.
         alpha: how alike the probes' choices must be: see `ProbeHeads`.
+        reorder: whether the tokens of a segment are laid out by importance, layer by layer, once prompts have shown it
+            (Section 4.4.1), so that what is chosen lies in few blocks. The exact method reads such segments as well.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -30,6 +32,7 @@ class Impress(Method):
     chunk_tokens: int = 64
     probe_heads: int = 3
     alpha: float = 0.6
+    reorder: bool = True
 
     policy = "importance"
 

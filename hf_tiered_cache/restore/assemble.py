@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from ..errors import RestoreError
@@ -85,7 +86,30 @@ def copy_unit(unit: Unit, layer: int, plan: Plan, keys: torch.Tensor, values: to
             for group, piece in unit.pieces:
                 shift = piece.at - piece.first + group.pad - plan.base - first_column
                 low, high = max(piece.first, -shift), min(piece.first + piece.count, target.shape[2] - shift)
-                copy_tokens(target[group.rows[0]], blocks, start, low, high, shift)
+                row = target[group.rows[0]]
+                if shape.ordered(unit.lane):
+                    places = shape.places(unit.lane, np.arange(low, high))
+                    copy_places(row[:, low + shift : high + shift], blocks, start, places)
+                else:
+                    copy_tokens(row, blocks, start, low, high, shift)
+
+
+def copy_places(target: torch.Tensor, blocks: torch.Tensor, start: int, places: np.ndarray) -> None:
+    """Copy what lies in `places` of a segment to the columns of `target`, as far as `blocks` holds it.
+
+    Args:
+        target: `[heads, len(places), dim]`.
+        blocks: `[n, heads, chunk_tokens, dim]`.
+        start: the place that stands first in `blocks`.
+        places: int64, in any order.
+    """
+    inside = places - start
+    columns = np.flatnonzero((inside >= 0) & (inside < blocks.shape[0] * blocks.shape[2]))
+    chunk, at = (torch.from_numpy(index).to(blocks.device) for index in divmod(inside[columns], blocks.shape[2]))
+    every = len(columns) == len(places)
+    target[:, slice(None) if every else torch.from_numpy(columns).to(blocks.device)] = blocks[chunk, :, at].transpose(
+        0, 1
+    )
 
 
 def copy_tokens(target: torch.Tensor, blocks: torch.Tensor, start: int, low: int, high: int, shift: int) -> None:

@@ -34,7 +34,7 @@ class Unit:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        return np.unique(self.tokens // self.reader.shape.geometry.chunk_tokens)
+        return self.reader.shape.chunks_of(self.lane, self.tokens)
 
     @cached_property
     def nbytes(self) -> int:
@@ -42,9 +42,7 @@ class Unit:
 
     def bytes_used(self) -> int:
         """Of the bytes read from disk for this unit, those that tokens were needed of."""
-        chunk_tokens = self.reader.shape.geometry.chunk_tokens
-        needed = int(np.isin(self.tokens // chunk_tokens, self.lease.from_disk).sum())
-        return needed * self.lane.payload_bytes // chunk_tokens
+        return self.reader.shape.bytes_of(self.lane, self.tokens, self.lease.from_disk)
 
 
 @dataclass(eq=False)

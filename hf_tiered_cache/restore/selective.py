@@ -7,26 +7,23 @@ before has chosen. Attention sees the period's own choice alone, so what is gues
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
 import torch
 
-from ..geometry import Lane, Part, SegmentShape
-from ..select.chunks import ChunkMap, chunk_mass
+from ..geometry import Lane, SegmentShape
+from ..select.chunks import ChunkMap
 from ..select.selector import Asked, Choice, Selector
 from ..stats import Account
 from ..store.segment import SegmentReader
-from ..tiers.pool import spans
-from ..tiers.residency import Lease, Residency
+from ..tiers.importance import TokenImportance
+from ..tiers.residency import Residency
 from ..tiers.resident import CoarseKeys
-from .assemble import copy_tokens
+from .lanes import LaneFetch, key_lanes
 from .plan import Piece, Plan, RowGroup
 from .prefetch import restore_error
-
-_FEW = 2
-"""Runs of tokens that are copied one by one: more are picked out all at once."""
 
 Rotate = Callable[[torch.Tensor, np.ndarray], None]
 """Rotates, in place, `[1, heads, n, dim]` to the positions int64 `[n]`."""
@@ -59,46 +56,6 @@ class Restored:
         return int(low), tokens[low:high] - piece.at + piece.first
 
 
-@dataclass(eq=False)
-class LaneFetch:
-    """Blocks of one lane of a segment, brought in at one or several times."""
-
-    reader: SegmentReader
-    lane: Lane
-    leases: list[Lease] = field(default_factory=list)
-    held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Chunks that are there or on their way, ascending."""
-    used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Tokens of the segment that are attended to, ascending."""
-    identifies: bool = False
-    """Whether a choice was made from it."""
-
-    def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
-        return np.unique(tokens // self.reader.shape.geometry.chunk_tokens)
-
-    def release(self) -> None:
-        for lease in self.leases:
-            lease.release()
-
-    def parts(self, layer: int, name: str) -> Iterator[Part]:
-        return (part for part in self.lane.parts if part.layer == layer and part.tensor == name)
-
-    def copy(self, part: Part, heads: slice, tokens: np.ndarray, target: torch.Tensor, column: int) -> None:
-        """Copy ascending `tokens` of the segment, of some heads, side by side to `target` from `column` on.
-
-        Args:
-            part: a tensor of the lane.
-            heads: counted in the layer, within those of `part`.
-            tokens: int64.
-            target: `[heads, columns, dim]`, of all heads of the layer.
-        """
-        within = slice(heads.start - part.first_head, heads.stop - part.first_head)
-        for lease in self.leases:
-            for first, memory in lease.runs:
-                blocks = self.reader.shape.part_view(memory, part)[:, within]
-                _gather(target[heads], blocks, first * blocks.shape[2], tokens, column)
-
-
 class SelectiveRestore:
     """One pass that attends to a part of what it restores.
 
@@ -110,6 +67,7 @@ class SelectiveRestore:
         account: counts what happens.
         device_of: the device of each layer.
         guesses: whether the chunks of one period are fetched for the next before it chooses.
+        importance: is told what attention each token gets, if not None.
     """
 
     def __init__(
@@ -121,9 +79,11 @@ class SelectiveRestore:
         account: Account,
         device_of: Callable[[int], torch.device],
         guesses: bool = True,
+        importance: TokenImportance | None = None,
     ) -> None:
         self.plan, self.selector = plan, selector
         self.residency, self.account, self.device_of, self.guesses = residency, account, device_of, guesses
+        self.importance = importance
         step = selector.period
         self._periods = [layers[i : i + step] for i in range(0, len(layers), step)]
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
@@ -173,6 +133,8 @@ class SelectiveRestore:
             self._choose(number, query, own_keys, rotate_, scaling)
         fetches = self._fetches[number].values()
         mine = [fetch for fetch in fetches if layer in fetch.lane.layers]
+        for fetch in mine:
+            self._bring(fetch, fetch.used)  # what there was no room for before
         self._await(mine)
         for row, chosen in zip(self._rows, self._chosen, strict=True):
             one, others = row.group.rows[0], list(row.group.rows[1:])
@@ -214,23 +176,33 @@ class SelectiveRestore:
             self._finish(fetch)
         self._fetch(number, wanted=True)
         if number + 1 < len(self._periods):
-            self._fetch_keys(number + 1, self.selector.probe_heads)
+            self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
             if self.guesses:
                 self._fetch(number + 1, wanted=False)
 
     def _note(self, number: int, row: Restored, choice: Choice) -> None:
-        """Tell the tiers which chunks were chosen, and what attention they get."""
-        sets = len(choice.tokens)
-        chosen, times = np.unique(row.chunks.of(choice.tokens.ravel()), return_counts=True)
-        share = times / (sets * row.chunks.counts[chosen])
-        mass, starts = chunk_mass(choice.mass, row.chunks)[chosen], row.chunks.starts[chosen]
+        """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
+        tokens, times = np.unique(choice.tokens, return_counts=True)
+        share = times / len(choice.tokens)  # of the sets that want a token
         for piece in row.pieces():
             shape = piece.reader.shape
-            mine = slice(*np.searchsorted(starts, (piece.at, piece.at + piece.count)))
-            chunks = (starts[mine] - piece.at + piece.first) // shape.geometry.chunk_tokens
-            for lane in self._lanes(shape, number) if len(chunks) else ():
+            if self.importance is not None:
+                mass = choice.mass[piece.at : piece.at + piece.count]
+                held, size = slice(piece.first, piece.first + len(mass)), (len(shape.layout.layers), shape.tokens)
+                for layer in self._periods[number]:
+                    self.importance.note(piece.reader.id, size, layer, held, mass)
+            first, inside = row.inside(piece, tokens)
+            mine = slice(first, first + len(inside))
+            for lane in self._lanes(shape, number) if len(inside) else ():
+                step = shape.geometry.chunk_tokens
+                chunks, which = np.unique(shape.places(lane, inside) // step, return_inverse=True)
+                held = np.minimum(step, shape.tokens - chunks * step)  # tokens of each
                 self.residency.note_attention(
-                    (piece.reader.id, lane.index), shape.chunks, chunks, mass[mine], share[mine]
+                    (piece.reader.id, lane.index),
+                    shape.chunks,
+                    chunks,
+                    np.bincount(which, choice.mass[tokens[mine]]),
+                    np.bincount(which, share[mine]) / held,
                 )
 
     def _lanes(self, shape: SegmentShape, number: int) -> Iterator[Lane]:
@@ -254,20 +226,20 @@ class SelectiveRestore:
             fetch, tokens = fetches[name], np.unique(np.concatenate(asked[name]))
             if wanted:
                 fetch.used = tokens
-            self._bring(fetch, tokens)
+            self._bring(fetch, tokens, ahead=not wanted or self._periods[number][0] not in fetch.lane.layers)
 
-    def _bring(self, fetch: LaneFetch, tokens: np.ndarray) -> None:
-        """Start to fetch the blocks of `tokens` that are not held."""
+    def _bring(self, fetch: LaneFetch, tokens: np.ndarray, ahead: bool = False) -> None:
+        """Start to fetch the blocks of `tokens` that are not held: those ahead of their need within the budgets."""
         missing = np.setdiff1d(fetch.chunks_of(tokens), fetch.held, assume_unique=True)
         if not len(missing):
             return
         device = self.device_of(fetch.lane.layers[0])
         try:
-            lease = self.residency.fetch(fetch.reader, fetch.lane.index, missing, device, self.account)
+            lease = self.residency.fetch(fetch.reader, fetch.lane.index, missing, device, self.account, ahead)
         except Exception as error:
             raise restore_error(self.account, fetch.reader, error) from error
         fetch.leases.append(lease)
-        fetch.held = np.union1d(fetch.held, missing)
+        fetch.held = np.union1d(fetch.held, lease.chunks)
 
     # --- what is there
 
@@ -295,16 +267,15 @@ class SelectiveRestore:
 
     def _finish(self, fetch: LaneFetch) -> None:
         """Nobody needs it any more: count what came from disk and what for, and let it go."""
-        chunk_tokens = fetch.reader.shape.geometry.chunk_tokens
         read = np.concatenate([lease.from_disk for lease in fetch.leases]) if fetch.leases else np.empty(0, np.int64)
-        used = int(np.isin(fetch.used // chunk_tokens, read).sum()) * fetch.lane.payload_bytes // chunk_tokens
+        used = fetch.reader.shape.bytes_of(fetch.lane, fetch.used, read)
         rest = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
         self.account.add(bytes_used=used, **{"bytes_identifying" if fetch.identifies else "bytes_guessed": rest})
         fetch.release()
 
     # --- keys to choose by
 
-    def _fetch_keys(self, number: int, heads: int | None) -> None:
+    def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""
         layer = self._periods[number][0]
         for row in self._rows:
@@ -320,7 +291,7 @@ class SelectiveRestore:
                     fetches = (self._keys if lane.identifies else self._fetches).setdefault(number, {})
                     fetch = fetches.setdefault((piece.reader.id, lane.index), LaneFetch(piece.reader, lane))
                     fetch.identifies = True
-                    self._bring(fetch, tokens)
+                    self._bring(fetch, tokens, ahead)
 
     def _keys_of(self, number: int, row: Restored, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""
@@ -364,21 +335,6 @@ class SelectiveRestore:
         return coarse
 
 
-def key_lanes(shape: SegmentShape, layer: int, heads: int | None) -> list[Lane]:
-    """The lanes that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
-    kind = shape.layout.layers[layer]
-    wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
-    apart, among = [], []
-    for lane in shape.lanes:
-        mine = [p for p in lane.parts if p.layer == layer and p.tensor == "key" and p.first_head < wanted]
-        if mine and lane.identifies:
-            apart.append((sum(p.heads for p in mine), lane))
-        elif mine:
-            among.append(lane)
-    whole = [lane for count, lane in apart if count >= wanted]
-    return whole[:1] or among
-
-
 def _sets(
     chosen: np.ndarray, heads: int, first: int = 0, count: int | None = None
 ) -> Iterator[tuple[slice, np.ndarray]]:
@@ -390,29 +346,6 @@ def _sets(
         return
     for head in range(first, stop):
         yield slice(head, head + 1), chosen[head]
-
-
-def _gather(target: torch.Tensor, blocks: torch.Tensor, start: int, tokens: np.ndarray, column: int) -> None:
-    """Copy tokens of a segment side by side to `target`, as far as `blocks` holds them.
-
-    Args:
-        target: `[heads, columns, dim]`.
-        blocks: `[n, heads, chunk_tokens, dim]`.
-        start: number, in the segment, of the token that stands first in `blocks`.
-        tokens: int64, ascending, numbers in the segment.
-        column: of the first of `tokens`.
-    """
-    chunk_tokens = blocks.shape[2]
-    low, high = np.searchsorted(tokens, (start, start + blocks.shape[0] * chunk_tokens)).tolist()
-    mine = tokens[low:high]
-    runs = list(spans(mine))
-    if len(runs) <= _FEW:
-        for first, stop in runs:
-            token = int(mine[first])
-            copy_tokens(target, blocks, start, token, token + stop - first, column + low + first - token)
-        return
-    chunk, inside = (torch.from_numpy(index).to(blocks.device) for index in divmod(mine - start, chunk_tokens))
-    target[:, column + low : column + high] = blocks.transpose(1, 2)[chunk, inside].transpose(0, 1)
 
 
 def _leave(tensor: torch.Tensor, positions: np.ndarray) -> None:

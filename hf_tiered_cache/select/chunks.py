@@ -24,10 +24,6 @@ class ChunkMap:
         """int64 `[chunks]`, tokens of each; whole chunks but for the ragged ends of segments."""
         return np.diff(self.starts, append=self.tokens)
 
-    def of(self, tokens: np.ndarray) -> np.ndarray:
-        """The chunk that each token is in."""
-        return np.searchsorted(self.starts, tokens, side="right") - 1
-
 
 def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
     """How many of `tokens` a budget buys: k = max(1, floor(budget · chunks)) whole chunks, or all there are."""
@@ -63,8 +59,3 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     # for each chunk its tokens from the first on: repeat starts, and count inside each
     inside = np.arange(count) - np.repeat(np.cumsum(taken) - taken, taken)
     return np.sort(np.repeat(starts, taken) + inside)
-
-
-def chunk_mass(mass: np.ndarray, chunks: ChunkMap) -> np.ndarray:
-    """float64 `[chunks]`: what the tokens of each chunk get together."""
-    return np.add.reduceat(mass.astype(np.float64), chunks.starts)

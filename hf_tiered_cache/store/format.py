@@ -1,6 +1,6 @@
 """The segment file, byte by byte. docs/format.md specifies it on one page; this module is its only reader and writer.
 
-    header page | hash chain | digest table | blocks, lane after lane
+    header page | hash chain | digest table | order of tokens, if not their own | blocks, lane after lane
 
 Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum.
 """
@@ -16,14 +16,18 @@ from typing import Any
 import numpy as np
 
 from ..errors import FormatError, NewerFormatError
-from ..geometry import ALIGNMENT, Geometry, KVLayout, SegmentShape, aligned
+from ..geometry import ALIGNMENT, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
 from .digest import DIGEST_DTYPE, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_UNORDERED_VERSION = 1
+"""Of files without an order of tokens, which programs that know nothing of orders read as well."""
 LINK_BYTES = 16
 HEADER_BYTES = ALIGNMENT
+_PLACE_BYTES = 4
+_SECTIONS = ("chain", "digests", "order", "blocks")
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
 
 
@@ -52,6 +56,7 @@ class SegmentHeader:
     expires: float | None = None
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
+    order: Section = Section(0, 0)
     blocks: Section = Section(0, 0)
 
     @property
@@ -63,24 +68,33 @@ class SegmentHeader:
         return self.shape.chunks * len(self.shape.lanes)
 
 
-def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str) -> str:
+def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str, order: TokenOrder | None = None) -> str:
     """The name of a segment between two links of a chain: what it holds, how it is cut and how it came about."""
     name = hashlib.blake2b(digest_size=LINK_BYTES)
     for item in (parent, last, repr(geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
+    if order is not None:
+        name.update(_order_bytes(order))
     return name.hexdigest()
+
+
+def _order_bytes(order: TokenOrder) -> bytes:
+    return order.places.astype("<u4").tobytes()
 
 
 def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
     """`header` with the offsets of its sections, which follow from its shape and the number of links."""
     chain = Section(HEADER_BYTES, aligned(links * LINK_BYTES))
     digests = Section(chain.offset + chain.nbytes, aligned(header.block_count * DIGEST_DTYPE.itemsize))
-    blocks = Section(digests.offset + digests.nbytes, header.shape.blocks_bytes)
-    return replace(header, chain=chain, digests=digests, blocks=blocks)
+    ordered = header.shape.order is not None or header.order.nbytes  # a decoded header's order is not read yet
+    places = len(header.shape.layout.layers) * header.shape.tokens if ordered else 0
+    order = Section(digests.offset + digests.nbytes, aligned(places * _PLACE_BYTES))
+    blocks = Section(order.offset + order.nbytes, header.shape.blocks_bytes)
+    return replace(header, chain=chain, digests=digests, order=order, blocks=blocks)
 
 
 def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) -> bytes:
-    """Everything before the blocks: header page, chain and digest table, each padded to 4 KiB.
+    """Everything before the blocks: header page, chain, digest table and order, each padded to 4 KiB.
 
     Args:
         header: as `lay_out` returned it.
@@ -89,12 +103,15 @@ def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) 
     """
     chain = b"".join(links).ljust(header.chain.nbytes, b"\0")
     table = digests.tobytes().ljust(header.digests.nbytes, b"\0")
+    places = b"" if header.shape.order is None else _order_bytes(header.shape.order)
+    places = places.ljust(header.order.nbytes, b"\0")
     header = replace(
         header,
         chain=replace(header.chain, digest=xxh3(chain)),
         digests=replace(header.digests, digest=xxh3(table)),
+        order=replace(header.order, digest=xxh3(places)),
     )
-    return _encode_page(header, len(links)) + chain + table
+    return _encode_page(header, len(links)) + chain + table + places
 
 
 def _encode_page(header: SegmentHeader, links: int) -> bytes:
@@ -110,18 +127,22 @@ def _encode_page(header: SegmentHeader, links: int) -> bytes:
         "layout": header.shape.layout.to_json(),
         "created": header.created,
         "expires": header.expires,
-        "sections": {
-            name: [s.offset, s.nbytes, s.digest]
-            for name, s in (("chain", header.chain), ("digests", header.digests), ("blocks", header.blocks))
-        },
+        "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
     text = json.dumps(data, separators=(",", ":")).encode()
     if _PREFIX.size + len(text) > HEADER_BYTES:
         raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
-    page = bytearray(_PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), 0) + text)
+    version = FORMAT_VERSION if header.order.nbytes else _UNORDERED_VERSION
+    page = bytearray(_PREFIX.pack(MAGIC, version, len(text), 0) + text)
     page.extend(bytes(HEADER_BYTES - len(page)))
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
     return bytes(page)
+
+
+def sections(header: SegmentHeader) -> dict[str, Section]:
+    """The sections by name, in the order of the file; one that a segment does without is left out."""
+    every = {name: getattr(header, name) for name in _SECTIONS}
+    return {name: section for name, section in every.items() if section.nbytes or name != "order"}
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
@@ -148,7 +169,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
         shape = SegmentShape(
             KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"]), int(data["tokens"])
         )
-        sections = {name: Section(*data["sections"][name]) for name in ("chain", "digests", "blocks")}
+        there = {name: Section(*section) for name, section in data["sections"].items() if name in _SECTIONS}
         header = SegmentHeader(
             id=data["id"],
             fingerprint=data["fingerprint"],
@@ -158,7 +179,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
             created=float(data["created"]),
             provenance=data["provenance"],
             expires=data["expires"],
-            **sections,
+            **there,
         )
         links = int(data["links"])
     except (KeyError, TypeError, ValueError) as error:
@@ -168,16 +189,22 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     return header, links
 
 
-def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray]:
-    """Read chain and digest table from `data`, the bytes between the header page and the blocks.
+def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:
+    """Read chain, digest table and order from `data`, the bytes between the header page and the blocks.
 
     Returns:
-        The chain's links side by side, and the digests, `DIGEST_DTYPE` `[lanes, chunks]`.
+        The chain's links side by side, the digests, `DIGEST_DTYPE` `[lanes, chunks]`, and the order of tokens.
     """
-    chain = data[: header.chain.nbytes]
-    table = data[header.chain.nbytes :]
-    if xxh3(chain) != header.chain.digest or xxh3(table) != header.digests.digest:
-        raise FormatError("the hash chain or the digest table fails its checksum")
-    count = header.block_count
-    digests = np.frombuffer(table, DIGEST_DTYPE, count).reshape(len(header.shape.lanes), header.shape.chunks)
-    return chain[: links * LINK_BYTES], digests
+    found = {}
+    for name, section in sections(header).items():
+        if name != "blocks":
+            at = section.offset - HEADER_BYTES
+            found[name] = data[at : at + section.nbytes]
+            if xxh3(found[name]) != section.digest:
+                raise FormatError(f"the section {name!r} fails its checksum")
+    digests = np.frombuffer(found["digests"], DIGEST_DTYPE, header.block_count)
+    order = None
+    if "order" in found:
+        shape = len(header.shape.layout.layers), header.shape.tokens
+        order = TokenOrder(np.frombuffer(found["order"], "<u4", shape[0] * shape[1]).reshape(shape))
+    return found["chain"][: links * LINK_BYTES], digests.reshape(len(header.shape.lanes), header.shape.chunks), order

@@ -8,25 +8,25 @@ from dataclasses import replace
 
 import torch
 
-from ..geometry import Geometry, Part, SegmentShape
-from .format import LINK_BYTES, SegmentHeader, segment_id
+from ..geometry import Geometry, Part, SegmentShape, TokenOrder
+from .format import LINK_BYTES, Section, SegmentHeader, segment_id
 from .memory import aligned_bytes
 from .segment import SegmentReader
 
 
 def laid_out_anew(
-    reader: SegmentReader, geometry: Geometry
+    reader: SegmentReader, geometry: Geometry, order: TokenOrder | None = None
 ) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
-    """What `SegmentStore.publish` takes, for the same tokens in another geometry.
+    """What `SegmentStore.publish` takes, for the same tokens in another geometry or order.
 
     Returns:
         Header, links, and for each lane its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
     """
     links = [reader.chain[at : at + LINK_BYTES] for at in range(0, len(reader.chain), LINK_BYTES)]
-    shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens)
+    shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens, order)
     old = reader.header
-    name = segment_id(old.parent, links[-1], geometry, old.provenance)
-    header = replace(old, id=name, shape=shape, created=time.time())
+    name = segment_id(old.parent, links[-1], geometry, old.provenance, order)
+    header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0))
     return header, links, _lanes(reader, shape)
 
 
@@ -36,7 +36,7 @@ def _lanes(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]
     for number, lane in enumerate(shape.lanes):
         blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
         for part in lane.parts:
-            shape.pack(blocks, part, _tensor(reader, part, held))
+            shape.pack(blocks, lane, part, _tensor(reader, part, held))
         yield blocks
         later = {part.layer for after in shape.lanes[number + 1 :] for part in after.parts}
         for index in [index for index in held if later.isdisjoint(reader.shape.lanes[index].layers)]:
@@ -53,7 +53,7 @@ def _tensor(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) 
             if (part.layer, part.tensor) == (wanted.layer, wanted.tensor) and low < high:
                 if lane.index not in held:
                     held[lane.index] = _read(reader, lane.index)
-                mine = shape.unpack(held[lane.index], part)[low - part.first_head : high - part.first_head]
+                mine = shape.unpack(held[lane.index], lane, part)[low - part.first_head : high - part.first_head]
                 found[low - wanted.first_head : high - wanted.first_head] = mine
     return found
 

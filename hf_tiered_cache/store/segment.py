@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,8 @@ def read_head(path: Path) -> tuple[SegmentHeader, bytes, np.ndarray, int]:
         tables = os.pread(fd, header.blocks.offset - HEADER_BYTES, HEADER_BYTES)
     finally:
         os.close(fd)
-    chain, digests = decode_tables(header, links, tables)
+    chain, digests, order = decode_tables(header, links, tables)
+    header = replace(header, shape=replace(header.shape, order=order))
     return header, chain, digests, stat.st_blocks * 512
 
 
@@ -90,5 +92,5 @@ class SegmentReader:
             chunk = first + int(bad[0])
             raise IntegrityError(
                 f"segment {self.id}, lane {lane}, chunk {chunk}: the block fails its checksum",
-                whole_links=chunk * self.shape.geometry.chunk_tokens // LINK_TOKENS,
+                whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,
             )

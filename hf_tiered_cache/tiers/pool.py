@@ -11,6 +11,7 @@ import torch
 
 from ..geometry import ALIGNMENT
 from .policy import EvictionPolicy, Usage
+from .runs import BlockRun, spans
 from .scores import Owner, ScoreTable
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -22,17 +23,8 @@ for blocks of several sizes. Powers of two, alignment included: PyTorch page-loc
 FREE, RESERVED, GONE = -1, -2, -3
 """States of a slot that holds no block: free, being filled, its memory given back."""
 
-BlockRun = tuple[int, torch.Tensor]
-"""A run of neighbouring chunks: the first one's number, and the blocks, uint8 `[n, block_bytes]`."""
-
 Allocate = Callable[[int], torch.Tensor]
 """Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
-
-
-def spans(numbers: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of indices in which ascending `numbers` follow one another without a gap."""
-    starts = [0, *(np.flatnonzero(np.diff(numbers) != 1) + 1).tolist()]
-    return ((start, stop) for start, stop in zip(starts, [*starts[1:], len(numbers)], strict=True) if stop > start)
 
 
 def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
@@ -162,7 +154,24 @@ class Tier:
     def unpin(self, pool: SlotPool, slots: np.ndarray) -> None:
         pool.pins[slots] -= 1
 
+    def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
+        """Memory of a request's own, of this tier's kind, for blocks that find no slot here.
+
+        In pieces as large as slabs: PyTorch keeps page-locked memory for reuse, by sizes that are powers of two.
+        """
+        for at in range(0, len(chunks), slab_slots(block_bytes)):
+            piece = chunks[at : at + slab_slots(block_bytes)]
+            memory = self.allocate(len(piece) * block_bytes).view(len(piece), block_bytes)
+            for start, stop in spans(piece):
+                yield int(piece[start]), memory[start:stop]
+
     # --- taking and giving slots
+
+    def room(self, block_bytes: int) -> int:
+        """How many blocks of that size could come in now, the budget and who holds what considered."""
+        pool = self.pool(block_bytes)
+        growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
+        return growth + int((pool.owner == FREE).sum()) + len(pool.evictable())
 
     def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
         """Up to `count` pinned slots that belong to nobody yet, evicting as the policy says.
@@ -226,6 +235,13 @@ class Tier:
         pool.owner[slots] = FREE
         pool.pins[slots] = 0
         pool.uses[slots] = 0
+
+    def forget(self, segment_id: str) -> None:
+        """Free the blocks of a segment that nobody holds."""
+        for owner in [owner for owner in self._owners if owner[0] == segment_id]:
+            pool, table = self._tables[self._owners[owner]]
+            slots = table[table >= 0]
+            self.discard(pool, slots[pool.pins[slots] == 0])
 
     def also_in(self, other: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
         """bool `[len(slots)]`: whether `other` holds the same block."""

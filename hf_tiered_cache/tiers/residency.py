@@ -7,7 +7,7 @@ device moves down to the host. What finds no slot within the budgets travels in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +20,9 @@ from ..store.memory import aligned_bytes
 from ..store.segment import SegmentReader
 from . import make_policy
 from .policy import Usage
-from .pool import RESERVED, BlockRun, SlotPool, Tier, slab_slots, spans
+from .pool import RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
+from .runs import BlockRun, overlaps, some_of
 from .scores import Owner, ScoreTable
 from .streams import CopyStream, DoneEvent, Event, copy_stream
 
@@ -36,6 +37,8 @@ class Lease:
     """The side stream of the device, or None where the host tier is the device tier."""
     runs: list[BlockRun] = field(default_factory=list)
     """The blocks by ascending chunk, on the device that asked, once `wait` has returned."""
+    chunks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """What it brings."""
     from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """Chunks that are read from disk for this lease."""
     arrived: Future[None] = field(default_factory=Future)
@@ -100,7 +103,13 @@ class Residency:
     # --- the two verbs
 
     def fetch(
-        self, reader: SegmentReader, lane: int, chunks: np.ndarray, device: torch.device, account: Account
+        self,
+        reader: SegmentReader,
+        lane: int,
+        chunks: np.ndarray,
+        device: torch.device,
+        account: Account,
+        ahead: bool = False,
     ) -> Lease:
         """Start bringing blocks to `device`.
 
@@ -110,6 +119,8 @@ class Residency:
             chunks: int64, ascending.
             device: where attention runs.
             account: counts look-ups, bytes and time.
+            ahead: whether this is before they are needed: then what the budgets have no room for is left out, and where
+                the device has none, blocks come as far as the host. Otherwise it comes in memory of the request's own.
 
         Returns:
             At once, a lease whose blocks arrive later.
@@ -121,14 +132,19 @@ class Residency:
         with self._lock:
             tier = self._device_tier(device)
             self._tick(tier)
-            lease = Lease(self, reader.shape.lanes[lane].block_bytes, self._streams.get(device))
+            block_bytes = reader.shape.lanes[lane].block_bytes
+            if ahead:
+                if tier is not None and not tier.room(block_bytes):
+                    tier, device = None, torch.device("cpu")
+                chunks = self._within_budgets(tier, owner, chunks, block_bytes)
+            lease = Lease(self, block_bytes, self._streams.get(device), chunks=chunks)
             try:
                 self._await_moves_down(lease.stream)
                 missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
                 missing = self._take(self.host, owner, missing, lease, on_host, account)
                 rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
                 rest = self._reserve(self.host, rest, lease, staged)
-                staged.extend(_own_memory(self.host, rest, lease.block_bytes))
+                staged.extend(self.host.own_memory(rest, lease.block_bytes))
             except BaseException:  # no memory: leave nothing held
                 self._let_go(lease)
                 raise
@@ -198,6 +214,14 @@ class Residency:
             for tier in (self.host, *self.devices.values()):
                 tier.rescore(owner, chunks)
 
+    def forget(self, segment_id: str) -> None:
+        """A segment is gone: so are its blocks, but for those in use, and what was known of them."""
+        self.scores.forget(segment_id)
+        self.resident.forget(segment_id)
+        with self._lock:
+            for tier in (self.host, *self.devices.values()):
+                tier.forget(segment_id)
+
     # --- steps of a fetch, under the lock
 
     def _tick(self, tier: Tier | None) -> None:
@@ -206,6 +230,18 @@ class Residency:
         if tier is not None:
             tier.clock = self._clock
         self._reap()
+
+    def _within_budgets(self, tier: Tier | None, owner: Owner, chunks: np.ndarray, block_bytes: int) -> np.ndarray:
+        """As many of `chunks` as find room now, ascending, and first of all those that need none."""
+        target = tier or self.host
+        there = target.lookup(owner, chunks) >= 0
+        new = chunks[~there]
+        if tier is not None and not self._direct:  # what is read passes through the host
+            staged = np.flatnonzero(self.host.lookup(owner, new) < 0)
+            passing = max(0, self.host.room(block_bytes) - (len(new) - len(staged)))
+            new = np.delete(new, staged[passing:])
+        room = max(0, target.room(block_bytes) - int(there.sum()))
+        return np.sort(np.concatenate([chunks[there], new[:room]]))
 
     def _take(
         self, tier: Tier, owner: Owner, chunks: np.ndarray, lease: Lease, runs: list[BlockRun], account: Account
@@ -260,7 +296,7 @@ class Residency:
         targets: list[BlockRun] = []
         rest = self._reserve(tier, chunks, lease, targets)
         with lease.stream.copying():
-            targets.extend(_own_memory(tier, rest, lease.block_bytes))
+            targets.extend(tier.own_memory(rest, lease.block_bytes))
             for source, target in overlaps(in_host, targets):
                 target.copy_(source, non_blocking=True)
         lease.runs.extend(targets)
@@ -275,7 +311,7 @@ class Residency:
         if not self.host.budget:
             return
         kept = self.host.keeps(block_bytes, usage)
-        chunks, runs = chunks[kept], list(_some(runs, chunks[kept]))
+        chunks, runs = chunks[kept], list(some_of(runs, chunks[kept]))
         if not len(chunks):
             return
         stream = self._streams[device]
@@ -372,40 +408,6 @@ class Residency:
             self.host.clear()
             self.devices.clear()
             self.resident.clear()
-
-
-def _own_memory(tier: Tier, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
-    """Memory of a request's own, of the kind of `tier`, for blocks that find no slot there.
-
-    In pieces as large as slabs: PyTorch keeps page-locked memory for reuse, by sizes that are powers of two.
-    """
-    for at in range(0, len(chunks), slab_slots(block_bytes)):
-        piece = chunks[at : at + slab_slots(block_bytes)]
-        memory = tier.allocate(len(piece) * block_bytes).view(len(piece), block_bytes)
-        for start, stop in spans(piece):
-            yield int(piece[start]), memory[start:stop]
-
-
-def _some(runs: list[BlockRun], chunks: np.ndarray) -> Iterator[BlockRun]:
-    """The parts of runs that hold ascending `chunks`."""
-    for first, blocks in runs:
-        mine = chunks[np.searchsorted(chunks, first) : np.searchsorted(chunks, first + len(blocks))]
-        for start, stop in spans(mine):
-            yield int(mine[start]), blocks[mine[start] - first : mine[stop - 1] - first + 1]
-
-
-def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equally long pieces of two coverings of the same ascending chunks."""
-    at_source = at_target = used_source = used_target = 0
-    while at_source < len(sources) and at_target < len(targets):
-        source, target = sources[at_source][1], targets[at_target][1]
-        count = min(len(source) - used_source, len(target) - used_target)
-        yield source[used_source : used_source + count], target[used_target : used_target + count]
-        used_source, used_target = used_source + count, used_target + count
-        if used_source == len(source):
-            at_source, used_source = at_source + 1, 0
-        if used_target == len(target):
-            at_target, used_target = at_target + 1, 0
 
 
 def _settle_future(future: Future[None], action: Callable[[], None]) -> None:

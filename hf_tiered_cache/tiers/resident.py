@@ -71,6 +71,12 @@ class ResidentKeys:
             while self.allocated > self.budget:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
 
+    def forget(self, segment_id: str) -> None:
+        """A segment is gone."""
+        with self._lock:
+            for name in [name for name in self._keys if name[0][0] == segment_id]:
+                self.allocated -= self._keys.pop(name).nbytes
+
     def clear(self) -> None:
         """Forget all."""
         with self._lock:

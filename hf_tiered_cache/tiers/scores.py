@@ -46,6 +46,13 @@ class ScoreTable:
             row = self._rows.get(owner)
             return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
 
+    def forget(self, segment_id: str) -> None:
+        """A segment is gone."""
+        with self._lock:
+            for owner in [owner for owner in self._rows if owner[0] == segment_id]:
+                del self._rows[owner]
+                self._changed.discard(owner)
+
     def changes(self) -> list[tuple[str, int, bytes]]:
         """Segment, lane and row, as bytes, of what has changed since this was asked last."""
         with self._lock:

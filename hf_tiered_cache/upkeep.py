@@ -1,0 +1,87 @@
+"""What is done to stored segments behind the requests: they are laid out anew, in another geometry or order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from .errors import IntegrityError
+from .geometry import Geometry, TokenOrder
+from .store.disk import SegmentStore
+from .store.relayout import laid_out_anew
+from .tiers.importance import TokenImportance
+from .tiers.residency import Residency
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+class Upkeep:
+    """Replaces segments by others with the same content, one at a time; whoever reads the old one reads it to the end.
+
+    Args:
+        disk: the segments.
+        residency: forgets the blocks of those that were replaced.
+    """
+
+    def __init__(self, disk: SegmentStore, residency: Residency) -> None:
+        self._disk, self._residency = disk, residency
+        self.importance = TokenImportance()
+        self._thread = ThreadPoolExecutor(1, "hf-tiered-upkeep")
+        self._queued: dict[str, Future[bool]] = {}
+
+    def relayout(self, segment_id: str, geometry: Geometry) -> bool:
+        """Cut a segment in another way. Returns whether it was; one that cannot be read is left, and counted."""
+        reader = self._disk.reader(segment_id)
+        return reader is not None and reader.shape.geometry != geometry and self._replace(segment_id, geometry, None)
+
+    def reorder(self, segment_id: str) -> bool:
+        """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
+        reader, order = self._disk.reader(segment_id), self.importance.order(segment_id)
+        if reader is None or order is None:
+            return False
+        old = reader.shape.order
+        if old is not None and np.array_equal(old.places, order.places):
+            return False
+        return self._replace(segment_id, reader.shape.geometry, order)
+
+    def prompt_done(self, segments: Iterable[str]) -> None:
+        """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
+        for segment_id in segments:
+            if self.importance.prompt_done(segment_id):
+                self._queued[segment_id] = self._thread.submit(self._quietly, segment_id)
+
+    def wait(self) -> None:
+        """Until nothing is under way."""
+        while self._queued:
+            self._queued.popitem()[1].exception()
+
+    def close(self) -> None:
+        """Finish what is under way and drop the rest: it is due again another time."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _quietly(self, segment_id: str) -> None:
+        try:
+            self.reorder(segment_id)
+        except Exception:  # a background job must say what happened to it; nothing is lost
+            logger.exception("segment %s was not laid out anew", segment_id)
+
+    def _replace(self, old: str, geometry: Geometry, order: TokenOrder | None) -> bool:
+        """The new segment is whole on disk, and found by look-ups, before the old one goes."""
+        reader, pinned = self._disk.reader(old), old in self._disk.pinned()
+        if reader is None:
+            return False
+        header, links, lanes = laid_out_anew(reader, geometry, order)
+        try:
+            if not self._disk.publish(header, links, lanes):
+                return False
+        except (IntegrityError, OSError) as error:
+            self._disk.report(old, error)
+            return False
+        self._disk.pin([header.id] if pinned else [])
+        self._disk.remove([old])
+        self._residency.forget(old)
+        self.importance.rename(old, header.id)
+        return True

@@ -1,0 +1,284 @@
+"""Tokens laid out by importance (IMPRESS, Section 4.4.1): another order on disk, the same KV for whoever reads it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from segments import LAYOUT, links, open_store, read_back, segment
+from test_relayout import geometries, tensors
+from test_selective import ask, fill, question, same
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import FormatError
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from hf_tiered_cache.methods import METHODS, Impress
+from hf_tiered_cache.store.relayout import laid_out_anew
+from hf_tiered_cache.tiers.importance import TokenImportance
+
+LAYERS = len(LAYOUT.layers)
+METHOD = Impress(budget=0.25, probe_heads=2, chunk_tokens=16, reorder=False)
+
+
+def random_order(layers, tokens, seed=0):
+    return TokenOrder.by_importance(np.random.default_rng(seed).random((layers, tokens)))
+
+
+def shuffle(store, seed=0):
+    """Lay every segment of `store` out in a random order."""
+    for row in store.segments():
+        reader = store.disk.reader(row.id)
+        order = random_order(len(reader.shape.layout.layers), reader.shape.tokens, seed)
+        assert store.upkeep._replace(row.id, reader.shape.geometry, order)
+        assert store.disk.reader(row.id) is None
+        assert not store.disk.path(row.id).exists()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+# --- order and back
+
+
+def test_the_most_important_come_first_and_equals_as_they_were():
+    order = TokenOrder.by_importance(np.array([[0.0, 5, 1, 5], [0, 0, 0, 0]]))
+    assert order.places.tolist() == [[3, 0, 2, 1], [0, 1, 2, 3]]
+    with pytest.raises(FormatError, match="permutation"):
+        TokenOrder(np.array([[0, 0, 1]], np.uint32))
+
+
+@given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 99))
+def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, count, seed):
+    store = open_store(tmp_path_factory.mktemp("store"))
+    header, chain, lanes = segment(links(count), geometry=before)
+    assert store.publish(header, chain, lanes)
+    plain = store.reader(header.id)
+    expected = tensors(plain, read_back(store, plain.id))
+    last = plain
+    for order in (random_order(LAYERS, 16 * count, seed), random_order(LAYERS, 16 * count, seed + 1), None):
+        new_header, new_links, blocks = laid_out_anew(last, after, order)
+        assert store.publish(new_header, new_links, blocks)
+        last = store.reader(new_header.id)
+        assert (last.shape.order is None) == (order is None)
+        if order is not None:
+            assert np.array_equal(last.shape.order.places, order.places)
+        found = tensors(last, read_back(store, last.id))
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@given(geometries, st.integers(1, 60), st.integers(0, 99), st.data())
+def test_tokens_are_where_the_shape_says(geometry, tokens, seed, data):
+    layout = KVLayout((LayerKV(2, 4, 2, 4), LayerKV(2, 4, 2, 4, window=8), None, LayerKV(2, 4, 2, 4)), torch.float32)
+    shape = SegmentShape(layout, geometry, tokens, random_order(4, tokens, seed))
+    wanted = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
+    for lane in shape.lanes:
+        places = shape.places(lane, np.arange(tokens))
+        assert sorted(places.tolist()) == list(range(tokens))
+        assert shape.ordered(lane) == (not lane.window and not lane.identifies)
+        chunks = shape.chunks_of(lane, wanted)
+        assert set(chunks.tolist()) == {int(places[token]) // geometry.chunk_tokens for token in wanted}
+        for chunk in range(shape.chunks):
+            inside = [token for token in range(tokens) if places[token] // geometry.chunk_tokens == chunk]
+            assert shape.first_token(lane, chunk) == min(inside)
+        some = wanted[np.isin(places[wanted] // geometry.chunk_tokens, chunks[:1])]
+        assert shape.bytes_of(lane, wanted, chunks[:1]) == len(some) * lane.payload_bytes // geometry.chunk_tokens
+
+
+# --- whoever reads it
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "opt", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize("cut", [Geometry(), METHOD.geometry, Geometry(24, 2, 1)], ids=str)
+def test_the_exact_method_reads_any_order(family, cut, tmp_path):
+    model, ids = build(family), prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, progress=False)
+        store.relayout(cut, progress=False)
+        asked = [question(ids[:, :tokens]) for tokens in (200, 100)]  # all of the segment, and a part of it
+        before = [ask(model, store, whole, None)[0] for whole in asked]
+        shuffle(store)
+        for whole, expected, tokens in zip(asked, before, (192, 96), strict=True):
+            found, cache = ask(model, store, whole, None)
+            same(found, expected)
+            assert cache.stats.tokens_restored == tokens
+            assert cache.stats.verification_failures == 0
+
+
+def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
+    ids = prompt(200)
+    rows = torch.cat([question(ids), torch.cat([ids[:, :64], prompt(160, seed=3)], dim=1)])
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, ids, progress=False)
+        before, _ = ask(model, store, rows, None)
+        shuffle(store)
+        found, cache = ask(model, store, rows, None)
+        same(found, before)
+        turn = torch.cat([found.sequences, prompt(20, seed=8).expand(2, -1)], dim=1)
+        again = TieredCache(model, store)
+        assert torch.equal(
+            model.generate(turn, past_key_values=cache, max_new_tokens=4, do_sample=False),
+            model.generate(turn, past_key_values=again, max_new_tokens=4, do_sample=False),
+        )
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("exact", "recompute")])
+def test_every_method_chooses_the_same_from_any_order(name, model, tmp_path):
+    kind = METHODS[name]
+    method = kind() if name == "attention_store" else kind(budget=0.25)
+    method = replace(method, reorder=False) if name == "impress" else method
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        before, _ = ask(model, store, question(ids), method)
+        shuffle(store)
+        after, cache = ask(model, store, question(ids), method)
+        same(after, before)
+        assert cache.stats.bytes_read > 0
+
+
+# --- by importance, in the background
+
+
+def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
+    ids, method = prompt(400), replace(METHOD, budget=0.1, alpha=9, reorder=True)  # heads agree
+    questions = [question(ids, seed=seed % 2) for seed in range(12)]  # two questions, asked again and again
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        (plain,) = store.segments()
+        store.pin([plain.id])
+        asked = [ask(model, store, whole, method) for whole in questions[:8]]
+        store.flush()  # waits for what is done in the background
+        (row,) = store.segments()
+        assert row.id != plain.id
+        assert store.disk.pinned() == {row.id}
+        assert not store.verify().bad
+        shape = store.disk.reader(row.id).shape
+        assert shape.order is not None
+        assert shape.geometry == method.geometry
+        again = [ask(model, store, whole, method) for whole in questions[8:]]
+        for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
+            same(after, before)
+            assert ordered.stats.bytes_used == cold.stats.bytes_used
+            assert ordered.stats.bytes_read < 0.7 * cold.stats.bytes_read
+            assert ordered.stats.read_amplification < cold.stats.read_amplification
+
+
+def test_without_reorder_nothing_moves(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        before = [row.id for row in store.segments()]
+        for _ in range(9):
+            ask(model, store, question(ids), METHOD)
+        store.flush()
+        assert [row.id for row in store.segments()] == before
+        assert store.reorder(progress=False) == 0  # nothing is known of its tokens
+
+
+def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        expected, _ = ask(model, store, question(ids), METHOD)
+        layer, swapped = model.model.layers[2], []
+
+        def swap(*_):
+            if not swapped:
+                swapped.append(True)
+                shuffle(store)
+
+        handle = layer.register_forward_pre_hook(swap)
+        try:
+            found, cache = ask(model, store, question(ids), METHOD)
+        finally:
+            handle.remove()
+        assert swapped
+        same(found, expected)
+        assert cache.stats.recomputed == 0
+
+
+def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        ask(model, store, question(ids), METHOD)
+        (row,) = store.segments()
+        assert any(owner[0] == row.id for owner in store.residency.host._owners)
+        shuffle(store)
+        assert not any(owner[0] == row.id for owner in store.residency.host._owners)
+        assert not store.residency.scores.of((row.id, 0), np.arange(3)).any()
+
+
+def test_due_after_8_16_32_prompts():
+    importance = TokenImportance()
+    assert [n for n in range(1, 70) if importance.prompt_done("a")] == [8, 16, 32, 64]
+    assert importance.order("a") is None
+    importance.note("a", (1, 4), 0, slice(1, 3), np.array([0.25, 0.5]))
+    assert importance.order("a").places.tolist() == [[2, 1, 0, 3]]
+    importance.rename("a", "b")
+    assert importance.order("a") is None
+    assert importance.order("b").places.tolist() == [[2, 1, 0, 3]]
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("region", ["order", "block"])
+def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        expected, _ = ask(model, store, question(ids), None)
+        shuffle(store)
+        (row,) = store.segments()
+        reader, path = store.disk.reader(row.id), store.disk.path(row.id)
+    chunk, lane = 5, reader.shape.lanes[0]
+    data = bytearray(path.read_bytes())
+    blocks = reader.header.blocks.offset + chunk * lane.block_bytes
+    data[reader.header.order.offset + 8 if region == "order" else blocks] ^= 1
+    path.write_bytes(data)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        found, cache = ask(model, store, question(ids), None)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert store.stats.verification_failures + store.stats.damaged_files > 0
+        whole = 0 if region == "order" else reader.shape.first_token(lane, chunk) // 16 * 16
+        assert cache.stats.tokens_restored == whole
+
+
+def test_a_version_that_knows_no_order_would_leave_such_a_file_alone(tmp_path):
+    store = open_store(tmp_path)
+    header, chain, lanes = segment(links(3))
+    store.publish(header, chain, lanes)
+    new, new_links, blocks = laid_out_anew(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
+    store.publish(new, new_links, blocks)
+    versions = {i: int.from_bytes(store.path(i).read_bytes()[8:12], "little") for i in (header.id, new.id)}
+    assert versions == {header.id: 1, new.id: 2}
+    assert store.reader(new.id).header.order.offset % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("bug")], ids=["disk", "bug"])
+def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, monkeypatch, caplog, error):
+    ids, method = prompt(200), replace(METHOD, reorder=True)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, method)
+        (row,) = store.segments()
+
+        def fail(*_):
+            raise error
+
+        monkeypatch.setattr("hf_tiered_cache.store.disk.write_all", fail)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(8):
+                ask(model, store, question(ids), method)
+            store.flush()
+        assert caplog.records
+        assert store.disk.path(row.id).exists()
+        assert list(store.disk.tmp_dir.iterdir()) == []
