@@ -6,8 +6,9 @@ A small Qwen2 (grouped-query attention, RoPE) learns the kinds of questions one 
 then longer ones; a length is left only when it is learned, which is what makes longer ones converge. When it can look
 up facts, the weights of the layer that does it are copied to those behind it but the last, and shared from then on
 (weights shared over depth: Dehghani et al. 2018, Liu et al. 2024): a layer that comes again can look up what the one
-before has found, which two hops need, and looks where that one looked, as neighbouring layers of large models do. In
-the files each layer has weights of its own. Interrupted, training goes on where the last checkpoint was.
+before has found, which labels by example and two hops need, and looks where that one looked, as neighbouring layers of
+large models do. In the files each layer has weights of its own. Interrupted, training goes on where the last checkpoint
+was.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class Size:
     tokens_per_step: int = 4608
     matrix_rate: float = 0.01
     other_rate: float = 2e-3
-    shares_from: int = 5
-    """The stage from which on layers share weights: the first that asks for two hops."""
+    shares_from: int = 3
+    """The stage from which on layers share weights: the first that asks for more than facts."""
     learned: float = 0.97
     final_steps: int = 1600
     """Steps of the last stage, while the rates fall to 0."""
