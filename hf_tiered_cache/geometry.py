@@ -133,7 +133,8 @@ class KeyIndex:
     """Keys that a segment holds once more, in lanes of their own, for selectors to read without the rest.
 
     Args:
-        every: of the layers with full attention the first, and then every so many: the first layers of periods.
+        every: of the layers with full attention those that lead, the next, and then every so many: the first layers of
+            periods.
         heads: only the first key-value heads (IMPRESS, Section 4.1: probe heads), or None for all.
     """
 
@@ -156,6 +157,7 @@ class Geometry:
         heads_per_block: key-value heads of a block, or None for all.
         split_kv: whether keys and values lie in blocks of their own.
         index: keys that are stored once more, or None.
+        lead: the first layers without a window that have blocks, and an index, of their own: they attend elsewhere.
     """
 
     chunk_tokens: int = 16
@@ -163,20 +165,25 @@ class Geometry:
     heads_per_block: int | None = None
     split_kv: bool = False
     index: KeyIndex | None = None
+    lead: int = 0
 
     def __post_init__(self) -> None:
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
             _check_count(name, getattr(self, name))
+        if not isinstance(self.lead, int) or self.lead < 0:
+            raise ConfigError(f"lead is a number of layers, not {self.lead!r}")
 
     def to_json(self) -> list[Any]:
         cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
-        return cut if self.index is None else [*cut, [self.index.every, self.index.heads]]
+        index = None if self.index is None else [self.index.every, self.index.heads]
+        return [*cut, index, self.lead] if self.lead else cut if index is None else [*cut, index]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
         try:
-            chunk, layers, heads, split, *index = data
-            return cls(chunk, layers, heads, bool(split), KeyIndex(*index[0]) if index else None)
+            chunk, layers, heads, split, *more = data
+            index, lead = [*more, *[None, 0][len(more) :]]
+            return cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
 
@@ -197,7 +204,7 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
     found: list[tuple[int, tuple[Part, ...]]] = []
     for window, layers in by_window.items():
-        for some in (layers[i : i + step] for i in range(0, len(layers), step)):
+        for some in in_groups(layers, step, 0 if window else geometry.lead):
             for names in tensors:
                 for head_range in _head_ranges(layout, some, geometry.heads_per_block):
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
@@ -206,10 +213,15 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
     kept = [Lane(number, parts, window) for number, (window, parts) in enumerate(found)]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
-        for layer in by_window.get(0, [])[:: geometry.index.every]:
+        for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.lead):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
             kept.append(Lane(len(kept), parts, 0, identifies=True))
     return tuple(kept)
+
+
+def in_groups(layers: list[int], step: int, lead: int) -> list[list[int]]:
+    """The first `lead` layers each alone, and then `step` at a time."""
+    return [[layer] for layer in layers[:lead]] + [layers[i : i + step] for i in range(lead, len(layers), step)]
 
 
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:

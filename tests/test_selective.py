@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
+from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.top_chunks import TopChunks
@@ -23,9 +24,10 @@ BLIND = ("deepseek_v3", "falcon")
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
-METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, identify="keys")
+METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, lead=0, identify="keys")
 METHODS = {
     "contiguous_kv keys": METHOD,
+    "contiguous_kv lead": replace(METHOD, lead=1),
     "contiguous_kv index": replace(METHOD, identify="index"),
     "contiguous_kv probe_heads": replace(METHOD, identify="probe_heads"),
     "h2o": H2O(budget=0.25),
@@ -127,11 +129,13 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     restored = stats.tokens_restored
     assert stats.tokens_attended == 48 < restored == 192  # a quarter
     kept, stored = DynamicCache(config=model.config), kv_of(model, ids)
-    period = method.selector().period
-    assert len(chosen) == -(-len(kept.layers) // period)
+    selector = method.selector()
+    periods = in_groups(range(len(kept.layers)), selector.period, selector.lead)
+    assert len(chosen) == len(periods)
+    choice_of = {layer: choice for period, choice in zip(periods, chosen, strict=True) for layer in period}
     for number, (layer, kv) in enumerate(zip(kept.layers, stored, strict=True)):
         heads = kv[0].shape[1]
-        tokens = torch.from_numpy(chosen[number // period]).expand(heads, -1)  # [kv_heads, chosen]
+        tokens = torch.from_numpy(choice_of[number]).expand(heads, -1)  # [kv_heads, chosen]
         put(layer, *(tensor[:, torch.arange(heads).unsqueeze(1), tokens] for tensor in kv))
     logits, ids, position = [], whole[:, restored:], restored
     with torch.no_grad():
@@ -447,7 +451,9 @@ def test_attention_that_hides_its_queries_is_refused(store):
         ask(model, store, question(ids))
 
 
-@pytest.mark.parametrize("arguments", [{"budget": 0}, {"budget": 1.5}, {"identify": "guess"}, {"period": 0}])
+@pytest.mark.parametrize(
+    "arguments", [{"budget": 0}, {"budget": 1.5}, {"identify": "guess"}, {"period": 0}, {"lead": -1}]
+)
 def test_settings_without_meaning_are_refused(arguments):
     with pytest.raises(ConfigError):
         ContiguousKV(**arguments)
@@ -457,6 +463,10 @@ def test_a_method_by_name_with_options():
     found = make_method("contiguous_kv:budget=0.1:identify=keys:period=4")
     assert found == ContiguousKV(budget=0.1, identify="keys", period=4)
     assert make_method("h2o").budget == H2O().budget
+    assert make_method("h2o:policy=lru") == H2O(policy="lru")
+    assert not make_method("impress:reorder=false").reorder
+    with pytest.raises(ConfigError, match="of type bool, not 'perhaps'"):
+        make_method("impress:reorder=perhaps")
     with pytest.raises(ConfigError, match=r"no option 'share'; it has: .*budget"):
         make_method("impress:share=0.1")
     with pytest.raises(ConfigError, match="of type int, not 'four'"):

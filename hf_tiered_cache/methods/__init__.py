@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from ..errors import ConfigError
 from .base import Method
@@ -48,7 +49,15 @@ def make_method(method: Method | str | None) -> Method:
         if key not in known:
             raise ConfigError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
         try:
-            chosen[key] = type(known[key])(value)
+            chosen[key] = _read(value, type(known[key]))
         except ValueError:
             raise ConfigError(f"{key} of {name} is of type {type(known[key]).__name__}, not {value!r}") from None
     return kind(**chosen)
+
+
+def _read(text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise ValueError
+        return text.lower() == "true"
+    return kind(text)

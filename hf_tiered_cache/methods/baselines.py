@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -37,14 +38,18 @@ class H2O(Method):
 
     Args:
         budget: share of the prefix's tokens that a head attends to, in (0, 1].
+        policy: the eviction policy it is compared under, "lru" or "lfu".
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
     ahead_bytes: int = 0
     budget: float = 0.25
+    policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
+        if self.policy not in ("lru", "lfu"):
+            raise ConfigError(f'policy is "lru" or "lfu", not {self.policy!r}')
 
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, 1)

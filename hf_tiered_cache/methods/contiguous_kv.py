@@ -27,6 +27,8 @@ class ContiguousKV(Method):
             in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
             eight bits, which stay in memory (`KVStore(index_memory=...)`) once they were read: ours.
         probe_heads: see `identify`.
+        lead: the first layers that each choose for themselves, in blocks of their own, before the periods begin. 0 is
+            the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -36,6 +38,7 @@ class ContiguousKV(Method):
     subperiod: int = 4
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
+    lead: int = 1
 
     policy = "attention"
 
@@ -44,7 +47,8 @@ class ContiguousKV(Method):
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
         index = KeyIndex(self.period, self._heads)
-        object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, self.subperiod, index=index))
+        cut = Geometry(self.chunk_tokens, self.subperiod, index=index, lead=self.lead)
+        object.__setattr__(self, "geometry", cut)
 
     @property
     def _heads(self) -> int | None:
@@ -54,4 +58,4 @@ class ContiguousKV(Method):
         return budgeted_tokens(self.budget, tokens, self.chunk_tokens)
 
     def selector(self) -> Selector:
-        return TopChunks(self.period, self.identify == "index", self._heads)
+        return TopChunks(self.period, self.identify == "index", self.lead, self._heads)

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 import numpy as np
 import torch
 
-from ..geometry import Lane, SegmentShape
+from ..geometry import Lane, SegmentShape, in_groups
 from ..select.chunks import ChunkMap
 from ..select.selector import Asked, Choice, Selector
 from ..stats import Account
@@ -84,8 +84,7 @@ class SelectiveRestore:
         self.plan, self.selector = plan, selector
         self.residency, self.account, self.device_of, self.guesses = residency, account, device_of, guesses
         self.importance = importance
-        step = selector.period
-        self._periods = [layers[i : i + step] for i in range(0, len(layers), step)]
+        self._periods = in_groups(layers, selector.period, selector.lead)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [Restored(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
         self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]

@@ -22,8 +22,8 @@ from .digest import DIGEST_DTYPE, xxh3
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
 FORMAT_VERSION = 2
-_UNORDERED_VERSION = 1
-"""Of files without an order of tokens, which programs that know nothing of orders read as well."""
+_PLAIN_VERSION = 1
+"""Of files without an order of tokens, or layers that lead, which programs that know neither read as well."""
 LINK_BYTES = 16
 HEADER_BYTES = ALIGNMENT
 _PLACE_BYTES = 4
@@ -132,7 +132,8 @@ def _encode_page(header: SegmentHeader, links: int) -> bytes:
     text = json.dumps(data, separators=(",", ":")).encode()
     if _PREFIX.size + len(text) > HEADER_BYTES:
         raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
-    version = FORMAT_VERSION if header.order.nbytes else _UNORDERED_VERSION
+    plain = not header.order.nbytes and not header.shape.geometry.lead
+    version = _PLAIN_VERSION if plain else FORMAT_VERSION
     page = bytearray(_PREFIX.pack(MAGIC, version, len(text), 0) + text)
     page.extend(bytes(HEADER_BYTES - len(page)))
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
