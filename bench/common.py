@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import hf_tiered_cache
 
@@ -68,6 +68,11 @@ def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model.eval()
+
+
+def load(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A trained model."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 def seconds(action: Callable[[], Any], device: torch.device) -> float:
@@ -147,6 +152,18 @@ def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / f"{name}.md").write_text(markdown)
+
+
+def pyplot() -> Any | None:
+    """matplotlib.pyplot that draws to files, or None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

@@ -3,15 +3,17 @@
     PYTHONPATH=. python bench/identify.py --model eval/reference/xs
 
 For the same queries, at every layer: the chunks that ContiguousKV chooses by all keys, against those by keys in eight
-bits (identify="index"), by the keys of the first kv head (identify="probe_heads"), and by the mean of each chunk's
-keys. Recall is the share of the former that the latter has as well. Contexts and questions are of the reference models'
-language; layers go on with a quarter of the chunks, chosen by all keys.
+bits (identify="index"), by the keys of the first kv head (identify="probe_heads"), by the mean of each chunk's keys,
+and by their smallest and largest values in each dimension (Quest, Tang et al. 2024); all of them rotated. Recall is the
+share of the former that the latter has as well. Contexts and questions are of the reference models' language; layers go
+on with a quarter of the chunks, chosen by all keys.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,10 +36,27 @@ from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.tiers.resident import CoarseKeys
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
-WAYS = ("eight bits", "first kv head", "chunk means")
+WAYS = ("eight bits", "first kv head", "chunk means", "chunk min/max")
 
 Note = dict[tuple[str, float], float]
 """Recall of each way at each budget, for one question and layer."""
+
+
+def quest_mass(asked: Asked, chunks: Sequence[torch.Tensor]) -> np.ndarray:
+    """What each chunk gets by its bounds: for each query the most that a key within them could score.
+
+    Args:
+        chunks: rotated keys of each chunk, `[kv_heads, its tokens, dim]`.
+
+    Returns:
+        float32 `[chunks]`: softmax over the chunks, summed over queries and heads.
+    """
+    least, most = (torch.stack(bounds, dim=1) for bounds in zip(*((c.amin(1), c.amax(1)) for c in chunks), strict=True))
+    query = asked.query.unflatten(0, (len(least), -1)).flatten(1, 2)  # [kv_heads, group * queries, dim]
+    # sum over d of max(q * least, q * most): the sign of q decides which
+    scores = query.clamp(min=0) @ most.transpose(1, 2) + query.clamp(max=0) @ least.transpose(1, 2)
+    scaling = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
+    return (scores * scaling).softmax(-1).sum((0, 1)).numpy()
 
 
 def recalls(asked: Asked) -> Note:
@@ -52,8 +71,10 @@ def recalls(asked: Asked) -> Note:
     coarse = torch.empty_like(keys)
     CoarseKeys.of(keys).write(coarse)
     counts = asked.chunks.counts
-    means = torch.stack([chunk.mean(1) for chunk in keys.split(counts.tolist(), dim=1)], dim=1)
-    found = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), np.repeat(mass(means), counts)), strict=True))
+    chunks = keys.split(counts.tolist(), dim=1)
+    means = torch.stack([chunk.mean(1) for chunk in chunks], dim=1)
+    of_chunks = (np.repeat(one, counts) for one in (mass(means), quest_mass(asked, chunks)))  # ranked by token means
+    found = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), *of_chunks), strict=True))
     note = {}
     for budget in BUDGETS:
         count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from common import build, forget_page_cache, interleaved, machine, median, pyplot, ratio, save, seconds, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -330,12 +330,7 @@ def _met(value: float, sign: str, aim: float) -> bool:
 
 def plot(document: dict[str, Any], path: Path) -> None:
     """TTFT over prefix length, where matplotlib is installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot as plt
-    except ImportError:
+    if (plt := pyplot()) is None:
         return
     figure, axes = plt.subplots(figsize=(6.5, 4))
     lengths = [r["prefix"] for r in document["results"]]

@@ -74,6 +74,8 @@ class RequestStats:
     match_seconds: float = 0.0
     select_seconds: float = 0.0
     """Choosing what to attend to, and waiting for what that takes."""
+    select_stall_seconds: float = 0.0
+    """Of `select_seconds`, and of `stall_seconds`, the waiting."""
     assemble_seconds: float = 0.0
     verification_failures: int = 0
     read_errors: int = 0

@@ -217,9 +217,9 @@ def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
         assert not store.residency.scores.of((row.id, 0), np.arange(3)).any()
 
 
-def test_due_after_8_16_32_prompts():
+def test_due_after_4_8_16_prompts():
     importance = TokenImportance()
-    assert [n for n in range(1, 70) if importance.prompt_done("a")] == [8, 16, 32, 64]
+    assert [n for n in range(1, 70) if importance.prompt_done("a")] == [4, 8, 16, 32, 64]
     assert importance.order("a") is None
     importance.note("a", (1, 4), 0, slice(1, 3), np.array([0.25, 0.5]))
     assert importance.order("a").places.tolist() == [[2, 1, 0, 3]]

@@ -156,7 +156,7 @@ class SelectiveRestore:
         self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
-        self._chosen = []
+        self._chosen, stalled = [], self.account.stats.stall_seconds
         with self.account.timing("select_seconds"):
             for row in self._rows:
                 one = row.group.rows[0]
@@ -171,6 +171,7 @@ class SelectiveRestore:
                 choice = self.selector.choose(asked)
                 self._chosen.append(choice.tokens)
                 self._note(number, row, choice)
+        self.account.add(select_stall_seconds=self.account.stats.stall_seconds - stalled)
         for fetch in self._keys.pop(number, {}).values():
             self._finish(fetch)
         self._fetch(number, wanted=True)

@@ -22,7 +22,7 @@ class TokenImportance:
             have, and so on, so that what is settled is left alone.
     """
 
-    def __init__(self, every: int = 8) -> None:
+    def __init__(self, every: int = 4) -> None:
         self._every = every
         self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # of each segment float32 [layers, tokens]
         self._prompts: dict[str, int] = {}

@@ -1,0 +1,227 @@
+"""ContiguousKV alone: what its chunk, period, subperiod and budget do, and the length of the prefix.
+
+    python bench/sweep.py                                  # Qwen2.5-0.5B's shape on this machine's CPU
+    python bench/sweep.py --sweeps budget,tokens --requests 24
+    python bench/sweep.py --shape tiny --tokens 256 --lengths 128,256 --prefixes 2 --warm-up 2 --requests 4
+
+Each is varied alone from the method's defaults (chunks of 16 tokens, a period of 8 layers, subperiods of 4, a quarter
+of the prefix), with the resident index and with all keys (identify="index" and "keys"). Every request goes to all
+settings, one after the other, each with a store and memory of its own, so that a machine that slows down slows all of
+them down. The KV of each prefix is computed once, and laid out anew for each geometry. Prompts and the emulated disk
+are those of reprefill.py: with random weights, times and bytes mean something, and which chunks are chosen does not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, build, machine, pyplot, save, table
+from serving import Bench, System, add_arguments, ask_all, disk_and_memory
+from workload import RandomTokens
+
+from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.stats import TIERS
+
+SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "chunk_tokens": ("tokens of a chunk", (4, 8, 16, 32, 64)),
+    "period": ("layers of a period", (1, 2, 4, 8, 12, 24)),
+    "subperiod": ("layers of a subperiod", (1, 2, 4, 8)),
+    "lead": ("layers that lead", (0, 1, 2)),
+    "budget": ("budget", (0.05, 0.1, 0.25, 0.5, 1.0)),
+    "tokens": ("tokens of the prefix", (512, 1024, 2048, 4096)),
+}
+"""For each sweep what is varied, and its values; those of the last one are --lengths."""
+WAYS = ("index", "keys")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one sweep with one way of identification: a method, and the length of the prefixes it is asked."""
+
+    sweep: str
+    value: float
+    method: ContiguousKV
+    tokens: int
+
+    @property
+    def system(self) -> System:
+        """Points of several sweeps that are the same setting have the same name, and are measured once."""
+        it = self.method
+        name = f"{it.chunk_tokens} {it.period} {it.subperiod} {it.lead} {it.budget} {it.identify}"
+        return System(name, it, it.policy)
+
+
+def points(default: ContiguousKV, wanted: list[str], layers: int, tokens: int, lengths: list[int]) -> list[Point]:
+    """All that is to be measured, by sweep, value and way, as far as the model has the layers for it."""
+    found = []
+    for sweep in wanted:
+        values = lengths if sweep == "tokens" else SWEEPS[sweep][1]
+        if most := {"period": layers, "lead": layers, "subperiod": default.period}.get(sweep):
+            values = [value for value in values if value <= most]
+        for value in values:
+            method, here = (default, value) if sweep == "tokens" else (varied(default, sweep, value), tokens)
+            found += [Point(sweep, value, replace(method, identify=way), here) for way in WAYS]
+    return found
+
+
+def varied(default: ContiguousKV, sweep: str, value: float) -> ContiguousKV:
+    """The default with one value changed; a subperiod is no longer than its period."""
+    method = replace(default, **{sweep: value})
+    return replace(method, subperiod=min(method.subperiod, method.period))
+
+
+def measure(arguments: argparse.Namespace, wanted: list[Point], folder: Path) -> dict[str, Any]:
+    """Ask all points' systems, those of every length in the same turns."""
+    model = build(arguments.shape, getattr(torch, arguments.dtype), torch.device(arguments.device))
+    benches: dict[int, Bench] = {}
+    # the length that most sweeps have comes first: its disk is everybody's
+    lengths = {point.tokens for point in wanted}
+    for tokens in sorted(lengths, key=lambda tokens: (tokens != arguments.tokens, tokens)):
+        prompts = RandomTokens(model.config.vocab_size, arguments.prefixes, tokens, arguments.suffix)
+        benches[tokens] = Bench(arguments, model, prompts, folder / str(tokens))
+        arguments.bandwidth = benches[tokens].bandwidth
+    systems = {
+        tokens: list({point.system.name: point.system for point in wanted if point.tokens == tokens}.values())
+        for tokens in benches
+    }
+    found = dict(zip(benches, ask_all([(bench, systems[tokens]) for tokens, bench in benches.items()]), strict=True))
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for point in wanted:
+        summary = found[point.tokens][point.system.name]
+        row = {"value": point.value, "identify": point.method.identify}
+        sweeps.setdefault(point.sweep, []).append(row | summary)
+    first = next(iter(benches.values()))
+    return first.described() | {"sweeps": sweeps}
+
+
+# --- telling
+
+
+def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
+    """The page of results, as Markdown: a table for each sweep."""
+    text = [
+        f"# ContiguousKV's settings, {result['model']} in {result['dtype']} on {measured_on['device']}\n",
+        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
+        f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)}\n",
+        f"Each setting is varied alone from {result['defaults']}; a subperiod is no longer than its period. Where the "
+        "length of the prefix varies, so do all KV and the memory for it.\n",
+    ]
+    heading = ["identify", "TTFT, ms", "p95", "MiB to choose by", "on a wrong guess", "attended to", "amplification",
+               "hits device / host / disk, %"]  # fmt: skip
+    for sweep, rows in result["sweeps"].items():
+        title = SWEEPS[sweep][0]
+        text += [
+            f"## {title[0].upper()}{title[1:]}\n",
+            table([title, *heading], [_cells(row) for row in rows]),
+        ]
+    text.append(
+        "Means of a request. Bytes are those read from disk: to choose by, for a choice that fell otherwise, and the "
+        "rest, whose amplification is told: bytes read for each byte that was attended to (blocks are whole pages of "
+        "4 KiB, which small ones do not fill).\n"
+    )
+    return "\n".join(text)
+
+
+def _read(row: dict[str, Any]) -> dict[str, float]:
+    """MiB read, by what they were read for."""
+    choosing, guessed = row["bytes_identifying"], row["bytes_guessed"]
+    split = {
+        "to choose by": choosing,
+        "on a wrong guess": guessed,
+        "attended to": row["bytes_read"] - choosing - guessed,
+    }
+    return {name: nbytes / MIB for name, nbytes in split.items()}
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    return [
+        f"{row['value']:g}",
+        row["identify"],
+        *(f"{row[key] * 1e3:.0f}" for key in ("ttft_mean_s", "ttft_p95_s")),
+        *(f"{mib:.2f}" for mib in _read(row).values()),
+        f"{row['read_amplification']:.2f}",
+        " / ".join(f"{100 * row['hit_ratio'][tier]:.0f}" for tier in TIERS),
+    ]
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """For each sweep the time to first token, and below it what is read, where matplotlib is installed."""
+    if (plt := pyplot()) is None:
+        return
+    sweeps = result["sweeps"]
+    figure, axes = plt.subplots(
+        2, len(sweeps), figsize=(3.3 * len(sweeps) + 1, 5.6), squeeze=False, sharex="col", height_ratios=(3, 2)
+    )
+    for (times, reads), (sweep, rows) in zip(axes.T, sweeps.items(), strict=True):
+        _panel(times, reads, rows)
+        reads.set_xlabel(SWEEPS[sweep][0])
+    axes[0, 0].set_ylabel("time to first token, ms")
+    axes[1, 0].set_ylabel("read from disk, MiB\n(left: index, right: keys)")
+    for row in axes:
+        row[-1].legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.suptitle(f"ContiguousKV, {result['model']}, {result['dtype']}: one setting varied at a time")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _panel(times: Any, reads: Any, rows: list[dict[str, Any]]) -> None:
+    """One sweep: lines of times, and stacked bars of bytes, side by side for the two ways."""
+    for number, way in enumerate(WAYS):
+        mine = [row for row in rows if row["identify"] == way]
+        places = range(len(mine))
+        color = f"C{number}"
+        times.plot(places, [1e3 * row["ttft_mean_s"] for row in mine], "o-", color=color, label=f"{way}, mean")
+        p95 = [1e3 * row["ttft_p95_s"] for row in mine]
+        times.plot(places, p95, "_", color=color, label=f"{way}, 95th percentile")
+        bottom = [0.0] * len(mine)
+        beside = [place + 0.4 * number - 0.2 for place in places]
+        for part, name in enumerate(_read(mine[0])):
+            heights = [_read(row)[name] for row in mine]
+            label = None if number else name
+            reads.bar(beside, heights, 0.36, bottom=bottom, color=f"C{2 + part}", label=label)
+            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+        reads.set_xticks(places, [f"{row['value']:g}" for row in mine])
+    times.set_ylim(bottom=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sweeps", default=",".join(SWEEPS), help="which, separated by commas (default: all)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a prefix, where that is not what varies")
+    parser.add_argument("--lengths", default="512,1024,2048,4096", help="of prefixes, where that is")
+    parser.add_argument("--prefixes", type=int, default=4, help="of each length")
+    add_arguments(parser)
+    parser.set_defaults(requests=12, warm_up=3)
+    arguments = parser.parse_args()
+    wanted = arguments.sweeps.split(",")
+    if unknown := sorted(set(wanted) - set(SWEEPS)):
+        parser.error(f"there is no sweep {unknown[0]!r}; there are {', '.join(SWEEPS)}")
+    lengths = [int(length) for length in arguments.lengths.split(",")]
+    layers = SHAPES[arguments.shape]["num_hidden_layers"]
+    default = ContiguousKV(period=min(ContiguousKV.period, layers))
+    defaults = (
+        f"chunks of {default.chunk_tokens} tokens, a period of {default.period} layers, subperiods of "
+        f"{default.subperiod}, a budget of {default.budget:.0%} and prefixes of {arguments.tokens} tokens"
+    )
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
+        folder = Path(temporary)
+        measured = measure(arguments, points(default, wanted, layers, arguments.tokens, lengths), folder)
+        measured_on = machine(torch.device(arguments.device), folder)
+    result = (
+        {"model": arguments.shape, "dtype": arguments.dtype, "defaults": defaults} | measured | {"machine": measured_on}
+    )
+    name = arguments.name or f"sweep-{arguments.shape}-{arguments.dtype}-{torch.device(arguments.device).type}"
+    text = report(result, measured_on)
+    save(arguments.out, name, result, text)
+    plot(result, arguments.out / f"{name}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

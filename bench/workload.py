@@ -1,0 +1,90 @@
+"""What the benchmarks ask: prefixes that many prompts share, and new suffixes behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+CONTEXT = 512
+"""Tokens that the reference model was trained on: a prefix and the question behind it fit in."""
+
+
+class Prompts(Protocol):
+    """Where prompts come from."""
+
+    about: str
+    """A sentence for the page of results."""
+    prefixes: list[torch.Tensor]
+    """int64 `[tokens]` each, all of the same length."""
+
+    def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
+        """Another suffix behind that prefix, int64 `[tokens]`."""
+        ...
+
+
+class RandomTokens:
+    """Tokens that mean nothing, for models with random weights.
+
+    Args:
+        vocabulary: tokens there are; 0 is padding, and left out.
+        count: prefixes.
+        tokens: of each prefix.
+        suffix: tokens of a suffix.
+    """
+
+    about = "Random weights and tokens: what is chosen means nothing."
+
+    def __init__(self, vocabulary: int, count: int, tokens: int, suffix: int) -> None:
+        self._vocabulary, self._suffix = vocabulary, suffix
+        generator = torch.Generator().manual_seed(0)
+        self.prefixes = list(torch.randint(1, vocabulary, (count, tokens), generator=generator))
+
+    def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
+        return random.integers(1, self._vocabulary, self._suffix)
+
+
+class ReferenceLanguage:
+    """Documents of the reference models' language, and of each many questions; a suffix is one of these.
+
+    Args:
+        model: folder of a reference model, for its tokenizer.
+        count: prefixes.
+        tokens: of each prefix.
+    """
+
+    about = "A trained model; prefixes are documents of its language, each suffix is one of many questions about them."
+
+    def __init__(self, model: Path, count: int, tokens: int) -> None:
+        # machines that only measure random weights need nothing of what evaluation needs
+        from transformers import AutoTokenizer
+
+        from eval.data import Data
+        from eval.reference.language import KINDS, Language
+        from eval.tasks.ruler.haystack import sentences
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
+        language, kinds = Language(tokenizer, text), dict.fromkeys([kind for kind in KINDS if kind != "back"], 1.0)
+        contexts = [
+            language.context(np.random.default_rng([0, number]), tokens, 40, kinds, density=(0.3, 0.5))
+            for number in range(count)
+        ]
+        self.prefixes = [torch.tensor([token for part in context.documents for token in part]) for context in contexts]
+        self._questions = [[question.prompt for question in context.questions] for context in contexts]
+
+    def suffix(self, prefix: int, random: np.random.Generator) -> np.ndarray:
+        questions = self._questions[prefix]
+        return np.array(questions[random.integers(len(questions))])
+
+
+def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tensor]:
+    """Prompts, int64 `[1, tokens]`: how often each prefix is asked follows a normal distribution over their numbers."""
+    random, prefixes = np.random.default_rng(seed), len(prompts.prefixes)
+    for _ in range(count):
+        number = int(np.clip(round(random.normal((prefixes - 1) / 2, prefixes / 5)), 0, prefixes - 1))
+        suffix = torch.from_numpy(prompts.suffix(number, random))
+        yield torch.cat([prompts.prefixes[number], suffix]).unsqueeze(0)
