@@ -3,12 +3,12 @@
     python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
 
 A small Qwen2 (grouped-query attention, RoPE) learns the kinds of questions one after the other on short contexts, and
-then longer ones; a length is left only when it is learned, which is what makes longer ones converge. When it can look
-up facts, the weights of the layer that does it are copied to those behind it but the last, and shared from then on
-(weights shared over depth: Dehghani et al. 2018, Liu et al. 2024): a layer that comes again can look up what the one
-before has found, which labels by example and two hops need, and looks where that one looked, as neighbouring layers of
-large models do. In the files each layer has weights of its own. Interrupted, training goes on where the last checkpoint
-was.
+then longer ones; a length is left only when it is learned, which is what makes longer ones converge. The layers between
+the second and the last share their weights (Dehghani et al. 2018, Liu et al. 2024), without which labels by example are
+not learned; before two hops are asked for, the weights of the layer that looks facts up are copied to those behind it
+but the last, and shared from then on: a layer that comes again can look up what the one before has found, and looks
+where that one looked, as neighbouring layers of large models do. In the files each layer has weights of its own.
+Interrupted, training goes on where the last checkpoint was.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ class Size:
     tokens_per_step: int = 4608
     matrix_rate: float = 0.01
     other_rate: float = 2e-3
-    shares_from: int = 3
-    """The stage from which on layers share weights: the first that asks for more than facts."""
+    own_layers: int = 2
+    """The first layers, which with the last one have weights of their own from the start; the others share theirs."""
+    shares_from: int = 5
+    """The stage from which on they share those of the layer that looks facts up: the first that asks for two hops."""
     learned: float = 0.97
     final_steps: int = 1600
     """Steps of the last stage, while the rates fall to 0."""
@@ -213,7 +215,8 @@ class Training:
     ) -> None:
         torch.manual_seed(seed)
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed
-        self.progress = Progress(shared=list(range(size.layers)))
+        middle = range(size.layers - 1)
+        self.progress = Progress(shared=[*(min(layer, size.own_layers) for layer in middle), size.layers - 1])
         self._checkpoint = out / "checkpoint.pt"
         saved = torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
         if saved is not None:
