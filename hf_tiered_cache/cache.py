@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
-from .methods import Method, make_method
+from .methods import Method, Passages, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.attention import WRAPPED, can_scatter, can_select
 from .patches.layers import decoder_layers, dropping
@@ -32,6 +32,7 @@ from .record import Recorder
 from .request import Request, understand
 from .restore.assemble import check_fit, restore_layer
 from .restore.history import History
+from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
 from .restore.prefetch import Prefetch
@@ -75,6 +76,8 @@ class TieredCache(Cache, ServedCache):
         method: how KV is restored: a `Method`, its name, or None for exact reuse.
         restore: whether stored KV is used.
         record: whether new KV is stored.
+        segments: for methods that reuse passages, the tokens of the prompt at which stored ones may begin; None looks
+            for them everywhere.
 
     Raises:
         UnsupportedModelError: the model keeps state that is no KV of single tokens.
@@ -88,12 +91,14 @@ class TieredCache(Cache, ServedCache):
         method: Method | str | None = None,
         restore: bool = True,
         record: bool = True,
+        segments: Sequence[int] | None = None,
     ) -> None:
         self.method = make_method(method)
         super().__init__(layers=layers_for(base_model(model)))
         self._attachment = attach(model)
         self.store = store if isinstance(store, KVStore) else _store_at(self._attachment, store)
         self._restores, self._records = restore, record
+        self._segments = None if segments is None else tuple(segments)
         self._begin()
 
     def _begin(self) -> None:
@@ -194,19 +199,16 @@ class TieredCache(Cache, ServedCache):
 
     def _open(self, pads: list[int], regime: str) -> None:
         """The first pass of a sequence: from here on its tokens are known."""
-        fingerprint = self._fingerprint()
         self._regime = regime
-        self._history = History(self.store.chain(fingerprint, self.method.provenance, regime), pads)
-        self._follow(
-            Recorder(
-                self._history,
-                fingerprint,
-                self.method.geometry,
-                self.store.submit,
-                self.store.ttl,
-                self.method.provenance,
-                self._records,
-            )
+        recorder = self._new_recorder(self._fingerprint(), pads)
+        self._history = recorder.history
+        self._follow(recorder)
+
+    def _new_recorder(self, fingerprint: str, pads: list[int]) -> Recorder:
+        method, store = self.method, self.store
+        history = History(store.chain(fingerprint, method.provenance, self._regime), pads)
+        return Recorder(
+            history, fingerprint, method.geometry, store.submit, store.ttl, method.provenance, self._records
         )
 
     def _fingerprint(self) -> str:
@@ -230,6 +232,7 @@ class TieredCache(Cache, ServedCache):
                 self.method,
                 len(self.layers),
                 partial(self.store.match, asking=self._recorder),
+                self._finder() if self.method.passages else None,
             )
         for rows in found:
             for row in rows.rows:
@@ -237,6 +240,14 @@ class TieredCache(Cache, ServedCache):
         if plan is not None and not self._choosing_layers():
             return replace(plan, attended=None)
         return plan
+
+    def _finder(self) -> PassageFinder:
+        """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
+        config, fingerprint = self._attachment.config, self._fingerprint()
+        sink = sink_token(config)
+        regimes = dict.fromkeys((self._regime, rope_regime(config, 1)))
+        chains = tuple(self.store.chain(fingerprint, f"{self.method.passages} {sink}", regime) for regime in regimes)
+        return PassageFinder(chains, sink, self.store.find, self.store.disk.reader, self._segments)
 
     def _choosing_layers(self) -> list[int]:
         """Those with full attention; the others keep all of their window."""
@@ -256,7 +267,7 @@ class TieredCache(Cache, ServedCache):
         """Run the model on what the plan has computed."""
         scope = Scope(self, RotaryTap())
         first = 0 if plan is None else plan.suffix
-        exact = request is not None and first is not None and (plan is None or plan.attended is None)
+        exact = request is not None and first is not None and (plan is None or plan.exact)
         now = self._now = _Pass(scope, exact and self._recorder.enabled, plan)
         with ExitStack() as stack:
             stack.callback(self._end_pass)
@@ -364,6 +375,8 @@ class TieredCache(Cache, ServedCache):
             self._approximate()
         else:
             self._account.add(tokens_attended=restored)
+            if plan is not None and not plan.exact:
+                self._approximate()
         computed = columns if plan is None else len(plan.computed[0])
         self._recorder.end(request.ids, computed, request.revocable)
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
@@ -513,7 +526,14 @@ class TieredCache(Cache, ServedCache):
 
     def fork(self) -> TieredCache:
         """A cache that goes on from here on its own, and shares memory with this one until one of the two writes."""
-        twin = TieredCache(self.model, self.store, method=self.method, restore=self._restores, record=self._records)
+        twin = TieredCache(
+            self.model,
+            self.store,
+            method=self.method,
+            restore=self._restores,
+            record=self._records,
+            segments=self._segments,
+        )
         twin.layers = [layer.fork() if isinstance(layer, TieredLayer) else layer for layer in self.layers]
         twin._plain, twin._regime = self._plain, self._regime
         if self._recorder is not None:
@@ -530,6 +550,36 @@ class TieredCache(Cache, ServedCache):
 
     def _kv_layers(self) -> list[TieredLayer]:
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
+
+
+class PassageCache(TieredCache):
+    """Computes one passage alone, behind a sink token, and stores it with a ranking of its tokens.
+
+    Args:
+        method: a `Passages` method, which says how it is ranked and cut.
+    """
+
+    def __init__(self, model: nn.Module, store: KVStore, *, method: Passages) -> None:
+        super().__init__(model, store, method=method, restore=False)
+
+    def stored_tokens(self, passage: torch.Tensor) -> int:
+        """How many tokens of a passage, int `[tokens]`, are stored already."""
+        self._regime = rope_regime(self._attachment.config, len(passage)) or ""
+        pieces = replace(self._finder(), begins=(0,))(passage.cpu().numpy(), 0)
+        return pieces[0].count if pieces else 0
+
+    def with_sink(self, passage: torch.Tensor) -> torch.Tensor:
+        """What to compute: the sink token, if the model has one, and the passage."""
+        sink = sink_token(self._attachment.config)
+        return passage if sink is None else torch.cat([passage.new_tensor([sink]), passage])
+
+    def _new_recorder(self, fingerprint: str, pads: list[int]) -> Recorder:
+        method, store, sink = self.method, self.store, sink_token(self._attachment.config)
+        chain = store.chain(fingerprint, f"{method.passages} {sink}", self._regime)
+        history = History(chain, [pad + (sink is not None) for pad in pads])  # the sink is left out like padding
+        return Recorder(
+            history, fingerprint, method.geometry, store.submit, store.ttl, method.passages, rank=method.rank
+        )
 
 
 def _store_at(attachment: Attachment, path: str | os.PathLike[str]) -> KVStore:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from .errors import ConfigError, StoreClosedError
 from .geometry import Geometry
-from .precompute import PrecomputeReport, precompute
+from .precompute import PrecomputeReport, precompute, precompute_passages
 from .restore.chain import Chain
 from .restore.match import MatchedRun, longest_prefix
 from .stats import Counters, StoreStats
@@ -159,6 +159,15 @@ class KVStore:
             self.writer.later(lambda: self.disk.touch(used))
         return found
 
+    def find(self, links: list[bytes]) -> list[SegmentRow]:
+        """The stored segments that begin with one of `links`."""
+        self._check()
+        rows = self.disk.find(links)
+        if rows:
+            used = [row.id for row in rows]
+            self.writer.later(lambda: self.disk.touch(used))
+        return rows
+
     def submit(self, draft: Draft, wait: bool = True) -> None:
         """Queue a segment for writing; its blocks are cached in host memory on the way."""
         pack = draft.lanes
@@ -207,6 +216,7 @@ class KVStore:
         input_ids: Any,
         *,
         method: Method | str | None = None,
+        segments: bool = False,
         progress: bool = True,
         pin: bool = False,
     ) -> PrecomputeReport:
@@ -216,6 +226,9 @@ class KVStore:
             model: any causal LM of transformers.
             input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
+            segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
+                alone, behind a sink token whose KV is left out, and stored as far as whole links of 16 tokens go. The
+                method is then `CacheTune()`, if none is given.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
 
@@ -223,6 +236,8 @@ class KVStore:
             How many tokens were computed and how many were stored already.
         """
         self._check()
+        if segments:
+            return precompute_passages(self, model, input_ids, method=method, progress=progress, pin=pin)
         return precompute(self, model, input_ids, method=method, progress=progress, pin=pin)
 
     def relayout(self, geometry: Geometry, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:

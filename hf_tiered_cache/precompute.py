@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
-from .methods import Exact, Method, make_method
+from .geometry import LINK_TOKENS
+from .methods import Exact, Method, Passages, make_method
 
 if TYPE_CHECKING:
+    from .cache import TieredCache
     from .kvstore import KVStore
 
 
@@ -21,11 +23,17 @@ class PrecomputeReport:
     """What `precompute` did, in tokens."""
 
     prompts: int
-    tokens: int
-    restored: int
+    tokens: int = 0
+    restored: int = 0
     """Tokens whose KV was stored before."""
-    stored: int
+    stored: int = 0
     """Tokens whose KV is stored now and was not before."""
+
+    def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
+        """This and one prompt more."""
+        return replace(
+            self, tokens=self.tokens + tokens, restored=self.restored + restored, stored=self.stored + stored
+        )
 
 
 def as_prompts(input_ids: Any) -> list[torch.Tensor]:
@@ -49,21 +57,51 @@ def precompute(
     """See `KVStore.precompute`."""
     from .cache import TieredCache  # a cache knows its store; only here does the store make caches
 
-    prompts, geometry = as_prompts(input_ids), make_method(method).geometry
-    total = sum(len(prompt) for prompt in prompts)
-    restored = stored = 0
-    with tqdm(total=total, unit="tok", desc="precompute", disable=not progress) as bar:
+    prompts, exact = as_prompts(input_ids), Exact(geometry=make_method(method).geometry)
+    report = PrecomputeReport(len(prompts))
+    with _bar(prompts, progress) as bar:
         for prompt in prompts:
-            cache = TieredCache(model, store, method=Exact(geometry=geometry))
-            ids = prompt.unsqueeze(0).to(cache.model.device)
-            with torch.no_grad():
-                cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            segments = cache.store_now()
-            if pin:
-                store.writer.flush()
-                store.pin(segments)
-            restored += cache.stats.tokens_restored
-            stored += cache.stats.tokens_stored
+            cache = TieredCache(model, store, method=exact)
+            _fill(cache, prompt, pin)
+            report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
             bar.update(len(prompt))
     store.flush()
-    return PrecomputeReport(len(prompts), total, restored, stored)
+    return report
+
+
+def precompute_passages(
+    store: KVStore, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
+) -> PrecomputeReport:
+    """See `KVStore.precompute(segments=True)`."""
+    from .cache import PassageCache
+
+    passages, method = as_prompts(input_ids), make_method(method or "cache_tune")
+    if not isinstance(method, Passages):
+        raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
+    report = PrecomputeReport(len(passages))
+    with _bar(passages, progress) as bar:
+        for passage in passages:
+            cache = PassageCache(model, store, method=method)
+            restored = cache.stored_tokens(passage)
+            if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
+                restored = 0
+                _fill(cache, cache.with_sink(passage), pin)
+            report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
+            bar.update(len(passage))
+    store.flush()
+    return report
+
+
+def _fill(cache: TieredCache, prompt: torch.Tensor, pin: bool) -> None:
+    """Compute a prompt, and have what is new stored."""
+    ids = prompt.unsqueeze(0).to(cache.model.device)
+    with torch.no_grad():
+        cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    segments = cache.store_now()
+    if pin:
+        cache.store.writer.flush()
+        cache.store.pin(segments)
+
+
+def _bar(prompts: list[torch.Tensor], progress: bool) -> tqdm:
+    return tqdm(total=sum(map(len, prompts)), unit="tok", desc="precompute", disable=not progress)

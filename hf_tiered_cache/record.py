@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 import torch
 
 from .errors import StoreClosedError
-from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
+from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from .restore.history import History
 from .store.format import SegmentHeader, segment_id
 from .store.writer import Draft
 from .tiers.streams import CopyStream, Event, copy_stream
+
+Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder]
+"""Given the layers' keys and values, and how many layers the model has."""
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -45,6 +48,8 @@ class Recorder:
         ttl: seconds a segment lives, or None.
         provenance: how the KV is computed.
         enabled: whether anything is recorded; if not, only the history is kept.
+        rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how its tokens
+            are ordered in its blocks; None leaves them as they are.
     """
 
     def __init__(
@@ -56,12 +61,14 @@ class Recorder:
         ttl: float | None,
         provenance: str = "exact",
         enabled: bool = True,
+        rank: Rank | None = None,
     ) -> None:
         self.history = history
         self.fingerprint = fingerprint
         self.geometry = geometry
         self.provenance = provenance
         self.enabled = enabled
+        self.rank = rank
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
@@ -281,10 +288,13 @@ class Recorder:
         mine = links[first:]
         parent = links[first - 1] if first else self.history.chain.root
         tokens = len(mine) * LINK_TOKENS
-        shape = SegmentShape(layout, self.geometry, tokens)
+        start = first * LINK_TOKENS + self.history.pads[row] - self._first
+        sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
+        order = None if self.rank is None else self._order(self.rank, sources, row, start, tokens, layout)
+        shape = SegmentShape(layout, self.geometry, tokens, order)
         now = time.time()
         header = SegmentHeader(
-            id=segment_id(parent, mine[-1], self.geometry, self.provenance),
+            id=segment_id(parent, mine[-1], self.geometry, self.provenance, order),
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
@@ -293,11 +303,22 @@ class Recorder:
             expires=None if self._ttl is None else now + self._ttl,
             provenance=self.provenance,
         )
-        start = first * LINK_TOKENS + self.history.pads[row] - self._first
-        sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
         self._mark()
         ready = [(self._streams[device], event) for device, event in self._computed.items()]
         return Draft(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row])
+
+    def _order(
+        self,
+        rank: Rank,
+        sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
+        row: int,
+        start: int,
+        tokens: int,
+        layout: KVLayout,
+    ) -> TokenOrder:
+        every = slice(None)
+        pairs = (tuple(_tokens(tensors, row, every, start, tokens) for tensors in pair) for pair in sources.values())
+        return rank(pairs, len(layout.layers))
 
     def _keep_from(self, column: int) -> None:
         """Hold on to the columns from `column` on, and to no more memory than these take."""

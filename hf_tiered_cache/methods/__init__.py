@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from .base import Method
 from .baselines import H2O, AttentionStore, Recompute
+from .cache_tune import CacheTune, Epic, Passages
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
@@ -19,9 +20,24 @@ METHODS: dict[str, type[Method]] = {
     "recompute": Recompute,
     "attention_store": AttentionStore,
     "h2o": H2O,
+    "cache_tune": CacheTune,
+    "epic": Epic,
 }
 
-__all__ = ["H2O", "METHODS", "AttentionStore", "ContiguousKV", "Exact", "Impress", "Method", "Recompute", "make_method"]
+__all__ = [
+    "H2O",
+    "METHODS",
+    "AttentionStore",
+    "CacheTune",
+    "ContiguousKV",
+    "Epic",
+    "Exact",
+    "Impress",
+    "Method",
+    "Passages",
+    "Recompute",
+    "make_method",
+]
 
 
 def make_method(method: Method | str | None) -> Method:

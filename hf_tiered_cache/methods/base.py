@@ -33,6 +33,9 @@ class Method:
     reorder = False
     """Whether segments are laid out by how important their tokens turn out to be, in the background."""
 
+    passages = ""
+    """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
+
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 

@@ -28,6 +28,8 @@ class Situation:
     must_compute: int
     """The last columns, whose logits are asked for."""
     layers: int
+    groups: tuple[RowGroup, ...] = ()
+    """Where the rows' other columns can come from."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Piece:
     count: int
     at: int
     """Position of that token in the row, padding not counted."""
+    exact: bool = True
+    """Whether this is the KV that computing the row would give: a passage's lacks what stands before it."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,11 @@ class Plan:
             if before is not None and not np.isin(columns, before).all():
                 raise ValueError(f"layer {layer} computes columns that layer {layer - 1} does not")
             before = columns
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is computed under this plan is what computing everything would give."""
+        return self.attended is None and all(piece.exact for group in self.groups for piece in group.pieces)
 
     @cached_property
     def suffix(self) -> int | None:

@@ -14,6 +14,9 @@ from .history import History
 from .match import MatchedRun
 from .plan import Piece, Plan, RowGroup, Situation
 
+Find = Callable[[np.ndarray, int], list[Piece]]
+"""Returns where stored passages stand in a row's tokens, from that one on: in order, apart from one another."""
+
 Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 """Returns what is stored of a sequence of links, without a gap from the link of that number on."""
 
@@ -37,7 +40,13 @@ class Found:
 
 
 def make_plan(
-    history: History, ids: np.ndarray, must_compute: int, rules: Rules, layers: int, match: Match
+    history: History,
+    ids: np.ndarray,
+    must_compute: int,
+    rules: Rules,
+    layers: int,
+    match: Match,
+    find: Find | None = None,
 ) -> tuple[Plan | None, list[Found]]:
     """Plan a pass.
 
@@ -48,6 +57,7 @@ def make_plan(
         rules: say what to compute, and how much of the rest may be attended to.
         layers: of the model.
         match: looks up.
+        find: looks for passages behind what is matched, where the cache is empty; or None.
 
     Returns:
         The plan, or None if nothing can be restored; and what was found.
@@ -64,12 +74,14 @@ def make_plan(
         for run, reader in match(history.links_with(rows[0], ids[rows[0]]), held):
             pieces.append(Piece(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
             tokens = run.stop * LINK_TOKENS
-        groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         found.append(Found(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        for piece in find(ids[rows[0], pad:], tokens) if find is not None and base == 0 else ():
+            pieces.append(piece)
+        groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
-    situation = Situation(base, columns, restorable, must_compute, layers)
+    situation = Situation(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, rules.computed(situation), tuple(groups))
-    if not plan.restored_tokens:
+    if not plan.restored_tokens and len(plan.computed[-1]) == columns:
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
     if base == 0 and longest > 0 and (attended := rules.attended(longest)) < longest:

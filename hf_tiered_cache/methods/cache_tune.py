@@ -1,0 +1,124 @@
+"""CacheTune: passages anywhere in a prompt; the tokens that carry meaning between them are computed (its Section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from ..geometry import Geometry, TokenOrder
+from ..restore.plan import Piece, Situation
+from ..restore.spectral import RANKINGS, Ranking, rank_tokens, ranked
+from .base import Method
+
+
+@dataclass(frozen=True)
+class Passages(Method):
+    """What methods that reuse passages share: everything is computed but what `reused` says of each passage.
+
+    A prefix that is stored as such is restored first, and whole: it is exact.
+
+    Args:
+        ranking: by what the tokens of a passage were ranked when it was stored: "low_frequency" (the paper's),
+            "high_frequency" or "random" (what it is compared with).
+        alpha: share of the frequencies that are low (Section 4.1).
+        check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
+    """
+
+    geometry: Geometry = field(default=Geometry(16, 1))
+    ranking: Ranking = "low_frequency"
+    alpha: float = 0.5
+    check_layer: Literal[0, 1] = 0
+
+    def __post_init__(self) -> None:
+        if self.ranking not in RANKINGS:
+            raise ConfigError(f"ranking is one of {', '.join(RANKINGS)}, not {self.ranking!r}")
+        if not 0 < self.alpha <= 1:
+            raise ConfigError(f"alpha is a share of the frequencies, above 0 and at most 1, not {self.alpha!r}")
+        if self.check_layer not in (0, 1):
+            raise ConfigError(f"check_layer is 0 or 1, not {self.check_layer!r}")
+
+    @property
+    def passages(self) -> str:
+        return f"passage {self.ranking} {self.alpha}"
+
+    def rank(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> TokenOrder:
+        """How the tokens of a new passage lie in its blocks, given its keys and values in `count` layers."""
+        return ranked(rank_tokens(layers, self.ranking, self.alpha), count)
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+        restored = self._restored(situation, self.reused)
+        exact = self._restored(situation, lambda piece: np.empty(0, np.int64))
+        every, chosen = np.flatnonzero(~exact), np.flatnonzero(~restored)
+        return (every,) * self.check_layer + (chosen,) * (situation.layers - self.check_layer)
+
+    def _restored(self, situation: Situation, reused: Callable[[Piece], np.ndarray]) -> np.ndarray:
+        """bool `[columns]`: what every row can restore, of passages the tokens that `reused` gives."""
+        result = np.ones(situation.columns, bool)
+        for group in situation.groups:
+            mine = np.zeros(situation.columns, bool)
+            mine[: max(0, group.pad - situation.base)] = True  # padding
+            for piece in group.pieces:
+                tokens = np.arange(piece.count) if piece.exact else reused(piece)
+                columns = tokens + piece.at + group.pad - situation.base
+                mine[columns[columns >= 0]] = True
+            result &= mine
+        result[situation.columns - situation.must_compute :] = False
+        return result
+
+    def reused(self, piece: Piece) -> np.ndarray:
+        """Which tokens of a passage are restored, counted from the piece's first: int64, ascending."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CacheTune(Passages):
+    """Of each passage the tokens with most energy at low frequencies are computed in their true context.
+
+    Their places are the first in the passage's blocks, so that no more than the others is read.
+
+    Args:
+        recompute: share of a passage's tokens that is computed; 0 reuses all as they are, 1 is full recompute.
+    """
+
+    recompute: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.recompute)
+
+    def reused(self, piece: Piece) -> np.ndarray:
+        order = piece.reader.shape.order
+        if order is None:  # nobody has ranked them
+            return np.empty(0, np.int64)
+        places = order.places[0][piece.first : piece.first + piece.count]
+        return np.sort(np.argsort(places, kind="stable")[int(self.recompute * piece.count + 1e-9) :])
+
+
+@dataclass(frozen=True)
+class Epic(Passages):
+    """The first tokens of each passage are computed, where those that took it for a beginning attended (LegoLink).
+
+    Args:
+        first: how many (Hu et al. 2025).
+    """
+
+    first: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise ConfigError(f"first is a number of tokens, not {self.first!r}")
+
+    def reused(self, piece: Piece) -> np.ndarray:
+        return np.arange(min(self.first, piece.count), piece.count)
+
+
+def check_share(recompute: float) -> None:
+    """Raises ConfigError if it is no share."""
+    if not 0 <= recompute <= 1:
+        raise ConfigError(f"recompute is a share of each passage, between 0 and 1, not {recompute!r}")

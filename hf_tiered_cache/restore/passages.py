@@ -1,0 +1,129 @@
+"""Stored passages anywhere in a prompt (CacheTune, Section 4): found by their tokens, in one scan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from ..geometry import LINK_TOKENS
+from ..store.catalogue import SegmentRow
+from ..store.format import LINK_BYTES
+from ..store.segment import SegmentReader
+from .chain import Chain
+from .plan import Piece
+
+
+@dataclass(frozen=True)
+class PassageFinder:
+    """Gives a planner the stored passages in a row.
+
+    Args:
+        chains: that passages are hashed with, first of all the one of the row's own RoPE regime.
+        sink: the token that stood before each passage when its KV was computed, or None.
+        find: gives the segments that begin with one of some links.
+        reader: opens one of them, or gives None.
+        begins: the tokens at which passages may begin, or None for any.
+    """
+
+    chains: tuple[Chain, ...]
+    sink: int | None
+    find: Callable[[Sequence[bytes]], list[SegmentRow]]
+    reader: Callable[[str], SegmentReader | None]
+    begins: tuple[int, ...] | None = None
+
+    def __call__(self, tokens: np.ndarray, start: int) -> list[Piece]:
+        """Where they stand in `tokens`, int64 `[n]`, from `start` on."""
+        for number, chain in enumerate(self.chains):
+            pieces = []
+            for spot in find_passages(tokens, chain, self.find, start, self.begins):
+                reader = self.reader(spot.row.id)
+                exact = number == 0 and self._begins_with(tokens, spot.at)
+                if reader is not None and (exact or all(k is None or k.movable for k in reader.shape.layout.layers)):
+                    pieces.append(Piece(reader, 0, spot.links * LINK_TOKENS, spot.at, exact))
+            if pieces:
+                return pieces
+        return []
+
+    def _begins_with(self, tokens: np.ndarray, at: int) -> bool:
+        """Whether a passage stands just where it stood when its KV was computed."""
+        return at == 0 if self.sink is None else at == 1 and tokens[0] == self.sink
+
+
+@dataclass(frozen=True)
+class Spot:
+    """The first `links` links of a stored passage stand in the prompt from token `at` on."""
+
+    row: SegmentRow
+    at: int
+    links: int
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.links * LINK_TOKENS
+
+
+def sink_token(config: PreTrainedConfig) -> int | None:
+    """What is set before a passage while its KV is computed, so that no token of it takes the part of the first."""
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        if isinstance(token, list):
+            token = next(iter(token), None)
+        if token is not None:
+            return token
+    return None
+
+
+def find_passages(
+    tokens: np.ndarray,
+    chain: Chain,
+    find: Callable[[Sequence[bytes]], Iterable[SegmentRow]],
+    start: int = 0,
+    begins: Sequence[int] | None = None,
+) -> list[Spot]:
+    """Where stored passages stand in a prompt, in order, none of them over another; the longest are taken first.
+
+    Args:
+        tokens: int64 `[n]`, the prompt.
+        chain: that passages are hashed with, each from its own beginning.
+        find: gives the segments that begin with one of some links.
+        start: where to begin.
+        begins: the tokens at which passages may begin, or None for any.
+    """
+    last = len(tokens) - LINK_TOKENS
+    places = range(start, last + 1) if begins is None else sorted({i for i in begins if start <= i <= last})
+    firsts = {at: chain.links(tokens[at : at + LINK_TOKENS])[0] for at in places}
+    known: dict[bytes, list[SegmentRow]] = {}
+    for row in find(list(dict.fromkeys(firsts.values()))):
+        known.setdefault(row.first, []).append(row)
+    spots = []
+    for at, first in firsts.items():
+        rows = known.get(first, ())
+        if rows:
+            most = max(row.usable_links for row in rows)
+            links = chain.links(tokens[at : at + most * LINK_TOKENS])
+            spots.append(max((Spot(row, at, _shared(row, links)) for row in rows), key=lambda spot: spot.links))
+    return _disjoint(spots)
+
+
+def _shared(row: SegmentRow, links: list[bytes]) -> int:
+    """How many of the segment's links these are."""
+    most = min(row.usable_links, len(links))
+    for i in range(most):
+        if row.chain[i * LINK_BYTES : (i + 1) * LINK_BYTES] != links[i]:
+            return i
+    return most
+
+
+def _disjoint(spots: list[Spot]) -> list[Spot]:
+    """The longest ones, and of the others what stands before these: a passage's beginning is of use without its end."""
+    taken: list[Spot] = []
+    for spot in sorted(spots, key=lambda spot: (-spot.links, spot.at)):
+        if any(other.at <= spot.at < other.stop for other in taken):
+            continue
+        room = min((other.at for other in taken if other.at > spot.at), default=spot.stop) - spot.at
+        if (links := min(spot.links, room // LINK_TOKENS)) > 0:
+            taken.append(Spot(spot.row, spot.at, links))
+    return sorted(taken, key=lambda spot: spot.at)
