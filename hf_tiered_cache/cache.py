@@ -7,36 +7,31 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
-from .errors import CacheMismatchError, ConfigError, RestoreError, StoreClosedError, UnsupportedModelError
+from .errors import CacheMismatchError, RestoreError, StoreClosedError
 from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
 from .methods import Method, Passages, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
-from .patches.attention import WRAPPED, can_scatter, can_select
-from .patches.layers import decoder_layers, dropping
-from .patches.rotary import RotaryTap, Unrotated
+from .patches.rotary import RotaryTap
 from .patches.scope import Scope, current, entered
 from .record import Recorder
 from .request import Request, understand
-from .restore.assemble import check_fit, restore_layer
 from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
-from .restore.prefetch import Prefetch
-from .restore.selective import SelectiveRestore
+from .restoring import Restoring, choosing_layers
 from .stats import Account, RequestStats
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -56,11 +51,7 @@ class _Pass:
 
     scope: Scope
     records: bool = False
-    plan: Plan | None = None
-    prefetch: Prefetch | None = None
-    selective: SelectiveRestore | None = None
-    deferred: dict[int, tuple[Unrotated, torch.Tensor]] = field(default_factory=dict)
-    """Layers whose keys and values were taken in, and that wait for their queries to choose the rest."""
+    restoring: Restoring | None = None
 
 
 class TieredCache(Cache, ServedCache):
@@ -237,7 +228,7 @@ class TieredCache(Cache, ServedCache):
         for rows in found:
             for row in rows.rows:
                 self._recorder.found(row, rows.held, rows.links, rows.segments)
-        if plan is not None and not self._choosing_layers():
+        if plan is not None and not choosing_layers(self.layers):
             return replace(plan, attended=None)
         return plan
 
@@ -248,10 +239,6 @@ class TieredCache(Cache, ServedCache):
         regimes = dict.fromkeys((self._regime, rope_regime(config, 1)))
         chains = tuple(self.store.chain(fingerprint, f"{self.method.passages} {sink}", regime) for regime in regimes)
         return PassageFinder(chains, sink, self.store.find, self.store.disk.reader, self._segments)
-
-    def _choosing_layers(self) -> list[int]:
-        """Those with full attention; the others keep all of their window."""
-        return [i for i, layer in enumerate(self.layers) if isinstance(layer, TieredLayer) and not layer.window]
 
     def _asks_for_all(self, kwargs: dict[str, Any]) -> bool:
         """Whether outputs are asked for that only computing every token gives."""
@@ -268,87 +255,28 @@ class TieredCache(Cache, ServedCache):
         scope = Scope(self, RotaryTap())
         first = 0 if plan is None else plan.suffix
         exact = request is not None and first is not None and (plan is None or plan.exact)
-        now = self._now = _Pass(scope, exact and self._recorder.enabled, plan)
+        now = self._now = _Pass(scope, exact and self._recorder.enabled)
         with ExitStack() as stack:
             stack.callback(self._end_pass)
             if now.records:
                 self._recorder.begin(self._history.columns + first)
             if plan is not None:
                 kwargs = request.only(plan.computed[0], plan.base, self._history.pads)
-                self._prepare(now, stack)
+                now.restoring = Restoring(
+                    plan, self.layers, scope, self._attachment, self.store, self.method, self._account
+                )
+                now.restoring.begin(stack)
             stack.enter_context(self._attachment.running_eagerly())
             stack.enter_context(entered(scope))
             try:
                 output = forward(**kwargs)
             except RuntimeError as error:
-                if not now.deferred:
+                if now.restoring is None or not now.restoring.waiting:
                     raise
-                raise self._cannot_choose() from error
-            if now.deferred:
-                raise self._cannot_choose()
+                raise now.restoring.cannot_choose() from error
+            if now.restoring is not None and now.restoring.waiting:
+                raise now.restoring.cannot_choose()
             return output
-
-    def _cannot_choose(self) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{type(self.model).__name__} attends to other keys than it hands to its cache, or out of sight, so that "
-            f"{type(self.method).__name__} cannot choose among them; use the exact method with this model"
-        )
-
-    def _prepare(self, now: _Pass, stack: ExitStack) -> None:
-        """Announce what is going to be restored, to masks and layers, and start to fetch it."""
-        plan, scope = now.plan, now.scope
-        for layer in self._kv_layers():
-            if plan.attended is not None and not layer.window:
-                layer.expect(plan.suffix, plan.columns, plan.unattended)
-            elif plan.suffix is not None:
-                layer.expect(restored=plan.suffix)
-            else:
-                layer.expect(scattered=plan.columns, first=max(0, plan.first_kept(layer.window)))
-        if plan.suffix is None:
-            if not can_scatter(self._attachment.config):
-                raise ConfigError(
-                    f"{type(self.method).__name__} computes scattered tokens, for which the model's attention must be "
-                    f"{' or '.join(WRAPPED)}: model.set_attn_implementation('sdpa')"
-                )
-            scope.positions = torch.from_numpy(plan.computed[0] + plan.base)
-            self._drop_with_depth(plan, scope, stack)
-        now.prefetch = Prefetch(
-            plan, self.store.residency, self._account, self._attachment.device_of, self.method.ahead_bytes
-        )
-        stack.callback(now.prefetch.cancel)
-        if plan.attended is not None:
-            self._prepare_choice(now, stack)
-        now.prefetch.start()
-
-    def _prepare_choice(self, now: _Pass, stack: ExitStack) -> None:
-        """Layers with full attention get what they attend to when their queries are known."""
-        if not can_select(self._attachment.config):
-            raise ConfigError(
-                f"{type(self.method).__name__} chooses by the queries, for which the model's attention must be sdpa: "
-                "model.set_attn_implementation('sdpa')"
-            )
-        now.selective = SelectiveRestore(
-            now.plan,
-            self._choosing_layers(),
-            self.method.selector(),
-            self.store.residency,
-            self._account,
-            self._attachment.device_of,
-            self.method.ahead_bytes > 0,
-            self.store.upkeep.importance if self.method.reorder else None,
-        )
-        now.scope.attended = self._attended
-        stack.callback(now.selective.cancel)
-        now.selective.start()
-
-    def _drop_with_depth(self, plan: Plan, scope: Scope, stack: ExitStack) -> None:
-        for layer in range(len(plan.computed)):
-            if (rows := plan.rows(layer)) is not None:
-                scope.rows[layer] = torch.from_numpy(rows)
-            if (kept := plan.kept(layer)) is not None:
-                scope.kept[layer] = torch.from_numpy(kept)
-        if scope.rows:
-            stack.enter_context(dropping(decoder_layers(self.model, len(plan.computed)), min(scope.rows)))
 
     def _end_pass(self) -> None:
         self._now = None
@@ -399,7 +327,7 @@ class TieredCache(Cache, ServedCache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's new keys and values, `[batch, heads, n, dim]`; return all that its queries may see."""
         layer, now = self.layers[layer_idx], self._now
-        if now is None or current() is not now.scope or not (now.records or now.plan):
+        if now is None or current() is not now.scope or not (now.records or now.restoring):
             return layer.update(key_states, value_states)
         bare = now.scope.tap.take(key_states, value_states)
         kind = LayerKV(
@@ -414,68 +342,9 @@ class TieredCache(Cache, ServedCache):
         )
         if now.records:
             self._recorder.catch(layer_idx, kind, bare.keys, bare.values)
-        if now.plan is None:
+        if now.restoring is None:
             return layer.update(key_states, value_states)
-        if now.selective is not None and not layer.window:
-            check_fit(now.plan, layer_idx, kind, bare.keys.dtype)
-            if now.deferred or bare.rotated == "value":
-                raise self._cannot_choose()
-            now.deferred[layer_idx] = (bare, key_states)
-            return key_states, value_states
-        with self._account.timing("assemble_seconds"):
-            return self._assemble(now, layer_idx, kind, bare, key_states, value_states)
-
-    def _assemble(
-        self,
-        now: _Pass,
-        index: int,
-        kind: LayerKV,
-        bare: Unrotated,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Restored and computed columns, side by side."""
-        layer, plan = self.layers[index], now.plan
-        first = max(0, plan.first_kept(layer.window))
-        keys, values = layer.extend(key_states, value_states, plan.columns, first)
-        rotate_ = partial(now.scope.tap.rotate_, bare.call, bare.dims)
-        restore_layer(now.prefetch, index, kind, bare.keys.dtype, keys, values, first, rotate_)
-        if plan.suffix is not None:
-            keys[:, :, plan.suffix - first :] = key_states
-            values[:, :, plan.suffix - first :] = value_states
-            return layer.seen_by(key_states.shape[2])
-        columns = torch.from_numpy(plan.computed[index] - first).to(keys.device)
-        keys.index_copy_(2, columns, key_states)
-        values.index_copy_(2, columns, value_states)
-        return layer.seen_by(None)
-
-    def _attended(
-        self,
-        index: int,
-        query: torch.Tensor,
-        key_states: torch.Tensor,
-        value_states: torch.Tensor,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer's queries, `[batch, heads, n, dim]`, attend to: the chosen among the restored, and their own."""
-        layer, now = self.layers[index], self._now
-        if layer.window:
-            return key_states, value_states
-        bare, mine = now.deferred.pop(index, (None, None))
-        if mine is not key_states:
-            raise self._cannot_choose()
-        plan = now.plan
-        with self._account.timing("assemble_seconds"):
-            keys, values = layer.extend(key_states, value_states, plan.columns, plan.unattended)
-            parts = [t[:, :, : plan.attended] for t in (keys, values)]
-
-            def rotate_(tensor: torch.Tensor, positions: np.ndarray) -> None:
-                now.scope.tap.rotate_at_(bare.call, bare.dims, tensor, torch.from_numpy(positions))
-
-            now.selective.fill(index, query, key_states, *parts, bare.rotated, rotate_, scaling)
-            keys[:, :, plan.attended :] = key_states
-            values[:, :, plan.attended :] = value_states
-            return layer.seen_by(key_states.shape[2])
+        return now.restoring.take(layer_idx, kind, bare, key_states, value_states)
 
     def check_continues(self, input_ids: torch.Tensor) -> None:
         """Refuse a prompt that does not go on from what this cache holds."""

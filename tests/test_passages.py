@@ -15,7 +15,7 @@ from reference import Remembering, kv_of
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import CacheTune, Epic, Exact
+from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
 from hf_tiered_cache.restore.chain import Chain
 from hf_tiered_cache.restore.passages import find_passages
 from hf_tiered_cache.restore.spectral import band_energy, rank_tokens, ranked
@@ -182,6 +182,33 @@ def test_epic_computes_the_beginnings(store):
     ours, _ = ask(model, store, PROMPT, Epic(first=20))
     theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.5])
+def test_cacheblend_computes_what_has_changed_most(share, store):
+    model = build("qwen2")
+    fill(store, model)
+    ours, _ = ask(model, store, PROMPT, CacheBlend(recompute=share))
+    values, deviation = kv_of(model, PROMPT)[1][1], {}
+    for number, start in PLACES.items():
+        alone = kv_of(model, join(BOS, PASSAGES[number]))[1][1][:, :, 1:]
+        changed = (values[:, :, start : start + alone.shape[2]] - alone).square().sum((0, 1, 3))
+        deviation |= {(number, i): float(d) for i, d in enumerate(changed)}
+    chosen = set(sorted(deviation, key=lambda token: -deviation[token])[: int(share * len(deviation))])
+    reused = [
+        (start, PASSAGES[number], [i for i in range(len(PASSAGES[number])) if (number, i) not in chosen])
+        for number, start in PLACES.items()
+    ]
+    theirs = expected(model, PROMPT, reused, from_layer=2)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+def test_cacheblend_of_everything_is_full_recompute(store):
+    model = build("qwen2")
+    fill(store, model)
+    ours, _ = ask(model, store, PROMPT, CacheBlend(recompute=1.0))
+    full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
+    torch.testing.assert_close(ours, full, rtol=0, atol=1e-5 * float(full.abs().max()))
 
 
 def test_computing_everything_is_full_recompute(store):

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import ConfigError
 from .base import Method
 from .baselines import H2O, AttentionStore, Recompute
-from .cache_tune import CacheTune, Epic, Passages
+from .cache_tune import CacheBlend, CacheTune, Epic, Passages
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
@@ -22,12 +22,14 @@ METHODS: dict[str, type[Method]] = {
     "h2o": H2O,
     "cache_tune": CacheTune,
     "epic": Epic,
+    "cache_blend": CacheBlend,
 }
 
 __all__ = [
     "H2O",
     "METHODS",
     "AttentionStore",
+    "CacheBlend",
     "CacheTune",
     "ContiguousKV",
     "Epic",

@@ -36,6 +36,9 @@ class Method:
     passages = ""
     """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
 
+    compares = None
+    """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
+
     provenance = "exact"
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 
@@ -55,6 +58,10 @@ class Method:
     def attended(self, tokens: int) -> int:
         """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
         return tokens
+
+    def deviating(self, deviation: np.ndarray) -> np.ndarray:
+        """Which of the reusable tokens the layers behind `compares` compute, by how far their values have changed."""
+        raise TypeError(f"{type(self).__name__} compares nothing")
 
     def selector(self) -> Selector:
         """Who chooses these tokens, where they are fewer."""

@@ -118,6 +118,38 @@ class Epic(Passages):
         return np.arange(min(self.first, piece.count), piece.count)
 
 
+@dataclass(frozen=True)
+class CacheBlend(Passages):
+    """The tokens whose values at layer 1 are furthest from the stored ones are computed (Yao et al. 2025).
+
+    All tokens are computed up to that layer, and all KV behind it is read.
+
+    Args:
+        recompute: share of all reused tokens that is computed.
+    """
+
+    check_layer: Literal[1] = 1
+    recompute: float = 0.15
+
+    compares = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.recompute)
+        if self.check_layer != 1:
+            raise ConfigError("CacheBlend's check_layer is 1")
+
+    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+        every, *_, least = super().computed(situation)
+        return (every,) * (self.compares + 1) + (least,) * (situation.layers - self.compares - 1)
+
+    def reused(self, piece: Piece) -> np.ndarray:
+        return np.arange(piece.count)
+
+    def deviating(self, deviation: np.ndarray) -> np.ndarray:
+        return np.argsort(-deviation, kind="stable")[: int(self.recompute * len(deviation) + 1e-9)]
+
+
 def check_share(recompute: float) -> None:
     """Raises ConfigError if it is no share."""
     if not 0 <= recompute <= 1:

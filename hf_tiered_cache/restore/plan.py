@@ -67,6 +67,8 @@ class Plan:
         groups: where the rows' other columns come from.
         attended: how many restored tokens of a row the layers with full attention may attend to, or None for all.
             Which ones is chosen when the queries are there.
+        compares: the layer at which what is stored of passages is compared with what is computed; the layers behind it
+            then compute what the method says, at least what stands here.
     """
 
     base: int
@@ -74,6 +76,7 @@ class Plan:
     computed: tuple[np.ndarray, ...]
     groups: tuple[RowGroup, ...]
     attended: int | None = None
+    compares: int | None = None
 
     def __post_init__(self) -> None:
         before: np.ndarray | None = None
@@ -129,6 +132,8 @@ class Plan:
         if self.suffix is not None:
             return np.arange(low, min(high, self.suffix - start))
         tokens = np.arange(low, high)
+        if self.compares in lane.layers and not piece.exact:
+            return tokens
         return tokens[~np.isin(tokens + start, self.computed[lane.layers[-1]], assume_unique=True)]
 
     @property

@@ -24,6 +24,8 @@ Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 class Rules(Protocol):
     """What a method has to say on a plan (see `Method`)."""
 
+    compares: int | None
+
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]: ...
 
     def attended(self, tokens: int) -> int: ...
@@ -81,6 +83,8 @@ def make_plan(
         restorable = min(restorable, max(0, pad + tokens - base))
     situation = Situation(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, rules.computed(situation), tuple(groups))
+    if not plan.exact:
+        plan = replace(plan, compares=rules.compares)
     if not plan.restored_tokens and len(plan.computed[-1]) == columns:
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
