@@ -36,7 +36,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
-METHODS := exact,contiguous_kv,contiguous_kv:period=1,contiguous_kv:period=1:identify=keys,impress:probe_heads=2,h2o
+METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:lead=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
 EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
 
 eval: $(INSTALLED)

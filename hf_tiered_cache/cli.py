@@ -44,6 +44,8 @@ def list_segments(store: StorePath, as_json: AsJson = False) -> None:
     table = Table("segment", "model", "tokens", "from token", "on disk", "used", "uses", "notes", box=None)
     for row in rows:
         notes = [note for note in ("pinned", "expired") if row[note]]
+        if row["provenance"] != "exact":
+            notes.append(row["provenance"])
         if row["usable_tokens"] < row["tokens"]:
             notes.append(f"{row['usable_tokens']} tokens usable")
         table.add_row(

@@ -71,10 +71,13 @@ def test_the_readmes_code_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "report.txt").write_text("A long report. " * 40)
     names: dict = {}
+    attended = []
     for block in blocks:
         exec(block, names)
-        assert names["cache"].stats.tokens_restored > 0
-    assert names["cache"].stats.tokens_attended < names["cache"].stats.tokens_restored / 2  # the last is budgeted
+        stats = names["cache"].stats
+        assert stats.tokens_restored > 0
+        attended.append(stats.tokens_attended / stats.tokens_restored)
+    assert min(attended) < 0.5 < max(attended)  # one of them has a budget
 
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
