@@ -239,7 +239,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--suffix", type=int, default=32, help="random tokens of a suffix, and of the speed's measure")
     parser.add_argument("--requests", type=int, default=60, help="that are measured")
-    parser.add_argument("--warm-up", type=int, default=24, help="requests before")
+    parser.add_argument("--warm-up", type=int, default=18, help="requests before, the first ones of each prefix")
     parser.add_argument("--memory-share", type=float, default=0.2, help="host memory, as a share of all KV")
     parser.add_argument("--host-memory", help="instead, such as 24GiB")
     parser.add_argument("--device-memory", default="0")

@@ -82,9 +82,10 @@ class ReferenceLanguage:
 
 
 def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tensor]:
-    """Prompts, int64 `[1, tokens]`: how often each prefix is asked follows a normal distribution over their numbers."""
+    """Prompts, int64 `[1, tokens]`: every prefix once, and then by a normal distribution over their numbers."""
     random, prefixes = np.random.default_rng(seed), len(prompts.prefixes)
-    for _ in range(count):
+    for turn in range(count):
         number = int(np.clip(round(random.normal((prefixes - 1) / 2, prefixes / 5)), 0, prefixes - 1))
+        number = turn if turn < prefixes else number
         suffix = torch.from_numpy(prompts.suffix(number, random))
         yield torch.cat([prompts.prefixes[number], suffix]).unsqueeze(0)

@@ -19,12 +19,14 @@ class Prompt:
         question: what is new.
         choices: continuations to choose from.
         answer: the first accepted answer; of a choice, the right one.
+        passages: the parts of the prefix that are segments of their own, as far as they are whole.
     """
 
     prefix: tuple[int, ...]
     question: tuple[int, ...]
     choices: tuple[tuple[int, ...], ...]
     answer: tuple[int, ...]
+    passages: tuple[tuple[int, ...], ...] = ()
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -49,7 +51,10 @@ def encode(
     templated = chat and task.chat and tokenizer.chat_template is not None
     if templated:
         before, question = _templated(before, question, tokenizer)
-    prefix = tokenizer(before, add_special_tokens=not templated)["input_ids"]
+    offsets = tokenizer.is_fast and not templated
+    encoded = tokenizer(before, add_special_tokens=not templated, return_offsets_mapping=offsets)
+    prefix = encoded["input_ids"]
+    ranges = _ranges(example.segments, encoded["offset_mapping"]) if offsets else []
     asked = tokenizer(question, add_special_tokens=False)["input_ids"]
     choices = tuple(tuple(tokenizer(c, add_special_tokens=False)["input_ids"]) for c in example.choices)
     answer = tuple(tokenizer(example.answers[0], add_special_tokens=False)["input_ids"]) if example.answers else ()
@@ -60,9 +65,28 @@ def encode(
         whole = prefix + asked
         half = room // 2
         keep = min(len(asked), room - half)
+        cut = len(whole) - room  # tokens that go, from number `half` on
+        ranges = [(a, b) if b <= half else (a - cut, b - cut) for a, b in ranges if b <= half or a >= half + cut]
         whole = whole[:half] + whole[len(whole) - (room - half) :]
         prefix, asked = whole[: room - keep], whole[room - keep :]
-    return Prompt(tuple(prefix), tuple(asked), choices, answer[: task.max_new_tokens])
+    passages = tuple(tuple(prefix[a:b]) for a, b in ranges if b <= len(prefix))
+    return Prompt(tuple(prefix), tuple(asked), choices, answer[: task.max_new_tokens], passages)
+
+
+def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The tokens of each segment, half-open; one that reaches over a boundary belongs to neither side.
+
+    Args:
+        segments: texts that follow one another.
+        offsets: of each token its letters in all of the text, half-open; nothing for special tokens.
+    """
+    found, end = [], 0
+    for segment in segments:
+        begin, end = end, end + len(segment)
+        inside = [i for i, (first, last) in enumerate(offsets) if begin <= first < last <= end]
+        if inside:
+            found.append((inside[0], inside[-1] + 1))
+    return found
 
 
 def _templated(before: str, question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

@@ -44,6 +44,9 @@ def main(
     budgets: Annotated[
         str, typer.Option(help="For methods that have one: shares of the prefix.")
     ] = "0.05,0.1,0.25,0.5",
+    ratios: Annotated[
+        str, typer.Option(help="For methods that reuse passages: shares of them that are computed anew.")
+    ] = "0.05,0.15,0.3,0.5",
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
     data: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; without it, the hub.")
@@ -70,7 +73,7 @@ def main(
     try:
         if not model:
             raise EvalError("name a model with --model (a name of the hub, or a folder)")
-        found, variants = find_tasks(tasks), find_variants(methods, budgets)
+        found, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
         if prompts is not None:
             found = _with_prompts(found, prompts)
         set_seed(seed)

@@ -44,14 +44,14 @@ class Variant:
         return self.name.replace(":", "-")
 
 
-def find_variants(methods: str, budgets: str) -> list[Variant]:
-    """Full KV, and every method of a comma-separated list with every budget. Raises EvalError."""
-    try:
-        shares = [float(part) for part in budgets.split(",") if part.strip()]
-    except ValueError:
-        raise EvalError(f"budgets are shares such as 0.05,0.25, not {budgets!r}") from None
-    if any(not 0 < share <= 1 for share in shares):
-        raise EvalError(f"budgets are shares above 0 and up to 1, not {budgets!r}")
+def find_variants(methods: str, budgets: str, ratios: str = "0.15") -> list[Variant]:
+    """Full KV, and every method of a comma-separated list with every budget or ratio. Raises EvalError.
+
+    Args:
+        budgets: for methods that attend to a share of what they restore.
+        ratios: for methods that compute a share of what they could restore, where their names do not say which.
+    """
+    shares = {"budget": _shares("budgets", budgets), "recompute": _shares("ratios", ratios)}
     variants = [Variant(FULL)]
     for name in filter(None, (part.strip() for part in methods.split(","))):
         if name == FULL:
@@ -60,11 +60,24 @@ def find_variants(methods: str, budgets: str) -> list[Variant]:
             method = make_method(name)
         except ConfigError as error:
             raise EvalError(str(error).replace("there are: ", f"there are: {FULL}, ")) from error
-        if any(field.name == "budget" for field in fields(method)):
-            variants += [Variant(f"{name}@{share:g}", replace(method, budget=share), share) for share in shares]
+        known = {field.name for field in fields(method)}
+        option = next((o for o in shares if o in known and f"{o}=" not in name), None)
+        if option is not None:
+            of_each = ((share, replace(method, **{option: share})) for share in shares[option])
+            variants += [Variant(f"{name}@{share:g}", chosen, share) for share, chosen in of_each]
         else:
             variants.append(Variant(name, method))
     return variants
+
+
+def _shares(name: str, text: str) -> list[float]:
+    try:
+        shares = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise EvalError(f"{name} are shares such as 0.05,0.25, not {text!r}") from None
+    if any(not 0 < share <= 1 for share in shares):
+        raise EvalError(f"{name} are shares above 0 and up to 1, not {text!r}")
+    return shares
 
 
 @dataclass
@@ -114,7 +127,7 @@ class Run:
                 for variant in self.variants:
                     if variant.name == FULL or example.id not in done[variant.name]:
                         subject = stores.subject(variant)
-                        subject.prepare(prompt.prefix)
+                        subject.prepare(prompt.prefix, prompt.passages)
                         answer = subject.ask(prompt, task.max_new_tokens)
                         full = full or answer
                         if example.id not in done[variant.name]:

@@ -10,6 +10,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method, RequestStats, TieredCache
+from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.methods import Passages
 
 from .encode import Prompt
 
@@ -61,11 +63,16 @@ class Subject:
     method: Method | None = None
     _stored: set[tuple[int, ...]] = field(default_factory=set)
 
-    def prepare(self, prefix: tuple[int, ...]) -> None:
-        """Have the KV of a prefix stored."""
+    def prepare(self, prefix: tuple[int, ...], passages: tuple[tuple[int, ...], ...] = ()) -> None:
+        """Have the KV of a prefix stored, or that of its passages, each by itself, if the method reuses such."""
         if self.store is None or prefix in self._stored:
             return
-        self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
+        if isinstance(self.method, Passages):
+            long_enough = [list(passage) for passage in passages if len(passage) >= LINK_TOKENS]
+            if long_enough:
+                self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
+        else:
+            self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
         self._stored.add(prefix)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:

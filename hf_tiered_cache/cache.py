@@ -16,12 +16,13 @@ import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from .calibrate import calibrated_ratio
 from .errors import CacheMismatchError, RestoreError, StoreClosedError
 from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer, layers_for
-from .methods import Method, Passages, make_method
+from .methods import Method, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.rotary import RotaryTap
 from .patches.scope import Scope, current, entered
@@ -191,7 +192,9 @@ class TieredCache(Cache, ServedCache):
     def _open(self, pads: list[int], regime: str) -> None:
         """The first pass of a sequence: from here on its tokens are known."""
         self._regime = regime
-        recorder = self._new_recorder(self._fingerprint(), pads)
+        fingerprint = self._fingerprint()
+        self.method = self.method.tuned(partial(calibrated_ratio, self.store, fingerprint, self.model.device))
+        recorder = self._new_recorder(fingerprint, pads)
         self._history = recorder.history
         self._follow(recorder)
 
@@ -419,36 +422,6 @@ class TieredCache(Cache, ServedCache):
 
     def _kv_layers(self) -> list[TieredLayer]:
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
-
-
-class PassageCache(TieredCache):
-    """Computes one passage alone, behind a sink token, and stores it with a ranking of its tokens.
-
-    Args:
-        method: a `Passages` method, which says how it is ranked and cut.
-    """
-
-    def __init__(self, model: nn.Module, store: KVStore, *, method: Passages) -> None:
-        super().__init__(model, store, method=method, restore=False)
-
-    def stored_tokens(self, passage: torch.Tensor) -> int:
-        """How many tokens of a passage, int `[tokens]`, are stored already."""
-        self._regime = rope_regime(self._attachment.config, len(passage)) or ""
-        pieces = replace(self._finder(), begins=(0,))(passage.cpu().numpy(), 0)
-        return pieces[0].count if pieces else 0
-
-    def with_sink(self, passage: torch.Tensor) -> torch.Tensor:
-        """What to compute: the sink token, if the model has one, and the passage."""
-        sink = sink_token(self._attachment.config)
-        return passage if sink is None else torch.cat([passage.new_tensor([sink]), passage])
-
-    def _new_recorder(self, fingerprint: str, pads: list[int]) -> Recorder:
-        method, store, sink = self.method, self.store, sink_token(self._attachment.config)
-        chain = store.chain(fingerprint, f"{method.passages} {sink}", self._regime)
-        history = History(chain, [pad + (sink is not None) for pad in pads])  # the sink is left out like padding
-        return Recorder(
-            history, fingerprint, method.geometry, store.submit, store.ttl, method.passages, rank=method.rank
-        )
 
 
 def _store_at(attachment: Attachment, path: str | os.PathLike[str]) -> KVStore:

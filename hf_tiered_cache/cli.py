@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +16,7 @@ from .errors import TieredCacheError
 from .kvstore import KVStore, parse_bytes
 from .stats import format_bytes
 from .store.catalogue import SegmentRow
-from .store.format import sections
+from .store.format import EXACT, sections
 from .store.segment import read_head
 
 app = typer.Typer(
@@ -44,7 +45,7 @@ def list_segments(store: StorePath, as_json: AsJson = False) -> None:
     table = Table("segment", "model", "tokens", "from token", "on disk", "used", "uses", "notes", box=None)
     for row in rows:
         notes = [note for note in ("pinned", "expired") if row[note]]
-        if row["provenance"] != "exact":
+        if row["provenance"] != EXACT:
             notes.append(row["provenance"])
         if row["usable_tokens"] < row["tokens"]:
             notes.append(f"{row['usable_tokens']} tokens usable")
@@ -159,6 +160,44 @@ def rm(
     if as_json:
         return _print_json({"removed": removed, "bytes": sum(row.nbytes for row in chosen)})
     print(f"deleted {removed} segments, {format_bytes(sum(row.nbytes for row in chosen))}")
+
+
+@app.command()
+def calibrate(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
+    model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
+    passages: Annotated[int, typer.Option(min=1, help="In the prompt that is measured.")] = 8,
+    tokens: Annotated[int, typer.Option(min=16, help="Of each passage.")] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts.")] = 3,
+    memory: Annotated[str, typer.Option(help="Host memory of the store.")] = "1GiB",
+    warm: Annotated[bool, typer.Option(help="Let passages come from memory, in place of the disk.")] = False,
+    dtype: Annotated[str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved.")] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure how much of a passage to compute, and how much to load, so that the first token comes soonest.
+
+    What is found is kept in the store, for this model on this device; CacheTune(recompute="auto") takes it. Random
+    passages are stored for the time of the measurement.
+    """
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    except (OSError, ValueError) as error:
+        raise _Refused(f"the model {model!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    with KVStore(store, host_memory=memory) as opened:
+        found = opened.calibrate(
+            loaded, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
+        )
+    if as_json:
+        return _print_json(found.as_dict())
+    table = Table("share computed", "time to first token, ms", "", box=None)
+    for ratio, seconds in sorted(found.seconds.items()):
+        notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
+        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f}", "fastest" if ratio == found.ratio else notes)
+    _print(table)
+    print(f"kept for this model and device: {found.ratio:.3f} (computing and loading balance at {found.balanced:.3f})")
 
 
 class _Refused(TieredCacheError):

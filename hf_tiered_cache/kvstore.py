@@ -15,9 +15,10 @@ import torch
 from accelerate.utils import convert_file_size_to_int
 from tqdm.auto import tqdm
 
+from .calibrate import Calibration, calibrate
 from .errors import ConfigError, StoreClosedError
 from .geometry import Geometry
-from .precompute import PrecomputeReport, precompute, precompute_passages
+from .precompute import PrecomputeReport, precompute
 from .restore.chain import Chain
 from .restore.match import MatchedRun, longest_prefix
 from .stats import Counters, StoreStats
@@ -237,8 +238,18 @@ class KVStore:
         """
         self._check()
         if segments:
+            from .passages import precompute_passages  # its caches know their store
+
             return precompute_passages(self, model, input_ids, method=method, progress=progress, pin=pin)
         return precompute(self, model, input_ids, method=method, progress=progress, pin=pin)
+
+    def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
+        """Measure which ratio of recomputation is fastest for this model on this machine, from this store.
+
+        `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
+        """
+        self._check()
+        return calibrate(self, model, **settings)
 
     def relayout(self, geometry: Geometry, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
         """Lay segments out anew, as a method wants them: `store.relayout(method.geometry)`. No model is needed.

@@ -10,8 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
-from .geometry import LINK_TOKENS
-from .methods import Exact, Method, Passages, make_method
+from .methods import Exact, Method, make_method
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -59,40 +58,17 @@ def precompute(
 
     prompts, exact = as_prompts(input_ids), Exact(geometry=make_method(method).geometry)
     report = PrecomputeReport(len(prompts))
-    with _bar(prompts, progress) as bar:
+    with bar_over(prompts, progress) as bar:
         for prompt in prompts:
             cache = TieredCache(model, store, method=exact)
-            _fill(cache, prompt, pin)
+            fill(cache, prompt, pin)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
             bar.update(len(prompt))
     store.flush()
     return report
 
 
-def precompute_passages(
-    store: KVStore, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
-) -> PrecomputeReport:
-    """See `KVStore.precompute(segments=True)`."""
-    from .cache import PassageCache
-
-    passages, method = as_prompts(input_ids), make_method(method or "cache_tune")
-    if not isinstance(method, Passages):
-        raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
-    report = PrecomputeReport(len(passages))
-    with _bar(passages, progress) as bar:
-        for passage in passages:
-            cache = PassageCache(model, store, method=method)
-            restored = cache.stored_tokens(passage)
-            if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
-                restored = 0
-                _fill(cache, cache.with_sink(passage), pin)
-            report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
-            bar.update(len(passage))
-    store.flush()
-    return report
-
-
-def _fill(cache: TieredCache, prompt: torch.Tensor, pin: bool) -> None:
+def fill(cache: TieredCache, prompt: torch.Tensor, pin: bool) -> None:
     """Compute a prompt, and have what is new stored."""
     ids = prompt.unsqueeze(0).to(cache.model.device)
     with torch.no_grad():
@@ -103,5 +79,5 @@ def _fill(cache: TieredCache, prompt: torch.Tensor, pin: bool) -> None:
         cache.store.pin(segments)
 
 
-def _bar(prompts: list[torch.Tensor], progress: bool) -> tqdm:
+def bar_over(prompts: list[torch.Tensor], progress: bool) -> tqdm:
     return tqdm(total=sum(map(len, prompts)), unit="tok", desc="precompute", disable=not progress)

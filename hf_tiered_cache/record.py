@@ -15,11 +15,11 @@ import torch
 from .errors import StoreClosedError
 from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from .restore.history import History
-from .store.format import SegmentHeader, segment_id
+from .store.format import EXACT, SegmentHeader, segment_id
 from .store.writer import Draft
 from .tiers.streams import CopyStream, Event, copy_stream
 
-Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder]
+Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
 """Given the layers' keys and values, and how many layers the model has."""
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -59,7 +59,7 @@ class Recorder:
         geometry: Geometry,
         submit: Callable[[Draft, bool], None],
         ttl: float | None,
-        provenance: str = "exact",
+        provenance: str = EXACT,
         enabled: bool = True,
         rank: Rank | None = None,
     ) -> None:
@@ -315,7 +315,7 @@ class Recorder:
         start: int,
         tokens: int,
         layout: KVLayout,
-    ) -> TokenOrder:
+    ) -> TokenOrder | None:
         every = slice(None)
         pairs = (tuple(_tokens(tensors, row, every, start, tokens) for tensors in pair) for pair in sources.values())
         return rank(pairs, len(layout.layers))

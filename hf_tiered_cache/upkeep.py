@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 
 import numpy as np
 
 from .errors import IntegrityError
 from .geometry import Geometry, TokenOrder
 from .store.disk import SegmentStore
+from .store.format import EXACT
 from .store.relayout import laid_out_anew
 from .tiers.importance import TokenImportance
 from .tiers.residency import Residency
@@ -30,17 +32,20 @@ class Upkeep:
         self._disk, self._residency = disk, residency
         self.importance = TokenImportance()
         self._thread = ThreadPoolExecutor(1, "hf-tiered-upkeep")
-        self._queued: dict[str, Future[bool]] = {}
+        self._queued: set[Future[None]] = set()
 
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
         """Cut a segment in another way. Returns whether it was; one that cannot be read is left, and counted."""
         reader = self._disk.reader(segment_id)
-        return reader is not None and reader.shape.geometry != geometry and self._replace(segment_id, geometry, None)
+        if reader is None or reader.shape.geometry == geometry:
+            return False
+        order = None if reader.header.provenance == EXACT else reader.shape.order  # a passage's ranking stays with it
+        return self._replace(segment_id, geometry, order)
 
     def reorder(self, segment_id: str) -> bool:
         """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
         reader, order = self._disk.reader(segment_id), self.importance.order(segment_id)
-        if reader is None or order is None:
+        if reader is None or order is None or reader.header.provenance != EXACT:
             return False
         old = reader.shape.order
         if old is not None and np.array_equal(old.places, order.places):
@@ -51,12 +56,14 @@ class Upkeep:
         """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
         for segment_id in segments:
             if self.importance.prompt_done(segment_id):
-                self._queued[segment_id] = self._thread.submit(self._quietly, segment_id)
+                with suppress(RuntimeError):  # the store was closed under the request, which goes on
+                    queued = self._thread.submit(self._quietly, segment_id)
+                    self._queued.add(queued)
+                    queued.add_done_callback(self._queued.discard)
 
     def wait(self) -> None:
         """Until nothing is under way."""
-        while self._queued:
-            self._queued.popitem()[1].exception()
+        wait(list(self._queued))
 
     def close(self) -> None:
         """Finish what is under way and drop the rest: it is due again another time."""

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from families import build
 from segments import links, open_store, segment
 
 from hf_tiered_cache import cli
@@ -142,3 +143,18 @@ def test_help_says_what_each_command_does(run):
         assert status == 0
         assert len(out.splitlines()) > 6
         assert "--json" in out
+
+
+def test_calibrate(run, tmp_path):
+    build("qwen2").save_pretrained(tmp_path / "model")
+    asked = ["calibrate", tmp_path / "store", "--passages", 2, "--tokens", 32, "--repeats", 1, "--model"]
+    status, out, err = run(*asked, tmp_path / "model", "--json")
+    assert status == 0, err
+    assert 0.15 <= json.loads(out)["ratio"] <= 1
+    status, out, _ = run(*asked, tmp_path / "model")
+    assert status == 0
+    assert "full reuse" in out
+    assert "kept for this model and device" in out
+    status, _, err = run(*asked, tmp_path / "nowhere")
+    assert status == 2
+    assert "cannot be loaded" in err

@@ -15,10 +15,11 @@ from reference import Remembering, kv_of
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
 from hf_tiered_cache.restore.chain import Chain
 from hf_tiered_cache.restore.passages import find_passages
-from hf_tiered_cache.restore.spectral import band_energy, rank_tokens, ranked
+from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens, ranked
 from hf_tiered_cache.store.catalogue import SegmentRow
 
 ROPES = {
@@ -164,7 +165,7 @@ def test_positions_under_every_scaling(rope, store):
 
 @pytest.mark.parametrize("check_layer", [0, 1])
 @pytest.mark.parametrize("share", [0.05, 0.15, 0.5, 0.9])
-@pytest.mark.parametrize("ranking", ["low_frequency", "high_frequency", "random"])
+@pytest.mark.parametrize("ranking", RANKINGS)
 def test_chosen_tokens_are_computed_in_true_context(ranking, share, check_layer, store):
     model = build("qwen2")
     method = CacheTune(recompute=share, ranking=ranking, check_layer=check_layer)
@@ -370,6 +371,23 @@ def test_layers_count_alike_and_ties_go_to_the_first():
     assert ranked(np.array([1.0, 3, 3, 0]), 2).places.tolist() == [[2, 0, 1, 3]] * 2
 
 
+def test_ranked_by_how_far_other_text_moves_them(store):
+    """Against the model's own KV of the passage, alone and behind the others."""
+    model, method = build("qwen2"), CacheTune(ranking="context")
+    fill(store, model, PASSAGES[:2], method)
+    alone, behind = kv_of(model, join(BOS, PASSAGES[0])), kv_of(model, join(BOS, PASSAGES[1], PASSAGES[0]))
+    scores = torch.zeros(len(PASSAGES[0]))
+    for (_, mine), (_, other) in zip(alone, behind, strict=True):  # values: keys are rotated here
+        a, b = mine[0, :, 1:], other[0, :, 1 + len(PASSAGES[1]) :]
+        moved = ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
+        scores += moved / moved.sum().clamp_min(1e-30)  # layer 0 knows no context
+    row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
+    places = store.disk.reader(row.id).shape.order.places[0].astype(int)
+    ours, theirs = set(np.flatnonzero(places < 24)), set(scores.topk(24).indices.tolist())
+    assert len(ours & theirs) >= 16  # values alone say nearly the same
+    assert len(store.segments()) == 2  # what was only looked at is not stored
+
+
 # --- provenance, faults, words
 
 
@@ -424,6 +442,17 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=24))
         assert cache.stats.bytes_used == (320 - 24) * token  # the first ones lie anywhere: more is read than used
         assert cache.stats.bytes_used < cache.stats.bytes_read <= 320 * token
+
+
+def test_laid_out_anew_a_passage_keeps_its_ranking(store):
+    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    fill(store, model)
+    before, _ = ask(model, store, PROMPT, method)
+    assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
+    assert store.reorder(progress=False) == 0
+    after, cache = ask(model, store, PROMPT, method)
+    assert torch.equal(before, after)
+    assert cache.stats.tokens_restored > 0
 
 
 def test_another_ranking_or_model_finds_nothing(store):

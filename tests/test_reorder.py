@@ -205,6 +205,21 @@ def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path):
         assert cache.stats.recomputed == 0
 
 
+def test_a_store_closed_under_a_request_does_not_fail_it(model, tmp_path):
+    ids, method = prompt(200), replace(METHOD, reorder=True)
+    store = KVStore(tmp_path, engine="posix")
+    fill(store, model, ids, method)
+    for _ in range(3):
+        ask(model, store, question(ids), method)
+    handle = model.model.norm.register_forward_hook(lambda *_: store.close())
+    try:
+        ask(model, store, question(ids), method)  # the fourth: it would be laid out anew now
+    finally:
+        handle.remove()
+    with KVStore(tmp_path, engine="posix") as again:
+        assert not again.verify().bad
+
+
 def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix") as store:

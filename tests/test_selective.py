@@ -16,8 +16,10 @@ from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
 from hf_tiered_cache.select.probe_heads import ProbeHeads
+from hf_tiered_cache.select.selector import Choice
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.select.top_tokens import TopTokens
+from hf_tiered_cache.tiers.guesses import Guesses
 
 BLIND = ("deepseek_v3", "falcon")
 """They attend to other keys than they hand to their cache, or out of sight."""
@@ -216,6 +218,37 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
     assert bool(stats.bytes_guessed) == bool(ahead)
     assert stats.bytes_read == stats.bytes_identifying + stats.bytes_used + stats.bytes_guessed
     assert stats.read_amplification == 1.0
+
+
+def test_what_never_comes_true_is_guessed_no_more(tmp_path, monkeypatch):
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
+    calls = []
+
+    def choose(self, asked):
+        """Others at each of the three periods."""
+        first = len(calls) % 3 * 48
+        calls.append(first)
+        return Choice(np.arange(first, first + 48)[None], np.ones(asked.chunks.tokens))
+
+    monkeypatch.setattr(TopChunks, "choose", choose)
+    with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:
+        fill(store, model, ids)
+        guessed = []
+        for _ in range(3):
+            store.residency.clear()
+            guessed.append(bool(ask(model, store, question(ids))[1].stats.bytes_guessed))
+    assert guessed == [True, False, False]
+
+
+def test_guesses_are_taken_up_again():
+    guesses = Guesses()
+    assert guesses.worth("a")
+    guesses.note("a", 0.1)
+    assert not guesses.worth("a")
+    assert guesses.worth("b")
+    for _ in range(3):
+        guesses.note("a", 0.6)
+    assert guesses.worth("a")
 
 
 def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import Field, fields
 from typing import Any
 
 from ..errors import ConfigError
@@ -60,20 +60,24 @@ def make_method(method: Method | str | None) -> Method:
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
     kind = METHODS[name]
-    known = {field.name: field.default for field in fields(kind) if field.init and field.name != "geometry"}
+    known = {field.name: field for field in fields(kind) if field.init and field.name != "geometry"}
     chosen = {}
     for option in options:
         key, _, value = option.partition("=")
         if key not in known:
             raise ConfigError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
         try:
-            chosen[key] = _read(value, type(known[key]))
+            chosen[key] = _read(value, known[key])
         except ValueError:
-            raise ConfigError(f"{key} of {name} is of type {type(known[key]).__name__}, not {value!r}") from None
+            kind_of = type(known[key].default).__name__
+            raise ConfigError(f"{key} of {name} is of type {kind_of}, not {value!r}") from None
     return kind(**chosen)
 
 
-def _read(text: str, kind: type) -> Any:
+def _read(text: str, option: Field) -> Any:
+    kind = type(option.default)
+    if repr(text) in str(option.type):  # one of a few words
+        return text
     if kind is bool:
         if text.lower() not in ("true", "false"):
             raise ValueError

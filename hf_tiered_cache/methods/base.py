@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from ..geometry import Geometry
 from ..restore.plan import Situation
 from ..select.selector import Selector
+from ..store.format import EXACT
 
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
@@ -39,7 +41,7 @@ class Method:
     compares = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
-    provenance = "exact"
+    provenance = EXACT
     """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
@@ -58,6 +60,10 @@ class Method:
     def attended(self, tokens: int) -> int:
         """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
         return tokens
+
+    def tuned(self, ratio: Callable[[], float | None]) -> Method:
+        """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
+        return self
 
     def deviating(self, deviation: np.ndarray) -> np.ndarray:
         """Which of the reusable tokens the layers behind `compares` compute, by how far their values have changed."""

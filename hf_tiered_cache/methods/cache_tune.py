@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
-import torch
 
 from ..errors import ConfigError
 from ..geometry import Geometry, TokenOrder
 from ..restore.plan import Piece, Situation
-from ..restore.spectral import RANKINGS, Ranking, rank_tokens, ranked
+from ..restore.recompute import LOWEST
+from ..restore.spectral import KV, RANKINGS, Ranking, rank_tokens, ranked
 from .base import Method
+
+logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Passages(Method):
 
     Args:
         ranking: by what the tokens of a passage were ranked when it was stored: "low_frequency" (the paper's),
-            "high_frequency" or "random" (what it is compared with).
+            "high_frequency" or "random" (what it is compared with), or "context" (ours: by how far their KV moves when
+            other text stands before them, for which each passage is computed twice).
         alpha: share of the frequencies that are low (Section 4.1).
         check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
     """
@@ -46,9 +50,13 @@ class Passages(Method):
     def passages(self) -> str:
         return f"passage {self.ranking} {self.alpha}"
 
-    def rank(self, layers: Iterable[tuple[torch.Tensor, torch.Tensor]], count: int) -> TokenOrder:
-        """How the tokens of a new passage lie in its blocks, given its keys and values in `count` layers."""
-        return ranked(rank_tokens(layers, self.ranking, self.alpha), count)
+    def rank(self, layers: Iterable[KV], count: int, elsewhere: Iterable[KV] | None = None) -> TokenOrder:
+        """How the tokens of a new passage lie in its blocks, given its keys and values; the model has `count` layers.
+
+        Args:
+            elsewhere: its keys and values behind other text, for rankings that look at these too.
+        """
+        return ranked(rank_tokens(layers, self.ranking, self.alpha, elsewhere), count)
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
         restored = self._restored(situation, self.reused)
@@ -82,14 +90,27 @@ class CacheTune(Passages):
     Their places are the first in the passage's blocks, so that no more than the others is read.
 
     Args:
-        recompute: share of a passage's tokens that is computed; 0 reuses all as they are, 1 is full recompute.
+        recompute: share of a passage's tokens that is computed; 0 reuses all as they are, 1 is full recompute. "auto"
+            takes what `KVStore.calibrate` found to be fastest on this machine (Section 4.3).
     """
 
-    recompute: float = 0.15
+    recompute: float | Literal["auto"] = 0.15
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(self.recompute)
+        if self.recompute != "auto":
+            check_share(self.recompute)
+
+    def tuned(self, ratio: Callable[[], float | None]) -> CacheTune:
+        if self.recompute != "auto":
+            return self
+        if (found := ratio()) is None:
+            logger.warning(
+                'CacheTune(recompute="auto"): nothing was measured for this model on this device, so %s is taken; '
+                "run `hf-tiered-cache calibrate`, or KVStore.calibrate(model)",
+                LOWEST,
+            )
+        return replace(self, recompute=LOWEST if found is None else found)
 
     def reused(self, piece: Piece) -> np.ndarray:
         order = piece.reader.shape.order
@@ -105,17 +126,22 @@ class Epic(Passages):
 
     Args:
         first: how many (Hu et al. 2025).
+        recompute: instead, a share of each passage.
     """
 
     first: int = 16
+    recompute: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.first < 0:
             raise ConfigError(f"first is a number of tokens, not {self.first!r}")
+        if self.recompute is not None:
+            check_share(self.recompute)
 
     def reused(self, piece: Piece) -> np.ndarray:
-        return np.arange(min(self.first, piece.count), piece.count)
+        first = self.first if self.recompute is None else int(self.recompute * piece.count + 1e-9)
+        return np.arange(min(first, piece.count), piece.count)
 
 
 @dataclass(frozen=True)
@@ -152,5 +178,5 @@ class CacheBlend(Passages):
 
 def check_share(recompute: float) -> None:
     """Raises ConfigError if it is no share."""
-    if not 0 <= recompute <= 1:
+    if isinstance(recompute, str) or not 0 <= recompute <= 1:
         raise ConfigError(f"recompute is a share of each passage, between 0 and 1, not {recompute!r}")

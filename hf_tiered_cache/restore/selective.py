@@ -1,7 +1,8 @@
 """Restoring within a budget: what a period attends to is chosen when its first layer has its queries.
 
 Before that, the keys that the choice is made from are on their way, and so are, on a guess, the chunks that the period
-before has chosen. Attention sees the period's own choice alone, so what is guessed changes nothing but the time.
+before has chosen, as long as such guesses come true. Attention sees the period's own choice alone, so what is guessed
+changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class SelectiveRestore:
         self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
-        self._chosen, stalled = [], self.account.stats.stall_seconds
+        before, self._chosen, stalled = self._chosen, [], self.account.stats.stall_seconds
         with self.account.timing("select_seconds"):
             for row in self._rows:
                 one = row.group.rows[0]
@@ -171,13 +172,16 @@ class SelectiveRestore:
                 choice = self.selector.choose(asked)
                 self._chosen.append(choice.tokens)
                 self._note(number, row, choice)
+        if before:
+            right = [np.isin(now, then).mean() for now, then in zip(self._chosen, before, strict=True)]
+            self.residency.guesses.note((self.selector, number), float(np.mean(right)))
         self.account.add(select_stall_seconds=self.account.stats.stall_seconds - stalled)
         for fetch in self._keys.pop(number, {}).values():
             self._finish(fetch)
         self._fetch(number, wanted=True)
         if number + 1 < len(self._periods):
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            if self.guesses:
+            if self.guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._fetch(number + 1, wanted=False)
 
     def _note(self, number: int, row: Restored, choice: Choice) -> None:

@@ -1,6 +1,6 @@
-"""Which tokens of a passage carry its meaning to what stands behind it: its energy at low frequencies.
+"""Which tokens of a passage most need their true context: by their energy at low frequencies, or by how far they move.
 
-Source: CacheTune, Section 4.1. One ranking for all layers, since hidden states are dropped once.
+One ranking for all layers, since hidden states are dropped once. Sources: CacheTune, Section 4.1; the change is ours.
 """
 
 from __future__ import annotations
@@ -13,9 +13,15 @@ import torch
 
 from ..geometry import TokenOrder
 
-Ranking = Literal["low_frequency", "high_frequency", "random"]
-RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random")
-"""The paper's, and what it compares it with."""
+Ranking = Literal["low_frequency", "high_frequency", "random", "context"]
+RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random", "context")
+"""The paper's, what it compares it with, and ours: how far a token's KV moves when other text stands before it."""
+
+RANKED_IN_CONTEXT = ("context",)
+"""Those for which a passage is computed once more, behind other text."""
+
+KV = tuple[torch.Tensor, torch.Tensor]
+"""Keys before their rotation, and values, of one layer: `[heads, tokens, dim]`."""
 
 
 def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.Tensor:
@@ -37,23 +43,39 @@ def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.T
     return kept.square().sum((0, 2)).sqrt_()
 
 
-def rank_tokens(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], ranking: Ranking, alpha: float) -> np.ndarray:
+def change(here: KV, elsewhere: KV) -> torch.Tensor:
+    """How far each token's keys and values are from those it has elsewhere, as a share of their norms: `[tokens]`."""
+    moved = torch.zeros(here[0].shape[1])
+    for mine, other in zip(here, elsewhere, strict=True):
+        wide = mine.float()
+        moved += (wide - other.float()).square().sum((0, 2)) / wide.square().sum((0, 2)).clamp_min(1e-30)
+    return moved.sqrt_()
+
+
+def rank_tokens(
+    layers: Iterable[KV], ranking: Ranking, alpha: float, elsewhere: Iterable[KV] | None = None
+) -> np.ndarray:
     """How much it matters that each token of a passage is computed in its true context.
 
     Args:
-        layers: of each layer keys before their rotation and values, `[heads, tokens, dim]`.
-        ranking: by which energy, or none.
+        layers: of each layer what the passage has, computed alone.
+        ranking: one of `RANKINGS`.
         alpha: see `band_energy`.
+        elsewhere: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
 
     Returns:
         float64 `[tokens]`, summed over the layers, each of which counts alike.
     """
     scores = []
-    for keys, values in layers:
+    others = iter(elsewhere) if elsewhere is not None else None
+    for pair in layers:
         if ranking == "random":
-            return np.random.default_rng(keys.shape[1]).random(keys.shape[1])
-        energy = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in (keys, values))
-        scores.append((energy / energy.sum().clamp_min(1e-30)).double())
+            return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])
+        if ranking == "context":
+            score = change(pair, next(others))
+        else:
+            score = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+        scores.append((score / score.sum().clamp_min(1e-30)).double())
     return torch.stack(scores).sum(0).numpy()
 
 

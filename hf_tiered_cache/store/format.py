@@ -25,6 +25,8 @@ FORMAT_VERSION = 2
 _PLAIN_VERSION = 1
 """Of files without an order of tokens, or layers that lead, which programs that know neither read as well."""
 LINK_BYTES = 16
+EXACT = "exact"
+"""Provenance of KV that computing its sequence gives."""
 HEADER_BYTES = ALIGNMENT
 _PLACE_BYTES = 4
 _SECTIONS = ("chain", "digests", "order", "blocks")
@@ -52,7 +54,7 @@ class SegmentHeader:
     position: int
     """Position of the first token in the sequence it was computed in."""
     created: float
-    provenance: str = "exact"
+    provenance: str = EXACT
     expires: float | None = None
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)

@@ -19,6 +19,7 @@ from ..stats import Account
 from ..store.memory import aligned_bytes
 from ..store.segment import SegmentReader
 from . import make_policy
+from .guesses import Guesses
 from .policy import Usage
 from .pool import RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
@@ -88,6 +89,7 @@ class Residency:
         index_budget: int = 256 << 20,
     ) -> None:
         self.resident = ResidentKeys(index_budget)
+        self.guesses = Guesses()
         self.scores = ScoreTable(make_policy(policy).learn)
         self.host = Tier(
             "host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin), scores=self.scores

@@ -153,6 +153,28 @@ def test_methods_with_a_budget_come_once_for_each(monkeypatch):
     assert [getattr(variant.method, "budget", None) for variant in variants] == [None, None, 0.1, 0.5]
 
 
+def test_methods_with_a_ratio_come_once_for_each():
+    variants = find_variants("cache_tune,epic,cache_tune:recompute=0.4,cache_tune:ranking=random", "0.1", "0.15,0.5")
+    assert [v.name.replace("cache_tune", "c") for v in variants] == [
+        *("full", "c@0.15", "c@0.5", "epic@0.15", "epic@0.5", "c:recompute=0.4"),
+        *("c:ranking=random@0.15", "c:ranking=random@0.5"),
+    ]
+    assert [v.method.recompute for v in variants[1:]] == [0.15, 0.5, 0.15, 0.5, 0.4, 0.15, 0.5]
+
+
+def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
+    common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique,reference_fact", "--device", "cpu")
+    methods = "cache_tune:recompute=0,cache_tune:recompute=1,cache_blend:recompute=0.5"
+    result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 400)
+    assert result.exit_code == 0, result.output
+    for task in ("musique", "reference_fact"):
+        reused = lines(tmp_path / task / "cache_tune-recompute=0" / "predictions.jsonl")
+        assert all(line["restored"] > 32 for line in reused)
+        everything = lines(tmp_path / task / "cache_tune-recompute=1" / "predictions.jsonl")
+        full = lines(tmp_path / task / "full" / "predictions.jsonl")
+        assert [line["prediction"] for line in everything] == [line["prediction"] for line in full]
+
+
 def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
     path = tmp_path / "prompts.json"
     path.write_text(json.dumps({"qasper": "Here: {context} And now {input} is asked:"}))

@@ -164,6 +164,20 @@ def test_too_long_prompts_keep_both_halves(draw, tokenizer):
         encode(example, task, tokenizer, 130)
 
 
+def test_passages_are_the_tokens_of_their_segments(draw, tokenizer):
+    task = TASKS["musique"]
+    example = next(task.examples(draw))
+    whole = encode(example, task, tokenizer, 100_000)
+    assert len(whole.passages) == len(example.segments)
+    joined = tokenizer.decode([token for passage in whole.passages for token in passage])
+    assert joined.split() == example.prefix.split()
+    cut = encode(example, task, tokenizer, len(whole.whole) * 2 // 3)
+    assert 0 < len(cut.passages) < len(whole.passages)
+    assert set(cut.passages) <= set(whole.passages)
+    for passage in cut.passages:
+        assert " ".join(map(str, passage)) in " ".join(map(str, cut.prefix))
+
+
 def test_a_chat_template_goes_around_the_prompt(draw, tokenizer):
     task = TASKS["longbench_qasper"]
     example = next(iter(task.examples(draw)))

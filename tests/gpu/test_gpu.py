@@ -192,3 +192,31 @@ def test_a_budget_is_kept_and_a_whole_one_is_exact(tmp_path, method, engine, dty
             assert all(torch.equal(a, b) for a, b in zip(exact.logits, whole.logits, strict=True))
     for ours in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(ours.logits, results[0].logits, strict=True))
+
+
+@pytest.mark.parametrize("engine", engines())
+@pytest.mark.parametrize("method", ["cache_tune", "cache_blend", "epic"])
+def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
+    """Cold and warm, from a device tier that holds a part of them: the same logits; all of it computed: full's."""
+    model = build("qwen2", dtype).to(DEVICE)
+    passages = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((96, 160), start=1)]
+    asked = torch.cat([prompt(20, seed=8)[0], *reversed(passages), prompt(20, seed=9)[0]]).unsqueeze(0).to(DEVICE)
+    partly, wholly = (make_method(f"{method}:recompute={share}") for share in (0.25, 1.0))
+    sizes = {"device_memory": "1MiB", "host_memory": "1MiB", "engine": engine}
+    with KVStore(tmp_path, **sizes) as store:
+        store.precompute(model, passages, segments=True, method=partly, progress=False)
+    results = []
+    for _ in range(2):
+        with KVStore(tmp_path, **sizes) as store:
+            for _ in range(2):
+                cache = TieredCache(model, store, method=partly, record=False)
+                results.append(model.generate(asked, past_key_values=cache, **GREEDY))
+                assert cache.stats.bytes_read or cache.stats.host.hits or cache.stats.device.hits
+            whole = model.generate(
+                asked, past_key_values=TieredCache(model, store, method=wholly, record=False), **GREEDY
+            )
+    for ours in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, results[0].logits, strict=True))
+    full = model.generate(asked, **GREEDY)
+    atol = 1e-4 if dtype == torch.float32 else 5e-2
+    torch.testing.assert_close(whole.logits[0], full.logits[0], rtol=0, atol=atol * float(full.logits[0].abs().max()))

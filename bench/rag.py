@@ -1,0 +1,313 @@
+"""Passages anywhere in a prompt: CacheTune and what it is compared with, from memory and from disks of several speeds.
+
+    python bench/rag.py                                  # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/rag.py --shape tiny --pool 6 --passages 4 --tokens 64 --requests 2 --media host,disk
+    python bench/rag.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 10GiB
+
+Every prompt is a draw of passages from a pool, in any order, and a new question. All systems are asked the same
+prompts, one after the other, so that a machine that slows down slows all of them down. Media: `host`, all passages
+in memory; `disk`, the real one, cold each time (O_DIRECT); `ssd` and `hdd`, a disk that is slowed down until computing
+and loading balance at the ratios that the paper found to be best on such disks (0.31 and 0.36). `auto` is the ratio
+that calibration found on that medium. Prefix caching has each passage stored as a prompt's beginning. Weights are
+random: quality is measured in eval/.
+
+Arrivals: requests come at random (Poisson) at rising rates and are served one at a time. The queue is simulated over
+the measured times, 2,000 requests a rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, machine, pyplot, save, seconds, table
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact, Method, Recompute
+from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.engines.posix import SlowDisk
+
+BALANCED = {"ssd": 0.31, "hdd": 0.36}
+"""Where computing and loading balance on the emulated disks."""
+LATENCY_S = {"ssd": 100e-6, "hdd": 5e-3}
+MEDIA = ("host", "disk", "ssd", "hdd")
+CALIBRATED = 4
+"""Passages in the prompt that calibration measures: the ratio is one of each token's costs."""
+FULL, AUTO = "full recompute", "CacheTune, auto"
+RATES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
+"""Arrivals, as multiples of what full recompute can serve."""
+SERVED = 2000
+
+
+@dataclass(frozen=True)
+class System:
+    """A method, and how passages are stored for it."""
+
+    name: str
+    method: Method
+    passages: bool = True
+    """Whether it reuses passages that were stored apart; else those that were stored as beginnings of prompts."""
+
+
+def systems(ratio: float) -> list[System]:
+    """All of them at one ratio of recomputation, but the one that finds its own."""
+    return [
+        System(FULL, Recompute(), passages=False),
+        System("prefix caching", Exact(), passages=False),
+        System("full reuse", CacheTune(recompute=0.0)),
+        System(f"EPIC, {ratio:.0%}", Epic(recompute=ratio)),
+        System(f"CacheBlend, {ratio:.0%}", CacheBlend(recompute=ratio)),
+        System(f"CacheTune, {ratio:.0%}", CacheTune(recompute=ratio)),
+        System(AUTO, CacheTune(recompute="auto")),
+    ]
+
+
+class Bench:
+    """A model, a pool of passages, and prompts made of them."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        self.device = torch.device(arguments.device)
+        self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
+        self.pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(arguments.pool)]
+        self.prompts = []
+        for _ in range(arguments.requests + 1):  # the first one warms up
+            chosen = random.permutation(arguments.pool)[: arguments.passages]
+            question = torch.from_numpy(random.integers(3, vocabulary, arguments.suffix))
+            self.prompts.append(torch.cat([*(self.pool[i] for i in chosen), question]).unsqueeze(0).to(self.device))
+        for passages in (False, True):
+            with KVStore(self.source(passages), host_memory=0) as store:
+                store.precompute(self.model, self.pool, segments=passages)
+                rows = store.segments()
+        self.kv_bytes = sum(row.nbytes for row in rows)
+        self.token_bytes = self.kv_bytes // sum(row.tokens for row in rows)
+
+    def source(self, passages: bool) -> Path:
+        """The folder of passages that are stored apart, or as beginnings."""
+        return self.folder / ("passages" if passages else "prefixes")
+
+    def store(self, passages: bool, medium: str, compute: float) -> KVStore:
+        """The passages, on a medium.
+
+        Args:
+            passages: see `source`.
+            compute: seconds that a token takes in full recompute.
+        """
+        engine: Any = "auto"
+        if medium in BALANCED:
+            load = compute * BALANCED[medium] / (1 - BALANCED[medium])
+            engine = PosixEngine(slow_disk=SlowDisk(self.token_bytes / load, LATENCY_S[medium]))
+        memory = 2 * self.kv_bytes if medium == "host" else 0
+        device_memory = self.arguments.device_memory
+        return KVStore(self.source(passages), host_memory=memory, device_memory=device_memory, engine=engine)
+
+    def ask(self, system: System, store: KVStore, ids: torch.Tensor) -> dict[str, Any]:
+        """One request: what was counted, and the time to its first token."""
+        cache = TieredCache(self.model, store, method=system.method, record=False)
+        took = seconds(
+            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
+        )
+        return cache.stats.as_dict() | {"ttft_s": took, "ratio": getattr(cache.method, "recompute", None)}
+
+    def warm(self, store: KVStore, prefixes: KVStore) -> None:
+        """Bring everything into memory."""
+        question = self.prompts[0][0, -self.arguments.suffix :]
+        self.ask(systems(0.0)[2], store, torch.cat([*self.pool, question.cpu()]).unsqueeze(0).to(self.device))
+        for passage in self.pool:
+            self.ask(systems(0.0)[1], prefixes, torch.cat([passage, question.cpu()]).unsqueeze(0).to(self.device))
+
+    def measure(self, media: list[str]) -> dict[str, dict[str, Any]]:
+        """For each medium, what each system takes."""
+        wanted, found = systems(self.arguments.ratio), {}
+        full: list[dict[str, Any]] = []
+        with KVStore(self.folder / "none", host_memory=0) as nothing:
+            for ids in tqdm(self.prompts, unit="request", desc=FULL):
+                full.append(self.ask(wanted[0], nothing, ids))
+        compute = statistics.median(row["ttft_s"] for row in full[1:]) / self.prompts[0].shape[1]
+        for medium in media:
+            with self.store(True, medium, compute) as store, self.store(False, medium, compute) as prefixes:
+                if medium == "host":
+                    self.warm(store, prefixes)
+                store.calibrate(
+                    self.model,
+                    passages=min(CALIBRATED, self.arguments.passages),
+                    tokens=self.arguments.tokens,
+                    suffix=self.arguments.suffix,
+                    repeats=1,
+                    cold=medium != "host",
+                )
+                rows: dict[str, list[dict[str, Any]]] = {FULL: full[1:]}
+                for number, ids in enumerate(tqdm(self.prompts, unit="request", desc=medium)):
+                    for system in wanted[1:]:
+                        row = self.ask(system, store if system.passages else prefixes, ids)
+                        if number:
+                            rows.setdefault(system.name, []).append(row)
+            found[medium] = {name: summarise(some) for name, some in rows.items()}
+        return found
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the requests of one system come to: medians."""
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    return {
+        "ttft_median_s": median("ttft_s"),
+        "ttft_s": [row["ttft_s"] for row in rows],
+        "ratio": rows[0]["ratio"],
+        "tokens_computed": median("tokens_computed"),
+        "bytes_read": median("bytes_read"),
+        "read_amplification": median("read_amplification"),
+        "stall_s": median("stall_seconds"),
+        "io_s": median("io_seconds"),
+    }
+
+
+def arrivals(times: list[float], rates: list[float], seed: int = 0) -> list[dict[str, float]]:
+    """Mean time to first token, waiting included, and throughput, for requests that come at random.
+
+    Args:
+        times: that requests take, measured; one is drawn for each.
+        rates: arrivals a second.
+    """
+    random, found = np.random.default_rng(seed), []
+    for rate in rates:
+        came = np.cumsum(random.exponential(1 / rate, SERVED))
+        took = random.choice(times, SERVED)
+        free, done = 0.0, []
+        for at, needs in zip(came, took, strict=True):
+            free = max(free, at) + needs
+            done.append(free)
+        found.append({"rate": rate, "ttft_s": float(np.mean(done - came)), "throughput": SERVED / done[-1]})
+    return found
+
+
+# --- telling
+
+
+def aims(found: dict[str, dict[str, Any]], ratio: float) -> list[list[str]]:
+    """What the project aims at, and what was measured."""
+    rows: list[tuple[str, float, bool]] = []
+    fixed = f"CacheTune, {ratio:.0%}"
+    if "host" in found:
+        times = found["host"][FULL]["ttft_median_s"] / found["host"][fixed]["ttft_median_s"]
+        rows.append((f"host: {fixed} ≥ 4.86 × faster than full recompute", times, times >= 4.86))
+    for medium, of in found.items():
+        auto, other, full = (of[name]["ttft_median_s"] for name in (AUTO, fixed, FULL))
+        same = of[AUTO]["ratio"] == of[fixed]["ratio"]
+        rows.append(
+            (f"{medium}: auto as fast as fixed" + ", which it equals" * same, other / auto, same or auto <= other)
+        )
+        rows.append((f"{medium}: auto no slower than full recompute", full / auto, auto <= full))
+    return [[text, f"{times:.2f} ×", "yes" if met else "no"] for text, times, met in rows]
+
+
+def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
+    """The page of results, as Markdown."""
+    text = [
+        f"# Passages in a prompt, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
+        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
+        f"{measured_on['transformers']}; {measured_on['date']}. Prompts of {result['passages']} passages of "
+        f"{result['tokens']} tokens out of {result['pool']}, and {result['suffix']} tokens more; medians of "
+        f"{result['requests']} prompts. Random weights.\n",
+    ]
+    for medium, of in result["media"].items():
+        full = of[FULL]["ttft_median_s"]
+        text += [
+            f"## {medium}\n",
+            table(
+                [
+                    "system",
+                    "TTFT, s",
+                    "full ÷ it",
+                    "computed",
+                    "tokens computed",
+                    "MiB read",
+                    "amplification",
+                    "stall, s",
+                ],
+                [
+                    [
+                        name,
+                        f"{row['ttft_median_s']:.2f}",
+                        f"{full / row['ttft_median_s']:.2f} ×",
+                        "" if row["ratio"] is None else f"{row['ratio']:.0%}",
+                        f"{row['tokens_computed']:.0f}",
+                        f"{row['bytes_read'] / (1 << 20):.1f}",
+                        f"{row['read_amplification']:.2f}",
+                        f"{row['stall_s']:.2f}",
+                    ]
+                    for name, row in of.items()
+                ],
+            ),
+        ]
+    text += ["## Aims\n", table(["aim", "measured", "met"], aims(result["media"], result["ratio"]))]
+    text += [
+        "\n*Tokens computed* counts those that any layer computes: CacheBlend computes all of them in two layers.",
+        "Throughput and TTFT under random arrivals: the figure, and `arrivals` in the JSON; a queue simulated over the "
+        "measured times.\n",
+    ]
+    return "\n".join(text)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Time to first token, waiting included, over the rate of arrivals: a panel for each medium."""
+    if (plt := pyplot()) is None:
+        return
+    media = result["arrivals"]
+    figure, axes = plt.subplots(1, len(media), figsize=(4.2 * len(media), 3.8), sharey=True, squeeze=False)
+    for panel, (medium, of) in zip(axes[0], media.items(), strict=True):
+        for name, points in of.items():
+            panel.plot([p["rate"] for p in points], [p["ttft_s"] for p in points], "o-", markersize=3, label=name)
+        panel.set(title=medium, xlabel="arrivals a second", yscale="log")
+    axes[0][0].set_ylabel("mean TTFT, s, waiting included")
+    axes[0][-1].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--pool", type=int, default=16, help="passages that there are")
+    parser.add_argument("--passages", type=int, default=10, help="in a prompt")
+    parser.add_argument("--tokens", type=int, default=512, help="of a passage")
+    parser.add_argument("--suffix", type=int, default=32, help="tokens behind the passages")
+    parser.add_argument("--ratio", type=float, default=0.15, help="of recomputation, where it is fixed")
+    parser.add_argument("--requests", type=int, default=3, help="that are measured, after one that warms up")
+    parser.add_argument("--media", default=",".join(MEDIA), help="of " + ", ".join(MEDIA))
+    parser.add_argument("--device-memory", default="0")
+    parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        bench = Bench(arguments, Path(folder))
+        found = bench.measure(arguments.media.split(","))
+        measured_on = machine(bench.device, Path(folder))
+    kept = ("shape", "dtype", "pool", "passages", "tokens", "suffix", "ratio", "requests")
+    result: dict[str, Any] = {name: getattr(arguments, name) for name in kept} | {"media": found}
+    capacity = 1 / next(iter(found.values()))[FULL]["ttft_median_s"]
+    rates = [capacity * rate for rate in RATES]
+    result["arrivals"] = {
+        medium: {name: arrivals(row["ttft_s"], rates) for name, row in of.items()} for medium, of in found.items()
+    }
+    name = f"rag-{arguments.shape}-{arguments.dtype}-{bench.device.type}"
+    text = report(result, measured_on)
+    save(arguments.out, name, result | {"machine": measured_on}, text)
+    plot(result, arguments.out / f"{name}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Storing passages: each computed alone, behind a sink token, with a ranking of its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .cache import TieredCache
+from .errors import ConfigError
+from .fingerprint import rope_regime
+from .geometry import LINK_TOKENS, TokenOrder
+from .kvstore import KVStore
+from .methods import Method, Passages, make_method
+from .precompute import PrecomputeReport, as_prompts, bar_over, fill
+from .record import Recorder
+from .restore.history import History
+from .restore.passages import sink_token
+from .restore.spectral import KV, RANKED_IN_CONTEXT
+
+_CONTEXT_TOKENS = 512
+"""Of other text that stands before a passage while it is seen how that changes it."""
+
+
+def precompute_passages(
+    store: KVStore, model: nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
+) -> PrecomputeReport:
+    """See `KVStore.precompute(segments=True)`."""
+    passages, method = as_prompts(input_ids), make_method(method or "cache_tune")
+    if not isinstance(method, Passages):
+        raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
+    report = PrecomputeReport(len(passages))
+    with bar_over(passages, progress) as bar:
+        for number, passage in enumerate(passages):
+            cache = PassageCache(model, store, method=method)
+            restored = cache.stored_tokens(passage)
+            if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
+                restored = 0
+                if method.ranking in RANKED_IN_CONTEXT:
+                    cache.elsewhere = _elsewhere(model, store, method, passage, _others(passages, number))
+                fill(cache, torch.cat([cache.lead, passage]), pin)
+            report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
+            bar.update(len(passage))
+    store.flush()
+    return report
+
+
+class PassageCache(TieredCache):
+    """Computes one passage behind tokens whose KV is left out, and stores it.
+
+    Args:
+        method: says how it is ranked and cut.
+        context: int `[n]`, what stands between the sink and the passage; if any, nothing is stored.
+    """
+
+    def __init__(
+        self, model: nn.Module, store: KVStore, *, method: Passages, context: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(model, store, method=method, restore=False)
+        sink = sink_token(self._attachment.config)
+        self.lead = torch.tensor([] if sink is None else [sink], dtype=torch.int64)
+        """What is computed before the passage: the sink, if the model has such a token, and the context."""
+        self.computed: list[KV] = []
+        """With a context: the passage's keys and values, layer by layer."""
+        self.elsewhere: list[KV] | None = None
+        """The same of another cache, for the ranking."""
+        self._in_context = context is not None
+        if context is not None:
+            self.lead = torch.cat([self.lead, context])
+
+    def stored_tokens(self, passage: torch.Tensor) -> int:
+        """How many tokens of a passage, int `[tokens]`, are stored already."""
+        self._regime = rope_regime(self._attachment.config, len(passage)) or ""
+        pieces = replace(self._finder(), begins=(0,))(passage.cpu().numpy(), 0)
+        return pieces[0].count if pieces else 0
+
+    def _new_recorder(self, fingerprint: str, pads: list[int]) -> Recorder:
+        method, store, sink = self.method, self.store, sink_token(self._attachment.config)
+        chain = store.chain(fingerprint, f"{method.passages} {sink}", self._regime)
+        history = History(chain, [pad + len(self.lead) for pad in pads])  # left out like padding
+        submit, rank = store.submit, partial(method.rank, elsewhere=self.elsewhere)
+        if self._in_context:
+            submit, rank = _drop, self._keep
+        return Recorder(history, fingerprint, method.geometry, submit, store.ttl, method.passages, rank=rank)
+
+    def _keep(self, layers: Iterable[KV], count: int) -> TokenOrder | None:
+        self.computed.extend(layers)
+        return None
+
+
+def _drop(draft: object, wait: bool = True) -> None:
+    """Of KV that is only looked at."""
+
+
+def _elsewhere(
+    model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor
+) -> list[KV]:
+    """The passage's keys and values where other text stands before it."""
+    cache = PassageCache(model, store, method=method, context=context)
+    fill(cache, torch.cat([cache.lead, passage]), pin=False)
+    return cache.computed
+
+
+def _others(passages: list[torch.Tensor], number: int) -> torch.Tensor:
+    """Some of the other passages, those that follow first; of a single one its own second half."""
+
+    def following() -> Iterator[torch.Tensor]:
+        yield from passages[number + 1 :]
+        yield from passages[:number]
+
+    found = [*following()] or [passages[number][len(passages[number]) // 2 :]]
+    return torch.cat(found)[:_CONTEXT_TOKENS]

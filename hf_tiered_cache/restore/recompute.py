@@ -1,0 +1,77 @@
+"""How much to compute and how much to load: the ratio that is fastest on a machine (CacheTune, Section 4.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+LOWEST = 0.15
+"""Below this, quality suffers (Section 5.2)."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a token costs in one layer, in seconds.
+
+    Args:
+        compute: t_c, to compute it.
+        load: t_i, to bring its KV from where it is.
+        overhead: t_o, of a layer whatever is done in it.
+    """
+
+    compute: float
+    load: float
+    overhead: float
+
+    @property
+    def balanced(self) -> float:
+        """r0 = t_i / (t_c + t_i): computing and loading take equally long (Equation 11)."""
+        return self.load / (self.compute + self.load)
+
+    def layer_seconds(self, ratio: float, tokens: int) -> float:
+        """What a layer takes if computing and loading overlap (Equation 9)."""
+        return max(ratio * tokens * self.compute, (1 - ratio) * tokens * self.load) + self.overhead
+
+
+def fastest_ratio(
+    seconds: Callable[[float], float], warm: float, low: float = LOWEST, high: float = 1.0, width: float = 0.01
+) -> float:
+    """The ratio at which `seconds` is least, to within `width`, if it falls and then rises.
+
+    A golden-section search. The paper's Algorithm 1 takes the warm value for one of its two probes, which then do not
+    divide the interval as the search needs them to; here the warm value and one probe narrow the interval first, and
+    then both probes are set afresh.
+
+    Args:
+        seconds: is measured at most 14 times at the default width.
+        warm: where the least is expected.
+        low: lowest ratio.
+        high: highest.
+        width: of the last interval.
+    """
+    known: dict[float, float] = {}
+
+    def at(ratio: float) -> float:
+        if ratio not in known:
+            known[ratio] = seconds(ratio)
+        return known[ratio]
+
+    warm = min(max(warm, low), high)
+    other = warm + (1 - _GOLDEN) * (high - warm) if high - warm > warm - low else warm - (1 - _GOLDEN) * (warm - low)
+    left, right = sorted((warm, other))
+    if at(left) <= at(right):
+        high = right
+    else:
+        low = left
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    while high - low > width:
+        if at(left) <= at(right):
+            high, right = right, left
+            left = high - _GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + _GOLDEN * (high - low)
+    return min(known, key=known.__getitem__)

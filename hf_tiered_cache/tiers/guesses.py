@@ -1,0 +1,26 @@
+"""Whether it is worth to fetch ahead on a guess, by how often such guesses have come true."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+_LEAST = 0.25
+"""Of what a guess would bring, the share that must have been wanted: below it, reads are held up more than spared."""
+_WEIGHT = 0.25
+"""Of the last time in the moving average."""
+
+
+class Guesses:
+    """A moving average for each kind of guess. It learns also from those that were not acted upon."""
+
+    def __init__(self) -> None:
+        self._shares: dict[Hashable, float] = {}
+
+    def note(self, kind: Hashable, share: float) -> None:
+        """This share of what was wanted would have been guessed."""
+        known = self._shares.get(kind)
+        self._shares[kind] = share if known is None else (1 - _WEIGHT) * known + _WEIGHT * share
+
+    def worth(self, kind: Hashable) -> bool:
+        """Whether to act upon such a guess; the first time, yes."""
+        return self._shares.get(kind, 1.0) >= _LEAST

@@ -1,0 +1,107 @@
+"""Calibration: what it measures is kept with the store, and taken by CacheTune(recompute="auto")."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+
+import pytest
+import torch
+from families import build
+from test_passages import PROMPT, ask, fill
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache import calibrate as module
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import CacheTune, make_method
+from hf_tiered_cache.restore.recompute import LOWEST
+
+SMALL = {"passages": 2, "tokens": 64, "suffix": 8, "repeats": 1, "progress": False}
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+def pretend(monkeypatch, seconds):
+    """Let a prompt take as long as `seconds` says of the tokens that are computed in it, of 136."""
+    real = module._seconds
+
+    def measured(action, device):
+        real(action, device)
+        used = inspect.getclosurevars(action).nonlocals
+        return seconds(used["cache"].stats.tokens_computed) if "cache" in used else 1e-3
+
+    monkeypatch.setattr(module, "_seconds", measured)
+
+
+def test_the_fastest_ratio_is_kept_and_taken(store, monkeypatch):
+    model = build("qwen2")
+    # of 128 tokens of passages and 8 behind them, 64 computed ones are best
+    pretend(monkeypatch, lambda computed: 1 + abs(computed - 8 - 64))
+    found = store.calibrate(model, **SMALL)
+    assert found.ratio == pytest.approx(0.5, abs=0.02)
+    assert found.seconds[1.0] == 65
+    assert store.segments() == []  # nothing is left of it
+    fill(store, model)
+    _, cache = ask(model, store, PROMPT, CacheTune(recompute="auto"))
+    assert cache.method.recompute == found.ratio
+    _, fixed = ask(model, store, PROMPT, CacheTune(recompute=found.ratio))
+    assert cache.stats.tokens_computed == fixed.stats.tokens_computed
+    assert module.calibrated_ratio(store, "another", torch.device("cpu")) is None
+
+
+def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
+    pretend(monkeypatch, lambda computed: 200 - computed)
+    assert store.calibrate(build("qwen2"), **SMALL).ratio == 1.0
+
+
+def test_where_loading_costs_nothing_the_lowest_ratio_is_taken(store, monkeypatch):
+    pretend(monkeypatch, lambda computed: 1 + computed)
+    assert store.calibrate(build("qwen2"), **SMALL).ratio == pytest.approx(LOWEST, abs=0.01)
+
+
+def test_without_calibration_it_says_so(store, caplog):
+    model = build("qwen2")
+    fill(store, model)
+    with caplog.at_level(logging.WARNING):
+        _, cache = ask(model, store, PROMPT, CacheTune(recompute="auto"))
+    assert "hf-tiered-cache calibrate" in caplog.text
+    assert cache.method.recompute == LOWEST
+
+
+def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path):
+    model = build("qwen2")
+    pretend(monkeypatch, lambda computed: 1 + abs(computed - 72))
+    ratio = store.calibrate(model, **SMALL).ratio
+    store.close()
+    path = tmp_path / "store" / "calibration.json"
+    assert path.stat().st_mode & 0o777 == 0o600
+    with KVStore(tmp_path / "store", engine="posix") as again:
+        (name,) = json.loads(path.read_text())
+        fingerprint = name.split()[0]
+        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu")) == ratio
+        path.write_text("{")
+        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu")) is None
+
+
+def test_a_real_measurement(store):
+    found = store.calibrate(build("qwen2"), **SMALL)
+    assert LOWEST <= found.ratio <= 1
+    assert all(seconds > 0 for seconds in found.seconds.values())
+    assert found.seconds[found.ratio] <= found.seconds[1.0]  # never slower than full recompute
+
+
+def test_more_than_the_model_has_positions_for(store):
+    with pytest.raises(ConfigError, match="fewer"):
+        store.calibrate(build("qwen2"), passages=100, tokens=512)
+
+
+def test_by_name():
+    assert make_method("cache_tune:recompute=auto").recompute == "auto"
+    assert make_method("cache_tune:recompute=0.3:ranking=random") == CacheTune(recompute=0.3, ranking="random")
+    with pytest.raises(ConfigError, match="recompute"):
+        make_method("cache_tune:recompute=most")
