@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="512,1024,2048,4096", help="of prefixes, where that is")
     parser.add_argument("--prefixes", type=int, default=4, help="of each length")
     add_arguments(parser)
-    parser.set_defaults(requests=12, warm_up=3)
+    parser.set_defaults(requests=12, warm_up=4)
     arguments = parser.parse_args()
     wanted = arguments.sweeps.split(",")
     if unknown := sorted(set(wanted) - set(SWEEPS)):
