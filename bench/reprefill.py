@@ -132,7 +132,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                 [[aim["text"], aim["shown"], "yes" if aim["met"] else "no"] for aim in result["aims"]],
             ),
             f"Of *{OURS}*, against IMPRESS as it is by default. The index reads the keys of a prefix when that is "
-            "asked first, which for some may be after the warm-up. Accuracy is measured in eval/.\n",
+            "asked first, in the warm-up. Accuracy is measured in eval/.\n",
         ]
     return "\n".join(text)
 
