@@ -154,8 +154,10 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
         fill(store, model, ids, method)
         (plain,) = store.segments()
         store.pin([plain.id])
-        asked = [ask(model, store, whole, method) for whole in questions[:8]]
-        store.flush()  # waits for what is done in the background
+        asked = []
+        for whole in questions[:8]:
+            asked.append(ask(model, store, whole, method))
+            store.flush()  # waits for what is done in the background
         (row,) = store.segments()
         assert row.id != plain.id
         assert store.disk.pinned() == {row.id}
@@ -167,7 +169,7 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
         for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
             same(after, before)
             assert ordered.stats.bytes_used == cold.stats.bytes_used
-            assert ordered.stats.bytes_read < 0.7 * cold.stats.bytes_read
+            assert ordered.stats.bytes_read < 0.8 * cold.stats.bytes_read
             assert ordered.stats.read_amplification < cold.stats.read_amplification
 
 
