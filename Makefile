@@ -37,11 +37,16 @@ bench: $(INSTALLED)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
 METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:lead=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
+RANKINGS := cache_tune:ranking=context,cache_tune:ranking=high_frequency,cache_tune:ranking=random
+PASSAGES := cache_tune:recompute=0,cache_tune,$(RANKINGS),cache_blend,epic
 EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
 
 eval: $(INSTALLED)
 	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out eval/results/reference-xs
 	$(BIN)/python -m eval.report eval/results/reference-xs
+	$(BIN)/python -m eval.run --methods $(PASSAGES) --ratios 0.05,0.15,0.3,0.5 --dtype float32 --model eval/reference/xs \
+		--tasks reference --prefix-tokens 512 --limit 50 --out eval/results/passages-xs
+	$(BIN)/python -m eval.report eval/results/passages-xs
 ifdef DATA
 	$(EVAL) --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 100 \
 		--out eval/results/text-xs
