@@ -12,6 +12,7 @@ from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import Remembering, kv_of
+from test_plans import SCALINGS
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
@@ -22,27 +23,8 @@ from hf_tiered_cache.restore.passages import find_passages
 from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens, ranked
 from hf_tiered_cache.store.catalogue import SegmentRow
 
-ROPES = {
-    "default": {"rope_type": "default", "rope_theta": 1e4},
-    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 1e4,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 256,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "rope_theta": 1e4,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-        "factor": 4.0,
-        "original_max_position_embeddings": 2048,
-    },
-}
+# a passage and the prompt it stands in are under the same frequencies
+ROPES = SCALINGS | {"longrope": SCALINGS["longrope"] | {"original_max_position_embeddings": 2048}}
 PASSAGES = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((96, 64, 112, 80), start=1)]
 QUESTION = prompt(24, seed=77)[0]
 BOS = torch.tensor([1])

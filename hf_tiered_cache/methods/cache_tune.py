@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -20,7 +21,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True)
-class Passages(Method):
+class Passages(Method, ABC):
     """What methods that reuse passages share: everything is computed but what `reused` says of each passage.
 
     A prefix that is stored as such is restored first, and whole: it is exact.
@@ -78,9 +79,9 @@ class Passages(Method):
         result[situation.columns - situation.must_compute :] = False
         return result
 
+    @abstractmethod
     def reused(self, piece: Piece) -> np.ndarray:
         """Which tokens of a passage are restored, counted from the piece's first: int64, ascending."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
