@@ -256,8 +256,6 @@ def test_rows_of_a_batch_have_passages_of_their_own(store):
     with torch.no_grad():
         ours = model(input_ids=ids, past_key_values=cache, **arguments).logits
     assert cache.stats.tokens_restored > 0
-    restored = width - int(cache.stats.tokens_computed + (mask == 0).sum()) // 2
-    assert restored > 0
     first = model(input_ids=rows[0].unsqueeze(0), logits_to_keep=1).logits
     torch.testing.assert_close(ours[:1], first, rtol=0, atol=1e-4 * float(first.abs().max()))  # exact in this row
 
