@@ -253,6 +253,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     text += ["## Aims\n", table(["aim", "measured", "met"], aims(result["media"], result["ratio"]))]
     text += [
         "\n*Tokens computed* counts those that any layer computes: CacheBlend computes all of them in two layers.",
+        f"The ratio of *auto* was calibrated on prompts of {min(CALIBRATED, result['passages'])} passages. "
         "Throughput and TTFT under random arrivals: the figure, and `arrivals` in the JSON; a queue simulated over the "
         "measured times.\n",
     ]
