@@ -258,9 +258,11 @@ class TokenOrder:
     Args:
         places: uint32 `[layers, tokens]`, for each layer a permutation: the mapping list. A lane goes by its first
             layer's; one with a sliding window, or of an index, holds its tokens in their own order all the same.
+        importance: float32 `[tokens]`, what the order goes by, where tokens of other segments are compared with these.
     """
 
     places: np.ndarray
+    importance: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if (np.sort(self.places, axis=1) != np.arange(self.places.shape[1])).any():

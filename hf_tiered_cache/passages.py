@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -106,11 +107,12 @@ def _elsewhere(
 
 
 def _others(passages: list[torch.Tensor], number: int) -> torch.Tensor:
-    """Some of the other passages, those that follow first; of a single one its own second half."""
-
-    def following() -> Iterator[torch.Tensor]:
-        yield from passages[number + 1 :]
-        yield from passages[:number]
-
-    found = [*following()] or [passages[number][len(passages[number]) // 2 :]]
-    return torch.cat(found)[:_CONTEXT_TOKENS]
+    """Some of the other passages, drawn at random; of a single one its own second half."""
+    if len(passages) == 1:
+        return passages[0][len(passages[0]) // 2 :][:_CONTEXT_TOKENS]
+    draw, found, room = np.random.default_rng(number), [], _CONTEXT_TOKENS
+    while room > 0 and len(found) < len(passages):
+        if (other := int(draw.integers(len(passages)))) != number:
+            found.append(passages[other][:room])
+            room -= len(found[-1])
+    return torch.cat(found)

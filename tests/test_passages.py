@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,18 +91,15 @@ def of_each(choose):
     return [(start, PASSAGES[number], choose(PASSAGES[number])) for number, start in PLACES.items()]
 
 
+def orders_in(store):
+    """By the passage's length."""
+    return {row.tokens: store.disk.reader(row.id).shape.order for row in store.segments()}
+
+
 def chosen_by(store, share):
     """Of each passage, the tokens that its stored ranking leaves to be restored."""
-    orders = {}
-    for row in store.segments():
-        reader = store.disk.reader(row.id)
-        if reader.shape.order is not None:
-            orders[reader.shape.tokens] = reader.shape.order.places[0].astype(int)
-
-    def choose(passage):
-        return [i for i, place in enumerate(orders[len(passage)]) if place >= int(share * len(passage))]
-
-    return choose
+    places = {tokens: order.places[0].astype(int) for tokens, order in orders_in(store).items() if order is not None}
+    return lambda passage: [i for i, place in enumerate(places[len(passage)]) if place >= int(share * len(passage))]
 
 
 # --- exactness
@@ -150,13 +148,32 @@ def test_positions_under_every_scaling(rope, store):
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_chosen_tokens_are_computed_in_true_context(ranking, share, check_layer, store):
     model = build("qwen2")
-    method = CacheTune(recompute=share, ranking=ranking, check_layer=check_layer)
+    method = CacheTune(recompute=share, ranking=ranking, check_layer=check_layer, across=False)
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
     theirs = expected(model, PROMPT, of_each(chosen_by(store, share)), from_layer=check_layer)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     restored = sum(len(PASSAGES[n]) - int(share * len(PASSAGES[n])) for n in PLACES)
     assert cache.stats.tokens_restored == (0 if check_layer else restored)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.9])
+def test_passages_share_what_is_computed_where_their_scores_compare(share, store):
+    model, method = build("qwen2"), CacheTune(recompute=share, ranking="context")
+    fill(store, model, method=method)
+    ours, cache = ask(model, store, PROMPT, method)
+    scores = {n: orders_in(store)[len(PASSAGES[n])].importance for n in PLACES}
+    every = sorted(((-score, n, i) for n, some in scores.items() for i, score in enumerate(some)))
+    chosen = {(n, i) for _, n, i in every[: int(share * len(every))]}
+    if share == 0.15:  # other than a share of each
+        assert any(sum(n == m for m, _ in chosen) != int(share * len(PASSAGES[n])) for n in PLACES)
+    reused = [
+        (start, PASSAGES[n], [i for i in range(len(PASSAGES[n])) if (n, i) not in chosen])
+        for n, start in PLACES.items()
+    ]
+    theirs = expected(model, PROMPT, [(start, tokens, which) for start, tokens, which in reused if which])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    assert cache.stats.tokens_restored == len(every) - len(chosen)
 
 
 def test_epic_computes_the_beginnings(store):
@@ -360,7 +377,7 @@ def test_ranked_by_how_far_other_text_moves_them(store):
     for (_, mine), (_, other) in zip(alone, behind, strict=True):  # values: keys are rotated here
         a, b = mine[0, :, 1:], other[0, :, 1 + len(PASSAGES[1]) :]
         moved = ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
-        scores += moved / moved.sum().clamp_min(1e-30)  # layer 0 knows no context
+        scores += moved
     row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
     places = store.disk.reader(row.id).shape.order.places[0].astype(int)
     ours, theirs = set(np.flatnonzero(places < 24)), set(scores.topk(24).indices.tolist())
@@ -430,6 +447,20 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
     before, _ = ask(model, store, PROMPT, method)
     assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
     assert store.reorder(progress=False) == 0
+    after, cache = ask(model, store, PROMPT, method)
+    assert torch.equal(before, after)
+    assert cache.stats.tokens_restored > 0
+
+
+def test_a_passage_stored_without_scores_goes_by_its_order(store):
+    """As format 2 stored them."""
+    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    fill(store, model)
+    before, _ = ask(model, store, PROMPT, method)
+    for row in store.segments():
+        reader = store.disk.reader(row.id)
+        store.upkeep._replace(row.id, reader.shape.geometry, replace(reader.shape.order, importance=None))
+    assert all(order.importance is None for order in orders_in(store).values())
     after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)
     assert cache.stats.tokens_restored > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -63,13 +64,17 @@ def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, coun
     plain = store.reader(header.id)
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
-    for order in (random_order(LAYERS, 16 * count, seed), random_order(LAYERS, 16 * count, seed + 1), None):
+    scored = replace(random_order(LAYERS, 16 * count, seed + 1), importance=np.arange(16 * count, dtype=np.float32))
+    for order in (random_order(LAYERS, 16 * count, seed), scored, None):
         new_header, new_links, blocks = laid_out_anew(last, after, order)
         assert store.publish(new_header, new_links, blocks)
         last = store.reader(new_header.id)
         assert (last.shape.order is None) == (order is None)
         if order is not None:
             assert np.array_equal(last.shape.order.places, order.places)
+            assert np.array_equal(last.shape.order.importance, order.importance)
+        version = struct.unpack_from("<I", store.path(last.id).read_bytes(), 8)[0]
+        assert version == 3 if order is scored else version < 3  # so that older programs read what they can
         found = tensors(last, read_back(store, last.id))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 

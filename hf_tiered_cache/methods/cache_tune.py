@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..geometry import Geometry, TokenOrder
 from ..restore.plan import Piece, Situation
 from ..restore.recompute import LOWEST
-from ..restore.spectral import KV, RANKINGS, Ranking, rank_tokens, ranked
+from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens, ranked
 from .base import Method
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -30,7 +30,7 @@ class Passages(Method, ABC):
         ranking: by what the tokens of a passage were ranked when it was stored: "low_frequency" (the paper's),
             "high_frequency" or "random" (what it is compared with), or "context" (ours: by how far their KV moves when
             other text stands before them, for which each passage is computed twice).
-        alpha: share of the frequencies that are low (Section 4.1).
+        alpha: share of the frequencies that are low (Section 4.1), where these rank.
         check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
     """
 
@@ -49,7 +49,7 @@ class Passages(Method, ABC):
 
     @property
     def passages(self) -> str:
-        return f"passage {self.ranking} {self.alpha}"
+        return f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
 
     def rank(self, layers: Iterable[KV], count: int, elsewhere: Iterable[KV] | None = None) -> TokenOrder:
         """How the tokens of a new passage lie in its blocks, given its keys and values; the model has `count` layers.
@@ -61,18 +61,20 @@ class Passages(Method, ABC):
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
         restored = self._restored(situation, self.reused)
-        exact = self._restored(situation, lambda piece: np.empty(0, np.int64))
+        exact = self._restored(situation, lambda pieces: [np.empty(0, np.int64)] * len(pieces))
         every, chosen = np.flatnonzero(~exact), np.flatnonzero(~restored)
         return (every,) * self.check_layer + (chosen,) * (situation.layers - self.check_layer)
 
-    def _restored(self, situation: Situation, reused: Callable[[Piece], np.ndarray]) -> np.ndarray:
+    def _restored(self, situation: Situation, reused: Callable[[Sequence[Piece]], Sequence[np.ndarray]]) -> np.ndarray:
         """bool `[columns]`: what every row can restore, of passages the tokens that `reused` gives."""
         result = np.ones(situation.columns, bool)
         for group in situation.groups:
             mine = np.zeros(situation.columns, bool)
             mine[: max(0, group.pad - situation.base)] = True  # padding
-            for piece in group.pieces:
-                tokens = np.arange(piece.count) if piece.exact else reused(piece)
+            exact = [piece for piece in group.pieces if piece.exact]
+            passages = [piece for piece in group.pieces if not piece.exact]
+            tokens_of = [*(np.arange(piece.count) for piece in exact), *reused(passages)]
+            for piece, tokens in zip(exact + passages, tokens_of, strict=True):
                 columns = tokens + piece.at + group.pad - situation.base
                 mine[columns[columns >= 0]] = True
             result &= mine
@@ -80,8 +82,8 @@ class Passages(Method, ABC):
         return result
 
     @abstractmethod
-    def reused(self, piece: Piece) -> np.ndarray:
-        """Which tokens of a passage are restored, counted from the piece's first: int64, ascending."""
+    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+        """Of each passage in a row the tokens that are restored, counted from the piece's first: int64 each."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,12 @@ class CacheTune(Passages):
     Args:
         recompute: share of a passage's tokens that is computed; 0 reuses all as they are, 1 is full recompute. "auto"
             takes what `KVStore.calibrate` found to be fastest on this machine (Section 4.3).
+        across: with the ranking "context", whose scores compare between passages, whether the share is of all passages
+            of a row together, so that those which depend more on what stands before them get more of it (ours).
     """
 
     recompute: float | Literal["auto"] = 0.15
+    across: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,12 +118,20 @@ class CacheTune(Passages):
             )
         return replace(self, recompute=LOWEST if found is None else found)
 
-    def reused(self, piece: Piece) -> np.ndarray:
-        order = piece.reader.shape.order
-        if order is None:  # nobody has ranked them
-            return np.empty(0, np.int64)
-        places = order.places[0][piece.first : piece.first + piece.count]
-        return np.sort(np.argsort(places, kind="stable")[int(self.recompute * piece.count + 1e-9) :])
+    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+        if not passages:
+            return []
+        importance = [importance_of(piece) for piece in passages]
+        together = self.across and self.ranking in RANKED_IN_CONTEXT
+        pools = [np.concatenate(importance)] if together else importance
+        kept = np.concatenate([self._least(pool) for pool in pools])
+        return [np.flatnonzero(part) for part in np.split(kept, np.cumsum([len(each) for each in importance[:-1]]))]
+
+    def _least(self, importance: np.ndarray) -> np.ndarray:
+        """bool `[tokens]`: which are not among the most important ones, of equals the last."""
+        least = np.ones(len(importance), bool)
+        least[np.argsort(-importance, kind="stable")[: int(self.recompute * len(importance) + 1e-9)]] = False
+        return least
 
 
 @dataclass(frozen=True)
@@ -140,9 +153,11 @@ class Epic(Passages):
         if self.recompute is not None:
             check_share(self.recompute)
 
-    def reused(self, piece: Piece) -> np.ndarray:
-        first = self.first if self.recompute is None else int(self.recompute * piece.count + 1e-9)
-        return np.arange(min(first, piece.count), piece.count)
+    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+        return [np.arange(min(self._beginning(piece.count), piece.count), piece.count) for piece in passages]
+
+    def _beginning(self, count: int) -> int:
+        return self.first if self.recompute is None else int(self.recompute * count + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -170,11 +185,18 @@ class CacheBlend(Passages):
         every, *_, least = super().computed(situation)
         return (every,) * (self.compares + 1) + (least,) * (situation.layers - self.compares - 1)
 
-    def reused(self, piece: Piece) -> np.ndarray:
-        return np.arange(piece.count)
+    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+        return [np.arange(piece.count) for piece in passages]
 
     def deviating(self, deviation: np.ndarray) -> np.ndarray:
         return np.argsort(-deviation, kind="stable")[: int(self.recompute * len(deviation) + 1e-9)]
+
+
+def importance_of(piece: Piece) -> np.ndarray:
+    """How much it matters that each token of a passage is computed: float `[tokens]`."""
+    order = piece.reader.shape.order
+    every = -order.places[0].astype(np.float64) if order.importance is None else order.importance  # None: format 2
+    return every[piece.first : piece.first + piece.count]
 
 
 def check_share(recompute: float) -> None:

@@ -6,6 +6,7 @@ One ranking for all layers, since hidden states are dropped once. Sources: Cache
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random", "c
 """The paper's, what it compares it with, and ours: how far a token's KV moves when other text stands before it."""
 
 RANKED_IN_CONTEXT = ("context",)
-"""Those for which a passage is computed once more, behind other text."""
+"""Those for which a passage is computed once more, behind other text; their scores compare between passages."""
 
 KV = tuple[torch.Tensor, torch.Tensor]
 """Keys before their rotation, and values, of one layer: `[heads, tokens, dim]`."""
@@ -64,7 +65,7 @@ def rank_tokens(
         elsewhere: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
 
     Returns:
-        float64 `[tokens]`, summed over the layers, each of which counts alike.
+        float64 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
     """
     scores = []
     others = iter(elsewhere) if elsewhere is not None else None
@@ -72,13 +73,14 @@ def rank_tokens(
         if ranking == "random":
             return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])
         if ranking == "context":
-            score = change(pair, next(others))
-        else:
-            score = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+            scores.append(change(pair, next(others)).double())
+            continue
+        score = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
         scores.append((score / score.sum().clamp_min(1e-30)).double())
     return torch.stack(scores).sum(0).numpy()
 
 
 def ranked(scores: np.ndarray, layers: int) -> TokenOrder:
-    """The tokens by falling score, of equals the first, in the same order at every layer."""
-    return TokenOrder.by_importance(np.broadcast_to(scores, (layers, len(scores))))
+    """The tokens by falling score, of equals the first, in the same order at every layer; the scores are kept."""
+    kept = scores.astype(np.float32)
+    return replace(TokenOrder.by_importance(np.broadcast_to(kept, (layers, len(kept)))), importance=kept)

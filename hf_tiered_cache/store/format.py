@@ -1,6 +1,6 @@
 """The segment file, byte by byte. docs/format.md specifies it on one page; this module is its only reader and writer.
 
-    header page | hash chain | digest table | order of tokens, if not their own | blocks, lane after lane
+    header page | hash chain | digest table | order of tokens and what it goes by, if any | blocks, lane after lane
 
 Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum.
 """
@@ -21,15 +21,16 @@ from .digest import DIGEST_DTYPE, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 2
-_PLAIN_VERSION = 1
-"""Of files without an order of tokens, or layers that lead, which programs that know neither read as well."""
+FORMAT_VERSION = 3
+"""Files have the lowest version that can say what is in them, so that older programs read what they can."""
+_ORDERED_VERSION, _PLAIN_VERSION = 2, 1
 LINK_BYTES = 16
 EXACT = "exact"
 """Provenance of KV that computing its sequence gives."""
 HEADER_BYTES = ALIGNMENT
-_PLACE_BYTES = 4
-_SECTIONS = ("chain", "digests", "order", "blocks")
+_PLACE_BYTES = _IMPORTANCE_BYTES = 4
+_SECTIONS = ("chain", "digests", "order", "importance", "blocks")
+_OPTIONAL = ("order", "importance")
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
 
 
@@ -59,6 +60,7 @@ class SegmentHeader:
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     order: Section = Section(0, 0)
+    importance: Section = Section(0, 0)
     blocks: Section = Section(0, 0)
 
     @property
@@ -75,28 +77,37 @@ def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str, 
     name = hashlib.blake2b(digest_size=LINK_BYTES)
     for item in (parent, last, repr(geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
-    if order is not None:
-        name.update(_order_bytes(order))
+    for table in _tables(order):
+        name.update(table)
     return name.hexdigest()
 
 
-def _order_bytes(order: TokenOrder) -> bytes:
-    return order.places.astype("<u4").tobytes()
+def _tables(order: TokenOrder | None) -> tuple[bytes, bytes]:
+    """The sections of an order, without padding."""
+    if order is None:
+        return b"", b""
+    return order.places.astype("<u4").tobytes(), b"" if order.importance is None else _floats(order.importance)
+
+
+def _floats(values: np.ndarray) -> bytes:
+    return values.astype("<f4").tobytes()
 
 
 def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
     """`header` with the offsets of its sections, which follow from its shape and the number of links."""
     chain = Section(HEADER_BYTES, aligned(links * LINK_BYTES))
     digests = Section(chain.offset + chain.nbytes, aligned(header.block_count * DIGEST_DTYPE.itemsize))
-    ordered = header.shape.order is not None or header.order.nbytes  # a decoded header's order is not read yet
-    places = len(header.shape.layout.layers) * header.shape.tokens if ordered else 0
+    known, tokens = header.shape.order, header.shape.tokens  # a decoded header's order is not read yet
+    places = len(header.shape.layout.layers) * tokens if known is not None or header.order.nbytes else 0
+    values = tokens if (known is not None and known.importance is not None) or header.importance.nbytes else 0
     order = Section(digests.offset + digests.nbytes, aligned(places * _PLACE_BYTES))
-    blocks = Section(order.offset + order.nbytes, header.shape.blocks_bytes)
-    return replace(header, chain=chain, digests=digests, order=order, blocks=blocks)
+    importance = Section(order.offset + order.nbytes, aligned(values * _IMPORTANCE_BYTES))
+    blocks = Section(importance.offset + importance.nbytes, header.shape.blocks_bytes)
+    return replace(header, chain=chain, digests=digests, order=order, importance=importance, blocks=blocks)
 
 
 def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) -> bytes:
-    """Everything before the blocks: header page, chain, digest table and order, each padded to 4 KiB.
+    """Everything before the blocks: header page, chain, digest table, order and importance, each padded to 4 KiB.
 
     Args:
         header: as `lay_out` returned it.
@@ -105,15 +116,16 @@ def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) 
     """
     chain = b"".join(links).ljust(header.chain.nbytes, b"\0")
     table = digests.tobytes().ljust(header.digests.nbytes, b"\0")
-    places = b"" if header.shape.order is None else _order_bytes(header.shape.order)
-    places = places.ljust(header.order.nbytes, b"\0")
+    places, values = _tables(header.shape.order)
+    places, values = places.ljust(header.order.nbytes, b"\0"), values.ljust(header.importance.nbytes, b"\0")
     header = replace(
         header,
         chain=replace(header.chain, digest=xxh3(chain)),
         digests=replace(header.digests, digest=xxh3(table)),
         order=replace(header.order, digest=xxh3(places)),
+        importance=replace(header.importance, digest=xxh3(values)),
     )
-    return _encode_page(header, len(links)) + chain + table + places
+    return _encode_page(header, len(links)) + chain + table + places + values
 
 
 def _encode_page(header: SegmentHeader, links: int) -> bytes:
@@ -134,18 +146,22 @@ def _encode_page(header: SegmentHeader, links: int) -> bytes:
     text = json.dumps(data, separators=(",", ":")).encode()
     if _PREFIX.size + len(text) > HEADER_BYTES:
         raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
-    plain = not header.order.nbytes and not header.shape.geometry.lead
-    version = _PLAIN_VERSION if plain else FORMAT_VERSION
-    page = bytearray(_PREFIX.pack(MAGIC, version, len(text), 0) + text)
+    page = bytearray(_PREFIX.pack(MAGIC, _version(header), len(text), 0) + text)
     page.extend(bytes(HEADER_BYTES - len(page)))
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
     return bytes(page)
 
 
+def _version(header: SegmentHeader) -> int:
+    if header.importance.nbytes:
+        return FORMAT_VERSION
+    return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.lead else _PLAIN_VERSION
+
+
 def sections(header: SegmentHeader) -> dict[str, Section]:
-    """The sections by name, in the order of the file; one that a segment does without is left out."""
+    """The sections by name, in the order of the file; those that a segment does without are left out."""
     every = {name: getattr(header, name) for name in _SECTIONS}
-    return {name: section for name, section in every.items() if section.nbytes or name != "order"}
+    return {name: section for name, section in every.items() if section.nbytes or name not in _OPTIONAL}
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
@@ -193,7 +209,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
 
 
 def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:
-    """Read chain, digest table and order from `data`, the bytes between the header page and the blocks.
+    """Read chain, digest table, order and importance from `data`, the bytes between the header page and the blocks.
 
     Returns:
         The chain's links side by side, the digests, `DIGEST_DTYPE` `[lanes, chunks]`, and the order of tokens.
@@ -209,5 +225,7 @@ def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes
     order = None
     if "order" in found:
         shape = len(header.shape.layout.layers), header.shape.tokens
-        order = TokenOrder(np.frombuffer(found["order"], "<u4", shape[0] * shape[1]).reshape(shape))
+        places = np.frombuffer(found["order"], "<u4", shape[0] * shape[1]).reshape(shape)
+        importance = np.frombuffer(found["importance"], "<f4", shape[1]) if "importance" in found else None
+        order = TokenOrder(places, importance)
     return found["chain"][: links * LINK_BYTES], digests.reshape(len(header.shape.lanes), header.shape.chunks), order

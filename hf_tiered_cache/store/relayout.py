@@ -26,7 +26,7 @@ def laid_out_anew(
     shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens, order)
     old = reader.header
     name = segment_id(old.parent, links[-1], geometry, old.provenance, order)
-    header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0))
+    header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0), importance=Section(0, 0))
     return header, links, _lanes(reader, shape)
 
 
