@@ -1,13 +1,17 @@
-"""From an example to token ids: prefix and question apart, cut in the middle where they are too long."""
+"""From an example to token ids: prefix and question apart, shortened where they are too long."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from .errors import EvalError
 from .tasks import Example, Task
+
+_BEGINNING = 64
+"""Tokens of a passage that make it worth having, where not all can be had."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ def encode(
 ) -> Prompt:
     """Encode an example.
 
-    A prompt that is too long keeps its first and its last half, as in LongBench (Bai et al. 2023).
+    A prompt that is too long keeps its first and its last half, as in LongBench (Bai et al. 2023); one of passages
+    keeps the beginnings of as many as it can, if the task says so.
 
     Args:
         max_length: tokens of prompt and answer together.
@@ -61,6 +66,8 @@ def encode(
     room = max_length - max(task.max_new_tokens, *(len(c) for c in choices), 1)
     if room < 16:
         raise EvalError(f"{task.name}: {max_length} tokens of context leave no room for a prompt")
+    if len(prefix) + len(asked) > room and task.keeps_passages and ranges:
+        prefix, ranges = shortened(prefix, ranges, room - len(asked))
     if len(prefix) + len(asked) > room:
         whole = prefix + asked
         half = room // 2
@@ -87,6 +94,20 @@ def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[t
         if inside:
             found.append((inside[0], inside[-1] + 1))
     return found
+
+
+def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """As many segments, given by their ranges, as have room for a beginning; the longest are cut to one length."""
+    kept = tokens[: ranges[0][0]]  # a special token
+    room -= len(kept)
+    lengths = [b - a for a, b in ranges]
+    count = bisect_right(range(len(lengths)), room, key=lambda n: sum(min(k, _BEGINNING) for k in lengths[: n + 1]))
+    longest = bisect_right(range(room + 1), room, key=lambda most: sum(min(k, most) for k in lengths[:count])) - 1
+    found = []
+    for a, b in ranges[:count]:
+        found.append((len(kept), len(kept) + min(b - a, longest)))
+        kept += tokens[a : min(b, a + longest)]
+    return kept, found
 
 
 def _templated(before: str, question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:

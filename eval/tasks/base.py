@@ -80,6 +80,7 @@ class Task(ABC):
         max_new_tokens: of a generated answer.
         first_line: whether only the first line of a generated answer counts.
         chat: whether the prompt may be put into the model's chat template.
+        keeps_passages: whether a prompt that is too long keeps the beginnings of its segments, not its own two ends.
     """
 
     name: str
@@ -88,6 +89,7 @@ class Task(ABC):
     max_new_tokens: int = 1
     first_line: bool = False
     chat: bool = False
+    keeps_passages: bool = False
 
     @abstractmethod
     def examples(self, draw: Draw) -> Iterator[Example]:

@@ -37,6 +37,7 @@ class Rag(Task):
     question: Callable[[dict[str, Any]], str]
     answers: Callable[[dict[str, Any]], tuple[str, ...]]
     instruction: str = _ASK
+    keeps_passages: bool = True
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         split = next((s for s in self.splits if draw.data.has(self.dataset, s)), self.splits[0])

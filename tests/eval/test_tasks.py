@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from eval.data import Data
-from eval.encode import encode
+from eval.encode import encode, shortened
 from eval.errors import EvalError
 from eval.metrics import METRICS
 from eval.tasks import GROUPS, TASKS, Draw, find_tasks
@@ -171,11 +176,27 @@ def test_passages_are_the_tokens_of_their_segments(draw, tokenizer):
     assert len(whole.passages) == len(example.segments)
     joined = tokenizer.decode([token for passage in whole.passages for token in passage])
     assert joined.split() == example.prefix.split()
-    cut = encode(example, task, tokenizer, len(whole.whole) * 2 // 3)
-    assert 0 < len(cut.passages) < len(whole.passages)
-    assert set(cut.passages) <= set(whole.passages)
-    for passage in cut.passages:
-        assert " ".join(map(str, passage)) in " ".join(map(str, cut.prefix))
+    halves = encode(example, replace(task, keeps_passages=False), tokenizer, len(whole.whole) * 2 // 3)
+    assert 0 < len(halves.passages) < len(whole.passages)
+    assert set(halves.passages) <= set(whole.passages)
+    for passage in halves.passages:
+        assert " ".join(map(str, passage)) in " ".join(map(str, halves.prefix))
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=12), st.integers(60, 2000))
+def test_too_long_a_prompt_of_passages_keeps_their_beginnings(lengths, room):
+    ends = np.cumsum([1, *lengths]).tolist()
+    ranges, tokens = list(itertools.pairwise(ends)), list(range(ends[-1]))
+    kept, cut = shortened(tokens, ranges, room)
+    assert kept[:1] == [0] and len(kept) <= room
+    longest = max((b - a for a, b in cut), default=0)
+    for (first, last), (a, b) in zip(ranges, cut, strict=False):
+        assert kept[a:b] == tokens[first : first + b - a]
+        assert b - a == min(longest, last - first)
+    if len(cut) < len(ranges):
+        assert 1 + sum(min(64, b - a) for a, b in ranges[: len(cut) + 1]) > room
+    elif any(b - a < last - first for (first, last), (a, b) in zip(ranges, cut, strict=True)):
+        assert 1 + sum(min(longest + 1, n) for n in lengths) > room
 
 
 def test_a_chat_template_goes_around_the_prompt(draw, tokenizer):
