@@ -1,5 +1,5 @@
 #!/bin/sh
-# Everything that only a GPU can show: the GPU tests, the prefix benchmark, then selective re-prefill. Prefixes on a
+# Everything that only a GPU can show: the GPU tests, then prefixes, selective re-prefill and passages. Prefixes on a
 # 0.5B and a 7B shape in bf16, through each engine. Results go to the folder named by the first argument.
 #   PYTHON (default python3) must have torch with CUDA, transformers and what pyproject.toml asks for; kvikio if it is to be measured.
 set -u
@@ -24,3 +24,6 @@ for bandwidth in 0 7.45e9; do
         --suffix 64 --device-memory 1GiB --host-memory 2GiB --bandwidth $bandwidth \
         --out "$out" --name "reprefill-7b-gpu-$bandwidth" 2>&1 | tail -n 40
 done
+# passages in a prompt, at the paper's ratio, from memory and from disks
+"$python" bench/rag.py --device cuda --dtype bfloat16 --shape qwen2.5-7b --pool 24 --passages 12 --requests 10 \
+    --device-memory 8GiB --out "$out" 2>&1 | tail -n 60

@@ -175,7 +175,7 @@ class TieredCache(Cache, ServedCache):
         if regime is None or (self._history is not None and regime != self._regime):
             return "its RoPE frequencies depend on its length"
         if self._history is None:
-            self._open(request.pads, regime)
+            self._open(request, regime)
         elif request.columns > 1 and self._fingerprint() != self._recorder.fingerprint:
             return "the model has changed since the cache was begun"
         return ""
@@ -189,12 +189,13 @@ class TieredCache(Cache, ServedCache):
             return "the cache was filled outside of the model's passes"
         return ""
 
-    def _open(self, pads: list[int], regime: str) -> None:
+    def _open(self, request: Request, regime: str) -> None:
         """The first pass of a sequence: from here on its tokens are known."""
         self._regime = regime
         fingerprint = self._fingerprint()
-        self.method = self.method.tuned(partial(calibrated_ratio, self.store, fingerprint, self.model.device))
-        recorder = self._new_recorder(fingerprint, pads)
+        found = partial(calibrated_ratio, self.store, fingerprint, self.model.device, request.columns)
+        self.method = self.method.tuned(found)
+        recorder = self._new_recorder(fingerprint, request.pads)
         self._history = recorder.history
         self._follow(recorder)
 

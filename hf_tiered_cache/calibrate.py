@@ -1,4 +1,8 @@
-"""Finding the ratio of recomputation that is fastest on this machine, and keeping it with the store."""
+"""Finding the ratio of recomputation that is fastest on this machine, and keeping it with the store.
+
+Computing a token costs more in a longer prompt, loading it does not; so what was found holds for prompts of one length,
+and between two such the ratio goes from one to the other.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -22,7 +27,11 @@ from .restore.recompute import LOWEST, Costs, fastest_ratio
 if TYPE_CHECKING:
     from .kvstore import KVStore
 
-_FILE = "calibration.json"
+_FILE = "calibrations.json"
+_WIDTH = 0.02
+"""How far apart the last two probes of the search are: finer than that, machines are too noisy to tell."""
+_FINALS = 3
+"""Rounds in which the best ratio runs against the lowest one."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Calibration:
         seconds: to the first token at that ratio, and at those that were tried, by ratio; 1 is full recompute.
         costs: of a token in one layer.
         balanced: the ratio that these say, where the search began.
-        tokens: of passages in the prompt.
+        tokens: of the prompt.
         cold: whether passages were read from disk, or came from memory.
     """
 
@@ -63,7 +72,7 @@ def calibrate(
 ) -> Calibration:
     """Measure how long a prompt of passages takes at several ratios, and keep the best one in the store.
 
-    Random passages are stored, asked for, and removed again.
+    Random passages are stored, asked for, and removed again. What was kept for prompts of other lengths stays.
 
     Args:
         store: whose disk and memory it is about.
@@ -97,40 +106,47 @@ def calibrate(
                 lambda: inner(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), inner.device
             )
 
-        def measured(ratio: float) -> float:
-            times = []
-            for _ in range(repeats):
+        times: dict[float, list[float]] = {}
+
+        def typical(ratio: float) -> float:
+            return statistics.median(times[ratio])
+
+        def measured(ratio: float, rounds: int = repeats) -> float:
+            for _ in range(rounds):
                 if cold:
                     store.residency.clear()
-                times.append(ask(ratio))
+                times.setdefault(ratio, []).append(ask(ratio))
             bar.update()
-            bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{statistics.median(times):.3f}")
-            return statistics.median(times)
+            bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{typical(ratio):.3f}")
+            return typical(ratio)
 
         ask(0.5)  # what is done once only: hooks, kernels, open files
-        seconds = {ratio: measured(ratio) for ratio in (0.0, 1.0)}
+        reused, full = measured(0.0), measured(1.0)
         one = statistics.median(
             _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
         )
         layers = config.num_hidden_layers
-        each = [max(seconds[ratio] - one, 1e-9) / (length * layers) for ratio in (1.0, 0.0)]
-        costs = Costs(*each, one / layers)
-
-        def noted(ratio: float) -> float:
-            seconds[ratio] = measured(ratio)
-            return seconds[ratio]
-
-        fastest_ratio(noted, costs.balanced)
-    ratio = min((r for r in seconds if r >= LOWEST), key=seconds.__getitem__)
-    found = Calibration(ratio, seconds, costs, costs.balanced, passages * tokens, cold)
+        compute, load = (max(whole - one, 1e-9) / (length * layers) for whole in (full, reused))
+        costs = Costs(compute, load, one / layers)
+        best = fastest_ratio(measured, costs.balanced, width=_WIDTH)
+        finals = sorted({LOWEST, 1.0 if full < typical(best) else best})
+        for _ in range(_FINALS * (len(finals) > 1)):  # side by side, so that no passing load decides
+            for ratio in finals:
+                measured(ratio, 1)
+    seconds = {ratio: typical(ratio) for ratio in times}
+    ratio = min(finals, key=seconds.__getitem__)
+    found = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
     _keep(store, f"{Fingerprinter(inner)()} {_describe(inner.device)}", found)
     return found
 
 
-def calibrated_ratio(store: KVStore, fingerprint: str, device: torch.device) -> float | None:
-    """What `calibrate` found for this model on this device, or None."""
+def calibrated_ratio(store: KVStore, fingerprint: str, device: torch.device, tokens: int) -> float | None:
+    """What `calibrate` found for this model on this device, for prompts of so many tokens, or None."""
     found = _read(store).get(f"{fingerprint} {_describe(device)}")
-    return None if found is None else float(found["ratio"])
+    if not found:
+        return None
+    known = sorted((one["tokens"], one["ratio"]) for one in found)
+    return float(np.interp(tokens, *zip(*known, strict=True)))
 
 
 @contextmanager
@@ -166,7 +182,8 @@ def _describe(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def _read(store: KVStore) -> dict[str, Any]:
+def _read(store: KVStore) -> dict[str, list[dict[str, Any]]]:
+    """For each model on each device what was found, as `Calibration.as_dict` gives it."""
     try:
         return json.loads((store.path / _FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):  # none yet, or damaged: as if nothing had been measured
@@ -176,6 +193,8 @@ def _read(store: KVStore) -> dict[str, Any]:
 def _keep(store: KVStore, name: str, found: Calibration) -> None:
     path = store.path / _FILE
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(_read(store) | {name: found.as_dict()}, indent=1) + "\n", encoding="utf-8")
+    kept = _read(store)
+    others = [one for one in kept.get(name, ()) if one["tokens"] != found.tokens]
+    partial.write_text(json.dumps(kept | {name: [*others, found.as_dict()]}, indent=1) + "\n", encoding="utf-8")
     partial.chmod(0o600)
     partial.replace(path)

@@ -51,7 +51,7 @@ def test_the_fastest_ratio_is_kept_and_taken(store, monkeypatch):
     assert cache.method.recompute == found.ratio
     _, fixed = ask(model, store, PROMPT, CacheTune(recompute=found.ratio))
     assert cache.stats.tokens_computed == fixed.stats.tokens_computed
-    assert module.calibrated_ratio(store, "another", torch.device("cpu")) is None
+    assert module.calibrated_ratio(store, "another", torch.device("cpu"), 136) is None
 
 
 def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
@@ -62,6 +62,34 @@ def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
 def test_where_loading_costs_nothing_the_lowest_ratio_is_taken(store, monkeypatch):
     pretend(monkeypatch, lambda computed: 1 + computed)
     assert store.calibrate(build("qwen2"), **SMALL).ratio == pytest.approx(LOWEST, abs=0.01)
+
+
+def test_prompts_between_two_lengths_take_what_lies_between(store, monkeypatch):
+    model = build("qwen2")
+    pretend(monkeypatch, lambda computed: 1 + abs(computed - 8 - 64))
+    for _ in range(2):  # the second time in place of the first
+        short = store.calibrate(model, **SMALL).ratio
+    pretend(monkeypatch, lambda computed: 1 + computed)
+    long = store.calibrate(model, **SMALL | {"passages": 4}).ratio
+    assert long == LOWEST < short
+    fill(store, model)
+    _, cache = ask(model, store, PROMPT[:, -200:], CacheTune(recompute="auto"))
+    assert cache.method.recompute == pytest.approx((short + long) / 2)  # 200 is midway between 136 and 264
+    for tokens, expected in ((20, short), (2000, long)):
+        _, cache = ask(model, store, torch.cat([PROMPT] * 7, 1)[:, -tokens:], CacheTune(recompute="auto"))
+        assert cache.method.recompute == expected
+
+
+def test_the_lowest_ratio_wins_unless_another_is_faster_side_by_side(store, monkeypatch):
+    """A ratio that was lucky once does not."""
+    seen = []
+
+    def lucky(computed):
+        seen.append(computed)
+        return 1e-3 if 70 < computed < 75 and seen.count(computed) == 1 else 1 + computed
+
+    pretend(monkeypatch, lucky)
+    assert store.calibrate(build("qwen2"), **SMALL).ratio == LOWEST
 
 
 def test_without_calibration_it_says_so(store, caplog):
@@ -78,14 +106,14 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
     pretend(monkeypatch, lambda computed: 1 + abs(computed - 72))
     ratio = store.calibrate(model, **SMALL).ratio
     store.close()
-    path = tmp_path / "store" / "calibration.json"
+    path = tmp_path / "store" / "calibrations.json"
     assert path.stat().st_mode & 0o777 == 0o600
     with KVStore(tmp_path / "store", engine="posix") as again:
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
-        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu")) == ratio
+        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) == ratio
         path.write_text("{")
-        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu")) is None
+        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):
