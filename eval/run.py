@@ -58,6 +58,9 @@ def main(
         int | None, typer.Option(min=64, help="Tokens of prompt and answer; default: the model's.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, in tasks that allow it.")] = False,
+    corpus: Annotated[
+        bool, typer.Option("--corpus", help="Store a task's passages all together, not those of each prompt.")
+    ] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
     ] = None,
@@ -92,12 +95,13 @@ def main(
             "prefix_tokens": prefix_tokens,
             "max_length": length,
             "chat": chat,
+            "corpus": corpus,
             "prompts": None if prompts is None else prompts.name,
             "seed": seed,
             "dtype": str(loaded.dtype).removeprefix("torch."),
         }
         _begin(out, config)
-        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
+        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat, corpus=corpus)(examples)
     except (EvalError, TieredCacheError) as error:
         typer.echo(f"eval.run: {error}", err=True)
         raise typer.Exit(2) from None

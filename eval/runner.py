@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,8 @@ class Run:
         stores: the folder of stores, one for each method.
         max_length: tokens of prompt and answer.
         chat: whether tasks that allow it use the chat template.
+        corpus: whether the passages of all of a task's prompts are stored together, as those of a corpus are, and not
+            those of each prompt by themselves.
     """
 
     model: PreTrainedModel
@@ -99,6 +102,7 @@ class Run:
     max_length: int
     chat: bool = False
     host_memory: str = "1GiB"
+    corpus: bool = False
 
     def __call__(self, tasks: dict[Task, list[Example]]) -> dict[str, dict[str, Any]]:
         """Evaluate, and return the metrics by task and variant."""
@@ -120,9 +124,12 @@ class Run:
         if not wanted:
             return
         metric = METRICS[task.metric]() if task.metric in METRICS else None
+        prompts = {e.id: encode(e, task, self.tokenizer, self.max_length, self.chat) for e in wanted}
         with Stores(self) as stores:
+            for variant in self.variants if self.corpus else ():
+                stores.subject(variant).store_passages(chain(*(prompt.passages for prompt in prompts.values())))
             for example in wanted:
-                prompt = encode(example, task, self.tokenizer, self.max_length, self.chat)
+                prompt = prompts[example.id]
                 full: Answer | None = None
                 for variant in self.variants:
                     if variant.name == FULL or example.id not in done[variant.name]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -68,12 +69,16 @@ class Subject:
         if self.store is None or prefix in self._stored:
             return
         if isinstance(self.method, Passages):
-            long_enough = [list(passage) for passage in passages if len(passage) >= LINK_TOKENS]
-            if long_enough:
-                self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
+            self.store_passages(passages)
         else:
             self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
         self._stored.add(prefix)
+
+    def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
+        """Have the KV of passages stored together, if the method reuses such."""
+        long_enough = [list(passage) for passage in passages if len(passage) >= LINK_TOKENS]
+        if long_enough and isinstance(self.method, Passages):
+            self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
         """Answer one prompt, greedily. What is new in it is not stored."""

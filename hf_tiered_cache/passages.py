@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -107,12 +107,8 @@ def _elsewhere(
 
 
 def _others(passages: list[torch.Tensor], number: int) -> torch.Tensor:
-    """Some of the other passages, drawn at random; of a single one its own second half."""
+    """Some of the other passages, drawn at random, the last one whole; of a single one its own second half."""
     if len(passages) == 1:
         return passages[0][len(passages[0]) // 2 :][:_CONTEXT_TOKENS]
-    draw, found, room = np.random.default_rng(number), [], _CONTEXT_TOKENS
-    while room > 0 and len(found) < len(passages):
-        if (other := int(draw.integers(len(passages)))) != number:
-            found.append(passages[other][:room])
-            room -= len(found[-1])
-    return torch.cat(found)
+    drawn = random.Random(number).sample(range(len(passages)), min(len(passages), _CONTEXT_TOKENS // LINK_TOKENS))
+    return torch.cat([passages[other] for other in reversed(drawn) if other != number])[-_CONTEXT_TOKENS:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
@@ -12,6 +13,7 @@ from eval import report
 from eval.run import app
 from eval.runner import find_variants
 from eval.tasks import TASKS
+from hf_tiered_cache import KVStore
 
 TASKS_RUN = (
     "sst2,subj,trec,rte,piqa,copa,openbookqa,samsum,musique,musique_cacheblend,2wikimqa,hotpotqa,sharegpt,multi_news,"
@@ -173,6 +175,26 @@ def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
         everything = lines(tmp_path / task / "cache_tune-recompute=1" / "predictions.jsonl")
         full = lines(tmp_path / task / "full" / "predictions.jsonl")
         assert [line["prediction"] for line in everything] == [line["prediction"] for line in full]
+
+
+def test_passages_of_a_corpus_are_ranked_among_those_of_other_prompts(saved, folder, tmp_path):
+    common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique", "--device", "cpu")
+    ranked = []
+    for name, option in (("apart", ()), ("corpus", ("--corpus",))):
+        result = run(
+            *common, "--methods", "cache_tune:ranking=context", "--ratios", 0.15, "--out", tmp_path / name, *option
+        )
+        assert result.exit_code == 0, result.output
+        (path,) = (tmp_path / name / "stores").iterdir()
+        with KVStore(path, host_memory=0) as store:
+            ranked.append({row.chain: store.disk.reader(row.id).shape.order.importance for row in store.segments()})
+        assert all(
+            line["restored"] > 0
+            for line in lines(tmp_path / name / "musique" / "cache_tune-ranking=context@0.15" / "predictions.jsonl")
+        )
+    apart, corpus = ranked
+    assert apart.keys() == corpus.keys()
+    assert any(not np.allclose(apart[chain], corpus[chain]) for chain in apart)
 
 
 def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
