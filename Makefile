@@ -40,17 +40,27 @@ METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:lead=0,
 RANKINGS := cache_tune:ranking=context,cache_tune:ranking=high_frequency,cache_tune:ranking=random
 PASSAGES := cache_tune:recompute=0,cache_tune,$(RANKINGS),cache_blend,epic
 EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
+EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.15,0.3,0.5 --dtype float32 --model eval/reference/xs
+RESULTS := eval/results
 
 eval: $(INSTALLED)
-	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out eval/results/reference-xs
-	$(BIN)/python -m eval.report eval/results/reference-xs
-	$(BIN)/python -m eval.run --methods $(PASSAGES) --ratios 0.05,0.15,0.3,0.5 --dtype float32 --model eval/reference/xs \
-		--tasks reference --prefix-tokens 512 --limit 50 --out eval/results/passages-xs
-	$(BIN)/python -m eval.report eval/results/passages-xs
+	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
+	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
+	$(EVAL_PASSAGES) --methods $(PASSAGES),cache_tune:ranking=context:across=false --tasks reference --prefix-tokens 512 \
+		--limit 100 --out $(RESULTS)/passages-xs
+	$(BIN)/python -m eval.report $(RESULTS)/passages-xs
+	$(EVAL_PASSAGES) --methods cache_tune:ranking=context --corpus --tasks reference --prefix-tokens 512 --limit 100 \
+		--out $(RESULTS)/corpus-xs
+	$(BIN)/python -m eval.report $(RESULTS)/corpus-xs
 ifdef DATA
 	$(EVAL) --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 100 \
-		--out eval/results/text-xs
-	$(BIN)/python -m eval.report eval/results/text-xs
+		--out $(RESULTS)/text-xs
+	$(BIN)/python -m eval.report $(RESULTS)/text-xs
+	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks musique,2wikimqa,hotpotqa,samsum --limit 25 \
+		--out $(RESULTS)/rag-xs
+	$(BIN)/python -m eval.report $(RESULTS)/rag-xs
+	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks multi_news --limit 6 --out $(RESULTS)/news-xs
+	$(BIN)/python -m eval.report $(RESULTS)/news-xs
 endif
 
 $(INSTALLED): pyproject.toml

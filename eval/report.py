@@ -22,8 +22,8 @@ from matplotlib import pyplot as plt
 Row = dict[str, Any]
 
 _LOOKS = (
-    ("budget", "score", "budget (share of the prefix)", "score"),
-    ("budget", "kl", "budget (share of the prefix)", "KL of the first token to full KV (nats)"),
+    ("budget", "score", "share attended to, or computed anew", "score"),
+    ("budget", "kl", "share attended to, or computed anew", "KL of the first token to full KV (nats)"),
     ("ttft", "score", "time to first token (s)", "score"),
 )
 """Of each plot: what is on either axis, and how the axes are called."""
@@ -71,9 +71,11 @@ def draw(rows: list[Row], across: str, up: str, labels: tuple[str, str], axes: A
 def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """The Markdown page."""
     lines = [f"# {Path(config['model']).name}: methods against full KV", ""]
+    together = "Passages of all prompts were stored together, as a corpus. " * config.get("corpus", False)
     lines += [
-        f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens. Means, with "
-        "95 % bootstrap intervals over examples. `top-1` and `KL` compare the first new token with full KV's.",
+        f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens, "
+        f"{config['max_length']} with question and answer. {together}Means, with 95 % bootstrap "
+        "intervals over examples. `top-1` and `KL` compare the first new token with full KV's.",
         "",
         "| task | method | examples | metric | score | top-1, % | KL, nats | TTFT, s | restored tokens |",
         "| --- | --- | ---: | --- | ---: | ---: | ---: | ---: | ---: |",
