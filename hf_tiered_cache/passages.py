@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
@@ -23,8 +24,8 @@ from .restore.history import History
 from .restore.passages import sink_token
 from .restore.spectral import KV, RANKED_IN_CONTEXT
 
-_CONTEXT_TOKENS = 512
-"""Of other text that stands before a passage while it is seen how that changes it."""
+CONTEXT_TOKENS = 512
+"""Of other text, at most, that stands before a passage while it is seen how that changes it."""
 
 
 def precompute_passages(
@@ -42,7 +43,8 @@ def precompute_passages(
             if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
                 restored = 0
                 if method.ranking in RANKED_IN_CONTEXT:
-                    cache.elsewhere = _elsewhere(model, store, method, passage, _others(passages, number))
+                    others = neighbours(passages, number, cache.positions)
+                    cache.elsewhere = kv_behind(model, store, method, passage, others)
                 fill(cache, torch.cat([cache.lead, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
@@ -73,6 +75,11 @@ class PassageCache(TieredCache):
         if context is not None:
             self.lead = torch.cat([self.lead, context])
 
+    @property
+    def positions(self) -> int:
+        """How many the model has."""
+        return getattr(self._attachment.config, "max_position_embeddings", None) or sys.maxsize
+
     def stored_tokens(self, passage: torch.Tensor) -> int:
         """How many tokens of a passage, int `[tokens]`, are stored already."""
         self._regime = rope_regime(self._attachment.config, len(passage)) or ""
@@ -97,7 +104,7 @@ def _drop(draft: object, wait: bool = True) -> None:
     """Of KV that is only looked at."""
 
 
-def _elsewhere(
+def kv_behind(
     model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""
@@ -106,9 +113,17 @@ def _elsewhere(
     return cache.computed
 
 
-def _others(passages: list[torch.Tensor], number: int) -> torch.Tensor:
-    """Some of the other passages, drawn at random, the last one whole; of a single one its own second half."""
-    if len(passages) == 1:
-        return passages[0][len(passages[0]) // 2 :][:_CONTEXT_TOKENS]
-    drawn = random.Random(number).sample(range(len(passages)), min(len(passages), _CONTEXT_TOKENS // LINK_TOKENS))
-    return torch.cat([passages[other] for other in reversed(drawn) if other != number])[-_CONTEXT_TOKENS:]
+def neighbours(passages: list[torch.Tensor], number: int, positions: int) -> torch.Tensor:
+    """What else may stand before a passage: other ones, drawn at random, the last one whole.
+
+    Args:
+        passages: int `[tokens]` each; of a single one it is its own second half.
+        number: of the passage.
+        positions: that the model has.
+    """
+    mine = passages[number]
+    room = max(0, min(CONTEXT_TOKENS, positions - 1 - len(mine)))
+    drawn = random.Random(number).sample(range(len(passages)), min(len(passages), CONTEXT_TOKENS // LINK_TOKENS))
+    others = [passages[other] for other in reversed(drawn) if other != number] or [mine[len(mine) // 2 :]]
+    text = torch.cat(others)
+    return text[max(0, len(text) - room) :]

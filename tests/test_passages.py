@@ -385,6 +385,16 @@ def test_ranked_by_how_far_other_text_moves_them(store):
     assert len(store.segments()) == 2  # what was only looked at is not stored
 
 
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_what_stands_before_a_passage_has_positions(family, store):
+    """A model of 128 positions, some of them learned, is not asked for more."""
+    model, method = build(family, max_position_embeddings=128), CacheTune(ranking="context")
+    fill(store, model, [*PASSAGES, prompt(127, seed=6)[0]], method)
+    importance = {tokens: order.importance for tokens, order in orders_in(store).items()}
+    assert len(importance) == 5
+    assert all(importance[len(passage)].max() > 0 for passage in PASSAGES)
+
+
 # --- provenance, faults, words
 
 

@@ -1,0 +1,157 @@
+"""Which rankings of a passage's tokens find those that the true context moves most?
+
+    PYTHONPATH=. python bench/rankings.py            # the reference model, where context matters
+    PYTHONPATH=. python bench/rankings.py --model DIR --data DIR --tasks musique,hotpotqa
+
+CacheTune computes a share of each passage in its true context, chosen when the passage is stored, among whatever is
+there then. Here the tokens of a prompt's passages that have moved most in the prompt itself (their keys and values,
+as a share of their norms) are compared with what each ranking chooses: how many of them it has, and how much of all
+movement that could be made good. `context` sees other passages of the same prompt, or of other prompts (a corpus);
+CacheBlend sees the prompt itself, as far as layer 1; EPIC takes the first tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import load, machine, save, table
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from eval.data import Data
+from eval.encode import Prompt, encode
+from eval.tasks import Draw, find_tasks
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.passages import kv_behind, neighbours
+from hf_tiered_cache.restore.spectral import KV, Ranking, rank_tokens
+
+SHARES = (0.05, 0.15, 0.3, 0.5)
+WAYS = (
+    *("low frequency", "high frequency", "random", "EPIC", "CacheBlend"),
+    *("context", "context, across passages", "context, across passages, corpus"),
+)
+ACROSS = ("CacheBlend", "context, across passages", "context, across passages, corpus")
+"""Those that choose among all passages of a prompt; the others take a share of each."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """float `[tokens]` each: how far its tokens have moved, and what each of `WAYS` goes by."""
+
+    moved: np.ndarray
+    scores: dict[str, np.ndarray]
+
+
+class Ranker:
+    """A model that looks at passages."""
+
+    def __init__(self, model: torch.nn.Module, store: KVStore, corpus: list[torch.Tensor]) -> None:
+        self.model, self.store, self.corpus = model, store, corpus
+        self._positions = model.config.max_position_embeddings
+        self._numbers = {tuple(passage.tolist()): number for number, passage in enumerate(corpus)}
+
+    def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
+        """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
+        return kv_behind(self.model, self.store, CacheTune(), passage, context)
+
+    def passages(self, prompt: Prompt) -> Iterator[Passage]:
+        """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""
+        whole, at = torch.tensor(prompt.whole), len(prompt.prefix) - sum(map(len, prompt.passages))
+        mine = [torch.tensor(passage) for passage in prompt.passages]
+        for number, passage in enumerate(mine):
+            if number and len(passage) >= LINK_TOKENS:
+                yield self.look_at(passage, whole[1:at], neighbours(mine, number, self._positions))
+            at += len(passage)
+
+    def look_at(self, passage: torch.Tensor, before: torch.Tensor, others: torch.Tensor) -> Passage:
+        """Compare a passage alone with itself behind what stands before it, and behind what each ranking sees."""
+        alone, there = self.behind(passage, before[:0]), self.behind(passage, before)
+        number = self._numbers[tuple(passage.tolist())]
+        seen = {"context": others, "corpus": neighbours(self.corpus, number, self._positions)}
+        by_change = {name: self.rank(alone, "context", self.behind(passage, text)) for name, text in seen.items()}
+        values = [pair[1][1].float() for pair in (alone, there)]  # layer 1, [heads, tokens, dim]
+        scores = {
+            "low frequency": self.rank(alone, "low_frequency"),
+            "high frequency": self.rank(alone, "high_frequency"),
+            "random": self.rank(alone, "random"),
+            "EPIC": -np.arange(len(passage), dtype=float),
+            "CacheBlend": (values[0] - values[1]).square().sum((0, 2)).numpy(),
+            "context": by_change["context"],
+            "context, across passages": by_change["context"],
+            "context, across passages, corpus": by_change["corpus"],
+        }
+        stored = len(alone[0][0][0]) // LINK_TOKENS * LINK_TOKENS
+        return Passage(self.rank(alone, "context", there)[:stored], {way: s[:stored] for way, s in scores.items()})
+
+    @staticmethod
+    def rank(alone: list[KV], ranking: Ranking, elsewhere: list[KV] | None = None) -> np.ndarray:
+        return rank_tokens(alone, ranking, CacheTune.alpha, elsewhere)
+
+
+def best(scores: np.ndarray, share: float) -> np.ndarray:
+    """bool `[tokens]`: the share with the highest scores."""
+    chosen = np.zeros(len(scores), bool)
+    chosen[np.argsort(-scores, kind="stable")[: int(share * len(scores) + 1e-9)]] = True
+    return chosen
+
+
+def compare(passages: list[Passage]) -> dict[tuple[str, float], tuple[float, float]]:
+    """For each way and share: percent of the most moved tokens that are chosen, and of their movement."""
+    moved, found = np.concatenate([passage.moved for passage in passages]), {}
+    for share in SHARES:
+        wanted = best(moved, share)
+        for way in WAYS:
+            scores = [passage.scores[way] for passage in passages]
+            pools = [np.concatenate(scores)] if way in ACROSS else scores
+            chosen = np.concatenate([best(pool, share) for pool in pools])
+            has, of = (chosen & wanted).sum() / wanted.sum(), moved[chosen].sum() / moved[wanted].sum()
+            found[way, share] = 100 * float(has), 100 * float(of)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"))
+    parser.add_argument("--tasks", default="reference_alias,reference_hop")
+    parser.add_argument("--data", type=Path, help="folder of data sets, for tasks that need one")
+    parser.add_argument("--limit", type=int, default=25, help="prompts of each task")
+    parser.add_argument("--prefix-tokens", type=int, default=512)
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = load(arguments.model, torch.float32, torch.device("cpu"))
+    room = model.config.max_position_embeddings
+    draw = Draw(Data(arguments.data), arguments.limit, 42, min(arguments.prefix_tokens, room * 3 // 4), tokenizer)
+    prompts = [encode(e, task, tokenizer, room) for task in find_tasks(arguments.tasks) for e in task.examples(draw)]
+    corpus = [torch.tensor(passage) for prompt in prompts for passage in prompt.passages if len(passage) >= LINK_TOKENS]
+    notes = []
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
+        ranker = Ranker(model, store, corpus)
+        for prompt in tqdm(prompts, unit="prompt"):
+            if passages := list(ranker.passages(prompt)):
+                notes.append(compare(passages))
+    means = {key: np.mean([note[key] for note in notes], axis=0) for key in notes[0]}
+    rows = [[way, *(f"{means[way, share][0]:.0f} / {means[way, share][1]:.0f}" for share in SHARES)] for way in WAYS]
+    name = f"rankings-{arguments.model.name}"
+    listed = table(["ranking", *(f"{share:.0%}" for share in SHARES)], rows)
+    page = (
+        f"# What rankings of tokens find, {arguments.model.name}\n\n{arguments.tasks}: {len(notes)} prompts. Of the "
+        "tokens that the true context moves most, the percentage that is chosen, and the percentage of their "
+        f"movement that is made good, by share of tokens computed.\n\n{listed}"
+    )
+    figures = {f"{way}, {share:.0%}": list(map(float, found)) for (way, share), found in means.items()}
+    kept = {"tasks": arguments.tasks, "prompts": len(notes), "found_and_movement_percent": figures}
+    save(arguments.out, name, kept | {"machine": machine(torch.device("cpu"), Path.cwd())}, page)
+    print(page)
+
+
+if __name__ == "__main__":
+    main()
