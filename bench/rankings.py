@@ -31,6 +31,7 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import LINK_TOKENS
 from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.passages import kv_behind, neighbours
+from hf_tiered_cache.restore.passages import sink_token
 from hf_tiered_cache.restore.spectral import KV, Ranking, rank_tokens
 
 SHARES = (0.05, 0.15, 0.3, 0.5)
@@ -64,11 +65,12 @@ class Ranker:
 
     def passages(self, prompt: Prompt) -> Iterator[Passage]:
         """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""
-        whole, at = torch.tensor(prompt.whole), len(prompt.prefix) - sum(map(len, prompt.passages))
+        at = len(prompt.prefix) - sum(map(len, prompt.passages))  # passages follow one another up to the question
+        whole, begins = torch.tensor(prompt.whole), int(prompt.whole[0] == sink_token(self.model.config))
         mine = [torch.tensor(passage) for passage in prompt.passages]
         for number, passage in enumerate(mine):
             if number and len(passage) >= LINK_TOKENS:
-                yield self.look_at(passage, whole[1:at], neighbours(mine, number, self._positions))
+                yield self.look_at(passage, whole[begins:at], neighbours(mine, number, self._positions))
             at += len(passage)
 
     def look_at(self, passage: torch.Tensor, before: torch.Tensor, others: torch.Tensor) -> Passage:
@@ -145,7 +147,8 @@ def main() -> None:
     page = (
         f"# What rankings of tokens find, {arguments.model.name}\n\n{arguments.tasks}: {len(notes)} prompts. Of the "
         "tokens that the true context moves most, the percentage that is chosen, and the percentage of their "
-        f"movement that is made good, by share of tokens computed.\n\n{listed}"
+        f"movement that is made good, by share of tokens computed. Movement is measured as `context` measures it: the "
+        f"change of keys and values as a share of their norms, over all layers.\n\n{listed}"
     )
     figures = {f"{way}, {share:.0%}": list(map(float, found)) for (way, share), found in means.items()}
     kept = {"tasks": arguments.tasks, "prompts": len(notes), "found_and_movement_percent": figures}

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from .kvstore import KVStore
 
 _FILE = "calibrations.json"
+_KEPT = {"tokens", "ratio", "cold"}
+"""What is read again of each."""
 _WIDTH = 0.02
 """How far apart the last two probes of the search are: finer than that, machines are too noisy to tell."""
 _FINALS = 3
@@ -72,7 +74,8 @@ def calibrate(
 ) -> Calibration:
     """Measure how long a prompt of passages takes at several ratios, and keep the best one in the store.
 
-    Random passages are stored, asked for, and removed again. What was kept for prompts of other lengths stays.
+    Random passages are stored, asked for, and removed again; with `cold` the store's memory is emptied each time. What
+    was kept for prompts of other lengths stays, if passages came from the same place.
 
     Args:
         store: whose disk and memory it is about.
@@ -185,16 +188,18 @@ def _describe(device: torch.device) -> str:
 def _read(store: KVStore) -> dict[str, list[dict[str, Any]]]:
     """For each model on each device what was found, as `Calibration.as_dict` gives it."""
     try:
-        return json.loads((store.path / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # none yet, or damaged: as if nothing had been measured
-        return {}
+        found = json.loads((store.path / _FILE).read_text(encoding="utf-8"))
+        sound = all(one.keys() >= _KEPT for some in found.values() for one in some)
+    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged
+        sound = False
+    return found if sound else {}  # as if nothing had been measured
 
 
 def _keep(store: KVStore, name: str, found: Calibration) -> None:
     path = store.path / _FILE
     partial = path.with_suffix(f".{os.getpid()}")
     kept = _read(store)
-    others = [one for one in kept.get(name, ()) if one["tokens"] != found.tokens]
+    others = [one for one in kept.get(name, ()) if one["tokens"] != found.tokens and one["cold"] == found.cold]
     partial.write_text(json.dumps(kept | {name: [*others, found.as_dict()]}, indent=1) + "\n", encoding="utf-8")
     partial.chmod(0o600)
     partial.replace(path)

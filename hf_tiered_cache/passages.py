@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from collections.abc import Iterable
@@ -24,6 +25,8 @@ from .restore.history import History
 from .restore.passages import sink_token
 from .restore.spectral import KV, RANKED_IN_CONTEXT
 
+logger = logging.getLogger("hf_tiered_cache")
+
 CONTEXT_TOKENS = 512
 """Of other text, at most, that stands before a passage while it is seen how that changes it."""
 
@@ -32,9 +35,14 @@ def precompute_passages(
     store: KVStore, model: nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
 ) -> PrecomputeReport:
     """See `KVStore.precompute(segments=True)`."""
-    passages, method = as_prompts(input_ids), make_method(method or "cache_tune")
+    distinct = {tuple(passage.tolist()): passage for passage in as_prompts(input_ids)}
+    passages, method = list(distinct.values()), make_method(method or "cache_tune")
     if not isinstance(method, Passages):
         raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
+    if method.ranking in RANKED_IN_CONTEXT and len(passages) == 1:
+        logger.warning(
+            "a passage by itself is ranked by what its own second half does to it; store several in one call"
+        )
     report = PrecomputeReport(len(passages))
     with bar_over(passages, progress) as bar:
         for number, passage in enumerate(passages):
@@ -114,7 +122,7 @@ def kv_behind(
 
 
 def neighbours(passages: list[torch.Tensor], number: int, positions: int) -> torch.Tensor:
-    """What else may stand before a passage: other ones, drawn at random, the last one whole.
+    """What else may stand before a passage: other ones, drawn at random, the last one whole if there is room.
 
     Args:
         passages: int `[tokens]` each; of a single one it is its own second half.

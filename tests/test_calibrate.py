@@ -71,6 +71,8 @@ def test_prompts_between_two_lengths_take_what_lies_between(store, monkeypatch):
         short = store.calibrate(model, **SMALL).ratio
     pretend(monkeypatch, lambda computed: 1 + computed)
     long = store.calibrate(model, **SMALL | {"passages": 4}).ratio
+    (kept,) = json.loads((store.path / "calibrations.json").read_text()).values()
+    assert [one["tokens"] for one in kept] == [136, 264]
     assert long == LOWEST < short
     fill(store, model)
     _, cache = ask(model, store, PROMPT[:, -200:], CacheTune(recompute="auto"))
@@ -78,6 +80,15 @@ def test_prompts_between_two_lengths_take_what_lies_between(store, monkeypatch):
     for tokens, expected in ((20, short), (2000, long)):
         _, cache = ask(model, store, torch.cat([PROMPT] * 7, 1)[:, -tokens:], CacheTune(recompute="auto"))
         assert cache.method.recompute == expected
+
+
+def test_what_was_measured_from_memory_is_not_mixed_with_the_disk(store, monkeypatch):
+    model = build("qwen2")
+    pretend(monkeypatch, lambda computed: 1 + abs(computed - 72))
+    store.calibrate(model, **SMALL)
+    store.calibrate(model, **SMALL | {"passages": 4}, cold=False)
+    (kept,) = json.loads((store.path / "calibrations.json").read_text()).values()
+    assert [one["cold"] for one in kept] == [False]
 
 
 def test_the_lowest_ratio_wins_unless_another_is_faster_side_by_side(store, monkeypatch):
@@ -112,8 +123,9 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
         assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) == ratio
-        path.write_text("{")
-        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
+        for damaged in ("{", "[]", "7", f'{{"{name}": 3}}', f'{{"{name}": [{{"ratio": 0.5}}]}}'):
+            path.write_text(damaged)
+            assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from families import build
 
-from hf_tiered_cache import KVStore
+from hf_tiered_cache import KVStore, TieredCache
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +78,27 @@ def test_the_readmes_code_runs(tmp_path, monkeypatch):
         assert stats.tokens_restored > 0
         attended.append(stats.tokens_attended / stats.tokens_restored)
     assert min(attended) < 0.5 < max(attended)  # one of them has a budget
+
+
+def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
+    """With a tokenizer that merges letters over the borders of texts, and nothing else stored."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    (block,) = (
+        b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "segments=" in b
+    )
+    folder = ROOT / "eval" / "reference" / "xs"
+    monkeypatch.chdir(tmp_path)
+    names = {
+        "KVStore": KVStore,
+        "TieredCache": TieredCache,
+        "model": AutoModelForCausalLM.from_pretrained(folder),
+        "tokenizer": AutoTokenizer.from_pretrained(folder),
+        "document": "The old man looked out over the sea, where nothing had moved since the morning. " * 8,
+    }
+    exec(block, names)
+    stored = sum(len(passage) // 16 * 16 for passage in names["passages"])
+    assert names["cache"].stats.tokens_restored == stored - int(0.15 * stored)
 
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"

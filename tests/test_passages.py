@@ -451,6 +451,16 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         assert cache.stats.bytes_used < cache.stats.bytes_read <= 320 * token
 
 
+@pytest.mark.parametrize("ranking", RANKINGS)
+def test_a_passage_given_twice_is_stored_once(store, ranking, caplog):
+    model, method = build("qwen2"), CacheTune(ranking=ranking)
+    report = fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[0].clone()], method)
+    assert report.prompts == len(store.segments()) == 2
+    assert not caplog.records
+    fill(store, model, [PASSAGES[2]], method)
+    assert ("store several" in caplog.text) == (ranking == "context")
+
+
 def test_laid_out_anew_a_passage_keeps_its_ranking(store):
     model, method = build("qwen2"), CacheTune(recompute=0.25)
     fill(store, model)
