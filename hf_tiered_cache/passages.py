@@ -39,10 +39,6 @@ def precompute_passages(
     passages, method = list(distinct.values()), make_method(method or "cache_tune")
     if not isinstance(method, Passages):
         raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
-    if method.ranking in RANKED_IN_CONTEXT and len(passages) == 1:
-        logger.warning(
-            "a passage by itself is ranked by what its own second half does to it; store several in one call"
-        )
     report = PrecomputeReport(len(passages))
     with bar_over(passages, progress) as bar:
         for number, passage in enumerate(passages):
@@ -51,6 +47,10 @@ def precompute_passages(
             if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
                 restored = 0
                 if method.ranking in RANKED_IN_CONTEXT:
+                    if len(passages) == 1:
+                        logger.warning(
+                            "a passage by itself is ranked by its own second half; store several in one call"
+                        )
                     others = neighbours(passages, number, cache.positions)
                     cache.elsewhere = kv_behind(model, store, method, passage, others)
                 fill(cache, torch.cat([cache.lead, passage]), pin)
