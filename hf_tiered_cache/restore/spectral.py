@@ -73,10 +73,11 @@ def rank_tokens(
         if ranking == "random":
             return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])
         if ranking == "context":
-            scores.append(change(pair, next(others)).double())
-            continue
-        score = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
-        scores.append((score / score.sum().clamp_min(1e-30)).double())
+            score = change(pair, next(others))
+        else:
+            energy = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+            score = energy / energy.sum().clamp_min(1e-30)
+        scores.append(score.double())
     return torch.stack(scores).sum(0).numpy()
 
 

@@ -86,11 +86,8 @@ def _tables(order: TokenOrder | None) -> tuple[bytes, bytes]:
     """The sections of an order, without padding."""
     if order is None:
         return b"", b""
-    return order.places.astype("<u4").tobytes(), b"" if order.importance is None else _floats(order.importance)
-
-
-def _floats(values: np.ndarray) -> bytes:
-    return values.astype("<f4").tobytes()
+    values = b"" if order.importance is None else order.importance.astype("<f4").tobytes()
+    return order.places.astype("<u4").tobytes(), values
 
 
 def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
