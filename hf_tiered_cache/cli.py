@@ -176,8 +176,9 @@ def calibrate(
 ) -> None:
     """Measure how much of a passage to compute, and how much to load, so that the first token comes soonest.
 
-    What is found is kept in the store, for this model on this device; CacheTune(recompute="auto") takes it. Random
-    passages are stored for the time of the measurement.
+    What is found is kept in the store, for this model on this device and prompts of this length; other lengths may be
+    measured too. CacheTune(recompute="auto") takes it, and between two lengths what lies between. Random passages are
+    stored for the time of the measurement.
     """
     from transformers import AutoModelForCausalLM
 
@@ -195,9 +196,12 @@ def calibrate(
     table = Table("share computed", "time to first token, ms", "", box=None)
     for ratio, seconds in sorted(found.seconds.items()):
         notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
-        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f}", "fastest" if ratio == found.ratio else notes)
+        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f}", "taken" if ratio == found.ratio else notes)
     _print(table)
-    print(f"kept for this model and device: {found.ratio:.3f} (computing and loading balance at {found.balanced:.3f})")
+    print(
+        f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
+        f"(computing and loading balance at {found.balanced:.3f})"
+    )
 
 
 class _Refused(TieredCacheError):

@@ -154,7 +154,7 @@ def test_calibrate(run, tmp_path):
     status, out, _ = run(*asked, tmp_path / "model")
     assert status == 0
     assert "full reuse" in out
-    assert "kept for this model and device" in out
+    assert "kept for this model and device, prompts of" in out
     status, _, err = run(*asked, tmp_path / "nowhere")
     assert status == 2
     assert "cannot be loaded" in err
