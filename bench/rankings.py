@@ -1,7 +1,8 @@
-"""Which rankings of a passage's tokens find those that the true context moves most?
+r"""Which rankings of a passage's tokens find those that the true context moves most?
 
-    PYTHONPATH=. python bench/rankings.py            # the reference model, where context matters
-    PYTHONPATH=. python bench/rankings.py --model DIR --data DIR --tasks musique,hotpotqa
+    PYTHONPATH=. python bench/rankings.py --limit 50           # the reference model, where context matters
+    PYTHONPATH=. python bench/rankings.py --model models/stories260K --data data \
+        --tasks musique,musique_cacheblend,2wikimqa,hotpotqa
 
 CacheTune computes a share of each passage in its true context, chosen when the passage is stored, among whatever is
 there then. Here the tokens of a prompt's passages that have moved most in the prompt itself (their keys and values,
