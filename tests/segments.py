@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,8 +38,9 @@ def segment(
     expires: float | None = None,
     created: float | None = None,
     fill: int | None = None,
+    **names: Any,
 ) -> tuple[SegmentHeader, list[bytes], list[torch.Tensor]]:
-    """Header, links and blocks (one tensor a lane) of a segment over `chain`."""
+    """Header, links and blocks (one tensor a lane) of a segment over `chain`; `names` are its `model` and `label`."""
     shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * LINK_TOKENS)
     header = SegmentHeader(
         id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=LINK_BYTES).hexdigest(),
@@ -48,6 +50,7 @@ def segment(
         position=position,
         created=time.time() if created is None else created,
         expires=expires,
+        **names,
     )
     generator = np.random.default_rng(int(header.id[:8], 16))
     blocks = []

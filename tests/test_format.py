@@ -153,6 +153,40 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 
+MODEL = {"name": "Qwen/Qwen2.5-0.5B", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
+
+
+def test_the_header_names_the_model_and_the_text(tmp_path):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(2), model=MODEL, label="Jahresbericht 二〇二五")
+    store.publish(header, chain, blocks)
+    found, *_ = read_head(store.path(header.id))
+    assert (found.model, found.label) == (MODEL, "Jahresbericht 二〇二五")
+
+
+def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(2))
+    store.publish(header, chain, blocks)
+    page = store.path(header.id).read_bytes()[:4096]
+    assert b'"model":' not in page
+    assert b'"label":' not in page
+    found, _ = decode_header(page)
+    assert (found.model, found.label) == ({}, "")
+
+
+@given(st.text(max_size=9000), st.dictionaries(st.text(min_size=1, max_size=300), st.text(max_size=3000), max_size=20))
+def test_names_too_long_for_the_page_are_cut(label, model):
+    header, chain, blocks = segment(links(2), model=model, label=label)
+    laid = lay_out(header, 2)
+    head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]))
+    found, _ = decode_header(head[:4096])
+    readable = label.encode(errors="replace").decode()
+    assert readable.startswith(found.label)
+    assert found.label == readable or len(head[24:4096].rstrip(b"\0")) > 1500  # cut for want of room only
+    assert (found.id, found.shape) == (header.id, header.shape)
+
+
 @given(st.integers(0, 511), st.integers(0, 63), st.integers(1, 4))
 def test_lin64_sees_any_change_of_one_word(word, bit, count):
     blocks = torch.randint(0, 256, (count, 4096), dtype=torch.uint8, generator=torch.Generator().manual_seed(word))

@@ -44,7 +44,7 @@ def tensors(reader, blocks):
 @given(geometries.filter(lambda geometry: geometry.index is None), geometries, st.integers(1, 7))
 def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, lanes = segment(links(count), geometry=before)
+    header, chain, lanes = segment(links(count), geometry=before, model={"name": "small"}, label="a text")
     assert store.publish(header, chain, lanes)
     old = store.reader(header.id)
     new_header, new_links, blocks = laid_out_anew(old, after)
@@ -53,6 +53,7 @@ def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     assert new.shape.geometry == after
     assert new_links == chain
     assert (new.header.parent, new.header.fingerprint) == (header.parent, header.fingerprint)
+    assert (new.header.model, new.header.label) == ({"name": "small"}, "a text")
     theirs, ours = tensors(old, read_back(store, old.id)), tensors(new, read_back(store, new.id))
     assert theirs.keys() == ours.keys() == {(i, name) for i in range(len(LAYOUT.layers)) for name in ("key", "value")}
     assert all(torch.equal(theirs[name], ours[name]) for name in theirs)

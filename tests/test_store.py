@@ -99,14 +99,15 @@ def catalogue_files(root):
 
 def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
     store = open_store(tmp_path)
-    wanted = {publish(store, seed=s).id for s in "abc"}
+    wanted = {publish(store, seed=s, label=f"text {s}", model={"name": "small"}).id for s in "abc"}
     store.close()
     for path in catalogue_files(tmp_path):
         path.unlink(missing_ok=True)
     again = open_store(tmp_path)
     assert again.catalogue.ids() == wanted
     row = again.find(links(4, "b"))[0]
-    assert (row.tokens, row.usable_links, row.position) == (64, 4, 0)
+    assert (row.tokens, row.usable_links, row.position, row.label) == (64, 4, 0, "text b")
+    assert again.catalogue.models() == {"model": {"name": "small"}}
     assert row.nbytes == again.path(row.id).stat().st_blocks * 512
 
 
@@ -171,6 +172,17 @@ def test_rows_survive_a_round_trip(tmp_path):
     catalogue.limit("id", 1)
     catalogue.limit("id", 5)
     assert catalogue.get("id").usable_links == 1
+
+
+def test_the_catalogue_names_the_models_whose_segments_are_stored(tmp_path):
+    store = open_store(tmp_path)
+    kept = publish(store, fingerprint="aa", model={"name": "a"}, label="the report")
+    gone = publish(store, fingerprint="bb", model={"name": "b"})
+    publish(store, fingerprint="cc")  # by an older version, say
+    assert store.catalogue.models() == {"aa": {"name": "a"}, "bb": {"name": "b"}}
+    assert store.catalogue.get(kept.id).label == "the report"
+    store.remove([gone.id])
+    assert store.catalogue.models() == {"aa": {"name": "a"}}
 
 
 def test_many_processes_may_open_a_new_store_at_once(tmp_path):
@@ -298,8 +310,8 @@ def counting(fd, data, offset):
 def linking(*paths):
     link(*paths)
     if step == "linked": die()
-def adding(self, row):
-    add(self, row)
+def adding(self, *row):
+    add(self, *row)
     if step == "catalogued": die()
 os.pwrite, os.link, disk.Catalogue.add = counting, linking, adding
 store.publish(header, chain, blocks)

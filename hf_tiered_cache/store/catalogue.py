@@ -6,21 +6,25 @@ a lost or damaged catalogue costs a scan and no KV.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from .format import LINK_BYTES, SegmentHeader
+from . import LINK_BYTES
+
+if TYPE_CHECKING:
+    from .format import SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _BUSY_SECONDS = 10.0
 _MOST_PARAMETERS = 500
 _CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
@@ -28,12 +32,14 @@ _WAL_PAGES = 32  # small, since the log counts against the quota
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     "DROP TABLE IF EXISTS scores",
+    "DROP TABLE IF EXISTS models",
+    "CREATE TABLE models (fingerprint TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE scores (segment TEXT, lane INTEGER, row BLOB NOT NULL, PRIMARY KEY (segment, lane)) WITHOUT ROWID",
     """CREATE TABLE segments (
         id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
         first BLOB NOT NULL, usable_links INTEGER NOT NULL,
         tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
-        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL,
+        created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL, label TEXT NOT NULL,
         chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
     )""",
     "CREATE INDEX by_first ON segments(first)",
@@ -41,7 +47,8 @@ _SCHEMA = (
     f"PRAGMA user_version={SCHEMA_VERSION}",
 )
 _COLUMNS = (
-    "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain"
+    "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
+    "label"
 )
 _T = TypeVar("_T")
 
@@ -67,6 +74,8 @@ class SegmentRow:
     uses: int
     chain: bytes
     """All links, side by side."""
+    label: str = ""
+    """What the user calls it."""
 
     @classmethod
     def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
@@ -85,6 +94,7 @@ class SegmentRow:
             expires=header.expires,
             used=header.created,
             uses=0,
+            label=header.label,
         )
 
     def values(self) -> tuple:
@@ -192,10 +202,19 @@ class Catalogue:
         query = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0) FROM segments"
         return self._run(lambda db: db.execute(query).fetchone())
 
+    def models(self) -> dict[str, dict[str, str]]:
+        """For each fingerprint of which segments are stored what their headers say of the model."""
+        query = "SELECT fingerprint, facts FROM models WHERE fingerprint IN (SELECT fingerprint FROM segments)"
+        return {name: json.loads(facts) for name, facts in self._run(lambda db: db.execute(query).fetchall())}
+
     # --- writing
 
-    def add(self, row: SegmentRow) -> None:
+    def add(self, row: SegmentRow, model: Mapping[str, str] | None = None) -> None:
+        """Enter a segment, and what is known of the model that computed it."""
         marks = ", ".join("?" * len(row.values()))
+        if model:
+            facts = (row.fingerprint, json.dumps(dict(model)))
+            self._run(lambda db: db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", facts))
         self._run(lambda db: db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values()))
 
     def remove(self, ids: Iterable[str]) -> None:

@@ -129,7 +129,7 @@ class SegmentStore:
             self.counters.add("read_errors")
             self.warn("unreadable", f"{path.name} cannot be read ({error.strerror})")
         else:
-            self.ask(lambda c: c.add(SegmentRow.of(header, chain, nbytes)), None)
+            self.ask(lambda c: c.add(SegmentRow.of(header, chain, nbytes), header.model), None)
             return True
         return False
 
@@ -238,7 +238,9 @@ class SegmentStore:
             write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
             publish_name(tmp, final)
-            self.ask(lambda c: c.add(row), None)  # before the temporary name goes, so that its room stays reckoned
+            self.ask(
+                lambda c: c.add(row, header.model), None
+            )  # before the temporary name goes, so that its room stays reckoned
         finally:
             tmp.unlink(missing_ok=True)
             os.close(fd)

@@ -10,13 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..errors import FormatError, NewerFormatError
 from ..geometry import ALIGNMENT, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
+from . import EXACT, LINK_BYTES
 from .digest import DIGEST_DTYPE, xxh3
 
 MAGIC = b"HFTCKV\r\n"
@@ -24,9 +26,6 @@ MAGIC = b"HFTCKV\r\n"
 FORMAT_VERSION = 3
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
 _ORDERED_VERSION, _PLAIN_VERSION = 2, 1
-LINK_BYTES = 16
-EXACT = "exact"
-"""Provenance of KV that computing its sequence gives."""
 HEADER_BYTES = ALIGNMENT
 _PLACE_BYTES = _IMPORTANCE_BYTES = 4
 _SECTIONS = ("chain", "digests", "order", "importance", "blocks")
@@ -57,6 +56,10 @@ class SegmentHeader:
     created: float
     provenance: str = EXACT
     expires: float | None = None
+    model: Mapping[str, str] = field(default_factory=dict)
+    """Who computed it, in words: `name`, `class`, `dtype` and such. The fingerprint alone decides what is served."""
+    label: str = ""
+    """What the user calls it."""
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     order: Section = Section(0, 0)
@@ -140,13 +143,32 @@ def _encode_page(header: SegmentHeader, links: int) -> bytes:
         "expires": header.expires,
         "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
-    text = json.dumps(data, separators=(",", ":")).encode()
-    if _PREFIX.size + len(text) > HEADER_BYTES:
+    room = HEADER_BYTES - _PREFIX.size
+    text = _with_names(data, header, room)
+    if len(text) > room:
         raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
     page = bytearray(_PREFIX.pack(MAGIC, _version(header), len(text), 0) + text)
     page.extend(bytes(HEADER_BYTES - len(page)))
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
     return bytes(page)
+
+
+def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes:
+    """The header's JSON with label and model, the longest of them cut until it fits."""
+    names = {"": header.label, **header.model}  # the label has no name
+    while True:
+        said = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
+        text = _encode_json(data | {name: value for name, value in said.items() if value})
+        if len(text) <= room or not names:
+            return text
+        longest = max(names, key=lambda name: len(names[name]))
+        names[longest] = names[longest][: max(0, len(names[longest]) - (len(text) - room))]
+        if not names[longest]:
+            del names[longest]
+
+
+def _encode_json(data: dict[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
 def _version(header: SegmentHeader) -> int:
@@ -195,6 +217,8 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
             created=float(data["created"]),
             provenance=data["provenance"],
             expires=data["expires"],
+            model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
+            label=str(data.get("label") or ""),
             **there,
         )
         links = int(data["links"])
