@@ -12,15 +12,15 @@ class TieredCacheError(Exception):
 
 
 class ConfigError(TieredCacheError, ValueError):
-    """An argument has no meaning: a size that cannot be read, an unknown method, engine or policy."""
+    """An argument is not valid: a size that cannot be read, an unknown method, engine or policy."""
 
 
-class UnsupportedModelError(TieredCacheError):
+class UnsupportedModelError(ConfigError):
     """The model keeps state that is not the KV of single tokens, so it cannot be cut into chunks."""
 
 
 class CacheMismatchError(TieredCacheError):
-    """A cache is used with another model, or continued with a prompt that does not start with what it holds."""
+    """A cache is used with another model, or a strict one with a prompt that does not begin with what it holds."""
 
 
 class StoreError(TieredCacheError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -275,6 +276,11 @@ def layers_for(model: PreTrainedModel) -> list[Any]:
             f"{name} is an encoder-decoder, whose decoder's KV depends on the encoder's input; "
             "leave past_key_values to generate()"
         )
+    if not _attends_causally(model):
+        raise UnsupportedModelError(
+            f"{name} is an encoder: its tokens attend to those behind them, so that no prefix has KV of its own; pass "
+            "a causal LM"
+        )
     config = model.config.get_text_config(decoder=True)
     layers: list[Any] = []
     kinds = getattr(config, "layer_types", None)
@@ -291,6 +297,15 @@ def layers_for(model: PreTrainedModel) -> list[Any]:
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(_stateful(name, 0, "a recurrent state"))
     return layers
+
+
+def _attends_causally(model: PreTrainedModel) -> bool:
+    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    return (
+        any(said)
+        if said
+        else bool({"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys())
+    )
 
 
 def _stateful(name: str, layer: int, what: str) -> str:

@@ -42,12 +42,14 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
     elif isinstance(input_ids, list | tuple) and input_ids:
         rows = [input_ids] if isinstance(input_ids[0], int) else input_ids
     else:
-        raise ConfigError("precompute takes token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
+        raise ConfigError("a prompt is token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
     try:
-        prompts = [torch.as_tensor(row, dtype=torch.int64).view(-1) for row in rows]
+        prompts = [torch.as_tensor(row).view(-1) for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"precompute takes token ids; tokenize the text first ({error})") from error
-    return [prompt for prompt in prompts if len(prompt)]
+        raise ConfigError(f"a prompt is token ids; tokenize the text first ({error})") from error
+    if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
+        raise ConfigError("token ids are whole numbers; tokenize the text, and pass its input_ids")
+    return [prompt.to(torch.int64) for prompt in prompts if len(prompt)]
 
 
 def precompute(

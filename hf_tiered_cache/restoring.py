@@ -8,14 +8,15 @@ from functools import partial
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
-from .errors import ConfigError, UnsupportedModelError
+from .errors import ConfigError, TieredCacheError, UnsupportedModelError
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer
 from .methods import Method
 from .patches.attach import Attachment
-from .patches.attention import WRAPPED, can_scatter, can_select
+from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from .patches.layers import decoder_layers, dropping
 from .patches.rotary import Unrotated
 from .patches.scope import Scope
@@ -79,7 +80,7 @@ class Restoring:
                 self._announce(layer)
         if plan.suffix is None:
             if not can_scatter(config):
-                raise self._needs_sdpa("computes scattered tokens", " or ".join(WRAPPED))
+                raise needs_attention(self.method, self._attachment.model, WRAPPED)
             self.scope.positions = torch.from_numpy(plan.computed[0] + plan.base)
             self._drop_with_depth(plan)
             if self.scope.rows:
@@ -88,7 +89,7 @@ class Restoring:
         stack.callback(self._prefetch.cancel)
         if self._selective is not None:
             if not can_select(config):
-                raise self._needs_sdpa("chooses by the queries", "sdpa")
+                raise needs_attention(self.method, self._attachment.model, SELECTING)
             self.scope.attended = self._attended
             stack.callback(self._selective.cancel)
             self._selective.start()
@@ -103,18 +104,9 @@ class Restoring:
         else:
             layer.expect(scattered=plan.columns, first=max(0, plan.first_kept(layer.window)))
 
-    def _needs_sdpa(self, what: str, implementations: str) -> ConfigError:
-        return ConfigError(
-            f"{type(self.method).__name__} {what}, for which the model's attention must be {implementations}: "
-            "model.set_attn_implementation('sdpa')"
-        )
-
     def cannot_choose(self) -> UnsupportedModelError:
         """The model does not show what it attends to."""
-        return UnsupportedModelError(
-            f"{type(self._attachment.model).__name__} attends to other keys than it hands to its cache, or out of "
-            f"sight, so that {type(self.method).__name__} cannot choose among them; use the exact method with it"
-        )
+        return cannot_choose(self.method, self._attachment.model)
 
     def _drop_with_depth(self, plan: Plan) -> None:
         self.scope.rows.clear()
@@ -196,6 +188,45 @@ class Restoring:
             keys[:, :, plan.attended :] = key_states
             values[:, :, plan.attended :] = value_states
             return layer.seen_by(key_states.shape[2])
+
+
+def check_suits(method: Method, model: PreTrainedModel) -> None:
+    """Refuse a method that needs more of a model's attention than the model shows.
+
+    Raises:
+        ConfigError: another attention implementation would do.
+        UnsupportedModelError: none does.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if method.selects:
+        if not shows_queries(model):
+            raise cannot_choose(method, model)
+        if not can_select(config):
+            raise needs_attention(method, model, SELECTING)
+    elif method.passages and not can_scatter(config):
+        raise needs_attention(method, model, WRAPPED)
+
+
+def cannot_choose(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
+        f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
+    )
+
+
+def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
+    """Advice that works for this model: another attention implementation, if it has one, or another method."""
+    name = type(method).__name__
+    needed = " or ".join(map(repr, implementations))
+    if "eager" not in implementations and not model._supports_sdpa:
+        return UnsupportedModelError(
+            f"{name} needs attention of the kind {needed}, which {type(model).__name__} does not have; use the exact "
+            "method with it"
+        )
+    return ConfigError(
+        f"{name} needs attention of the kind {needed}, and the model has {model.config._attn_implementation!r}; call "
+        f"model.set_attn_implementation({implementations[0]!r}) before"
+    )
 
 
 def choosing_layers(layers: list[object]) -> list[int]:

@@ -8,26 +8,43 @@ they wrap.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedConfig
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .layers import decoder_layers
 from .scope import Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations whose masks can say where each query stands."""
+
+SELECTING = ("sdpa",)
+"""Implementations whose queries can choose what to attend to."""
 
 _patching = threading.Lock()
 
 
 def can_select(config: PreTrainedConfig) -> bool:
     """Whether this model's attention implementation tells us its queries."""
-    return config._attn_implementation == "sdpa"
+    return config._attn_implementation in SELECTING
+
+
+def shows_queries(model: PreTrainedModel) -> bool:
+    """Whether the model attends through the registered functions, to the keys that it hands to its cache.
+
+    Latent attention (MLA) caches what keys are made from.
+    """
+    if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
+        return False
+    layers = decoder_layers(model, model.config.get_text_config(decoder=True).num_hidden_layers)
+    names = {type(module).__module__ for module in layers.modules() if "Attention" in type(module).__name__}
+    return all(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in names)
 
 
 def can_scatter(config: PreTrainedConfig) -> bool:

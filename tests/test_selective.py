@@ -15,6 +15,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
+from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.selector import Choice
 from hf_tiered_cache.select.top_chunks import TopChunks
@@ -96,7 +97,7 @@ def same(ours, theirs):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in BLIND])
 def test_a_whole_budget_is_the_exact_method(family, store):
     model, ids = build(family), prompt(PREFIX)
-    fill(store, model, ids)
+    store.precompute(model, ids, method=METHOD, progress=False)  # of any attention: it is exact
     exact, _ = ask(model, store, question(ids), None)
     ours, cache = ask(model, store, question(ids), replace(METHOD, budget=1.0))
     same(ours, exact)
@@ -471,17 +472,19 @@ def test_tokens_of_the_prompt_cannot_be_taken_back(model, store):
 
 @pytest.mark.parametrize("family", BLIND)
 def test_models_whose_attention_is_out_of_sight_are_refused(family, store):
-    model, ids = build(family), prompt(PREFIX)
-    fill(store, model, ids)
+    model = build(family)
     with pytest.raises(UnsupportedModelError, match="exact method"):
-        ask(model, store, question(ids))
+        TieredCache(model, store, method=METHOD)
+    TieredCache(model, store, method=replace(METHOD, budget=1.0))
 
 
 def test_attention_that_hides_its_queries_is_refused(store):
-    model, ids = build("llama", attn_implementation="eager"), prompt(PREFIX)
-    fill(store, model, ids)
-    with pytest.raises(ConfigError, match="sdpa"):
-        ask(model, store, question(ids))
+    model = build("llama", attn_implementation="eager")
+    with pytest.raises(ConfigError, match="set_attn_implementation\\('sdpa'\\)"):
+        TieredCache(model, store, method=METHOD)
+    assert attachment_of(model) is None
+    model.set_attn_implementation("sdpa")
+    TieredCache(model, store, method=METHOD)
 
 
 @pytest.mark.parametrize(

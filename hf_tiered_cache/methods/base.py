@@ -12,13 +12,17 @@ from ..restore.plan import Situation
 from ..select.selector import Selector
 from ..store.format import EXACT
 
+DEFAULT_BUDGET = 0.25
+"""Share of the prefix that methods with a budget attend to, unless told otherwise."""
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """How KV is cut and restored.
+
+    Arguments are given by name, but for the share of a method that has one, which comes first: `ContiguousKV(0.1)`.
 
     Args:
         geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
@@ -60,6 +64,11 @@ class Method:
     def attended(self, tokens: int) -> int:
         """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
         return tokens
+
+    @property
+    def selects(self) -> bool:
+        """Whether layers with full attention attend to less than what is restored."""
+        return False
 
     def tuned(self, ratio: Callable[[], float | None]) -> Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""

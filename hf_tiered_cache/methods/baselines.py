@@ -13,10 +13,10 @@ from ..restore.plan import Situation
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_tokens import TopTokens
-from .base import Method
+from .base import DEFAULT_BUDGET, Method
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Recompute(Method):
     """No reuse: everything is computed."""
 
@@ -24,7 +24,7 @@ class Recompute(Method):
         return (np.arange(situation.columns),) * situation.layers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionStore(Method):
     """All KV of the prefix, a layer at a time, the next layer's while this one computes (Gao et al. 2024)."""
 
@@ -32,7 +32,7 @@ class AttentionStore(Method):
     ahead_bytes: int = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class H2O(Method):
     """All keys of a layer are read, and the values of the tokens that its heads pay most attention to.
 
@@ -43,7 +43,7 @@ class H2O(Method):
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
     ahead_bytes: int = 0
-    budget: float = 0.25
+    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:
@@ -53,6 +53,10 @@ class H2O(Method):
 
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, 1)
+
+    @property
+    def selects(self) -> bool:
+        return self.budget < 1
 
     def selector(self) -> Selector:
         return TopTokens()

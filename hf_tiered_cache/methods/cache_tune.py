@@ -20,7 +20,7 @@ from .base import Method
 logger = logging.getLogger("hf_tiered_cache")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Passages(Method, ABC):
     """What methods that reuse passages share: everything is computed but what `reused` says of each passage.
 
@@ -86,7 +86,7 @@ class Passages(Method, ABC):
         """Of each passage in a row the tokens that are restored, counted from the piece's first: int64 each."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheTune(Passages):
     """Of each passage the tokens with most energy at low frequencies are computed in their true context.
 
@@ -99,7 +99,7 @@ class CacheTune(Passages):
             of a row together, so that those which depend more on what stands before them get more of it (ours).
     """
 
-    recompute: float | Literal["auto"] = 0.15
+    recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
     across: bool = True
 
     def __post_init__(self) -> None:
@@ -134,17 +134,17 @@ class CacheTune(Passages):
         return least
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Epic(Passages):
     """The first tokens of each passage are computed, where those that took it for a beginning attended (LegoLink).
 
     Args:
+        recompute: a share of each passage, or None for the `first` tokens.
         first: how many (Hu et al. 2025).
-        recompute: instead, a share of each passage.
     """
 
+    recompute: float | None = field(default=None, kw_only=False)
     first: int = 16
-    recompute: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +160,7 @@ class Epic(Passages):
         return self.first if self.recompute is None else int(self.recompute * count + 1e-9)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheBlend(Passages):
     """The tokens whose values at layer 1 are furthest from the stored ones are computed (Yao et al. 2025).
 
@@ -170,8 +170,8 @@ class CacheBlend(Passages):
         recompute: share of all reused tokens that is computed.
     """
 
+    recompute: float = field(default=0.15, kw_only=False)
     check_layer: Literal[1] = 1
-    recompute: float = 0.15
 
     compares = 1
 

@@ -10,11 +10,11 @@ from ..geometry import Geometry, KeyIndex
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_chunks import TopChunks
-from .base import Method
+from .base import DEFAULT_BUDGET, Method
 from .baselines import check_budget
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ContiguousKV(Method):
     """The suffix attends to the chunks of the prefix that it pays most attention to, chosen once for each period.
 
@@ -32,7 +32,7 @@ class ContiguousKV(Method):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    budget: float = 0.25
+    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     chunk_tokens: int = 16
     period: int = 8
     subperiod: int = 4
@@ -56,6 +56,10 @@ class ContiguousKV(Method):
 
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, self.chunk_tokens)
+
+    @property
+    def selects(self) -> bool:
+        return self.budget < 1
 
     def selector(self) -> Selector:
         return TopChunks(self.period, self.identify == "index", self.lead, self._heads)

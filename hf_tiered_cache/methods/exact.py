@@ -7,6 +7,6 @@ from dataclasses import dataclass
 from .base import Method
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exact(Method):
     """Every layer computes the suffix, and sees every token before it: the output is that of no reuse at all."""

@@ -8,11 +8,11 @@ from ..geometry import Geometry, KeyIndex
 from ..select.chunks import budgeted_tokens
 from ..select.probe_heads import ProbeHeads
 from ..select.selector import Selector
-from .base import Method
+from .base import DEFAULT_BUDGET, Method
 from .baselines import check_budget
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Impress(Method):
     """Each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
 
@@ -28,7 +28,7 @@ class Impress(Method):
 
     geometry: Geometry = field(init=False, default=Geometry())
     ahead_bytes: int = 0
-    budget: float = 0.25
+    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     chunk_tokens: int = 64
     probe_heads: int = 3
     alpha: float = 0.6
@@ -43,6 +43,10 @@ class Impress(Method):
 
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, 1)
+
+    @property
+    def selects(self) -> bool:
+        return self.budget < 1
 
     def selector(self) -> Selector:
         return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)
