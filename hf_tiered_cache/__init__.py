@@ -17,7 +17,8 @@ from .errors import (
 from .geometry import Geometry
 from .kvstore import KVStore
 from .methods import METHODS, Exact, Method
-from .patches import attach, detach
+from .patches import detach
+from .session import TieredSession, attach, tiered
 from .stats import RequestStats, StoreStats
 
 __version__ = "0.1.0"
@@ -41,7 +42,9 @@ __all__ = [
     "StoreStats",
     "TieredCache",
     "TieredCacheError",
+    "TieredSession",
     "UnsupportedModelError",
     "attach",
     "detach",
+    "tiered",
 ]

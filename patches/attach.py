@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -20,11 +22,17 @@ from ..errors import UnsupportedModelError
 from . import rotary
 from .attention import patch_attention, unpatch_attention
 from .layers import decoder_layers
+from .pickling import pickle_as_it_is, pickle_without, without_hook
 from .scope import current
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _ATTRIBUTE = "_hf_tiered_cache"
 _CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
 """Whether chunked prefill goes on from a cache in use; 5.17 gives it the whole prompt again."""
+
+_generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
+"""The attached model whose `generate()` runs in this thread."""
 
 
 class ServedCache(ABC):
@@ -35,8 +43,8 @@ class ServedCache(ABC):
         """Run one forward pass of the attached model; `kwargs` holds all its arguments by name."""
 
     @abstractmethod
-    def check_continues(self, input_ids: torch.Tensor) -> None:
-        """`generate()` begins with these ids, `[batch, n]`: raise CacheMismatchError if this cache holds others."""
+    def continue_with(self, input_ids: torch.Tensor, copies: int) -> None:
+        """`generate()` begins with these ids, `[batch, n]`, so many `copies` of each: hold nothing else."""
 
 
 class Attachment:
@@ -53,13 +61,24 @@ class Attachment:
         """What users of the attachment keep with it; closed, where it can be, and forgotten with `detach`."""
         self.signature = inspect.signature(model.forward)
         self.compiled = False
+        self.fresh: list[Callable[[], ServedCache]] = []
+        """Make the cache of a `generate()` that brings none; the last one is in force."""
         self._devices: list[torch.device] = []
-        self._handles = rotary.watch_tables(model)
+        self._tables = rotary.watch_tables(model)
+        for module, handle in self._tables:
+            pickle_without(module, without_hook(handle))
+        pickle_without(model, _detached)
         self._functions = rotary.rotary_functions(model)
         for module, name in self._functions:
             rotary.patch_function(module, name)
         patch_attention()
         self.active = True
+        if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
+            logger.warning(
+                "%s has dynamically quantized layers, which scale their inputs by all tokens of a pass: behind a "
+                "restored prefix its answers may differ from those of one pass over the whole prompt",
+                type(model).__name__,
+            )
 
     def refresh(self) -> None:
         """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
@@ -81,14 +100,10 @@ class Attachment:
     def undo(self) -> None:
         """Leave the model exactly as it was."""
         self.active = False
-        for name, wrapper in _WRAPPERS.items():
-            method = self.model.__dict__.get(name)
-            if isinstance(method, wrapper):
-                if method.before is None:
-                    del self.model.__dict__[name]
-                else:
-                    setattr(self.model, name, method.before)
-        for handle in self._handles:
+        _detached(self.model.__dict__)
+        pickle_as_it_is(self.model)
+        for module, handle in self._tables:
+            pickle_as_it_is(module)
             handle.remove()
         for module, name in self._functions:
             rotary.unpatch_function(module, name)
@@ -106,10 +121,6 @@ class Attachment:
             except UnsupportedModelError:
                 self._devices = [self.model.device] * count
         return self._devices[layer]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of an attached model is a model that is not attached."""
-        return None
 
 
 class _Eagerly(AbstractContextManager):
@@ -136,7 +147,7 @@ _EAGERLY = _Eagerly()
 
 
 class _Wrapper:
-    """A bound method of the model, wrapped. In a deep copy of the model it is the copy's own method again.
+    """A bound method of the model, wrapped.
 
     Args:
         method: the method.
@@ -156,10 +167,6 @@ class _Wrapper:
             return False
         scope = None if torch.compiler.is_compiling() else current()
         return scope is None or scope.cache is not cache
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = memo[id(self.attachment.model)]
-        return getattr(type(twin), self.method.__name__).__get__(twin)
 
 
 class _Forward(_Wrapper):
@@ -182,15 +189,50 @@ class _CompiledCall(_Wrapper):
 
 
 class _Generate(_Wrapper):
-    """Where the whole prompt is known: a cache that holds another one is refused, not continued."""
+    """Where the whole prompt is known: a cache that holds another one forgets it; who brings none may be given one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attachment.fresh and self._needs_cache(kwargs):
+            kwargs["past_key_values"] = self.attachment.fresh[-1]()
         cache = kwargs.get("past_key_values")
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
-            cache.check_continues(ids)
+            cache.continue_with(
+                ids, max(self._said(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+            )
             if cache.get_seq_length() and not _CHUNKS_GO_ON:
                 kwargs["prefill_chunk_size"] = None
+        token = _generating.set(self.attachment)
+        try:
+            return self.method(*args, **kwargs)
+        finally:
+            _generating.reset(token)
+
+    def _needs_cache(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the caller leaves the choice of a cache to us."""
+        if kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None:
+            return False
+        if _generating.get() is self.attachment:  # a model that drafts for itself
+            return False
+        return self._said(kwargs, "use_cache") is not False and self._said(kwargs, "cache_implementation") is None
+
+    def _said(self, kwargs: dict[str, Any], name: str) -> Any:
+        """What the arguments say of a setting of generation, or else the configurations."""
+        configs = (kwargs.get("generation_config"), self.attachment.model.generation_config)
+        said = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in said if value is not None), None)
+
+
+class _GenerateBatch(_Wrapper):
+    """Continuous batching keeps its KV in pages of its own, and asks no cache of ours."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attachment.active and (self.attachment.fresh or self.serves(kwargs.values())):
+            kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, ServedCache)}
+            logger.warning(
+                "generate_batch() keeps its KV in pages of its own: the TieredCache is ignored, and nothing is "
+                "restored or stored; call generate() to use it"
+            )
         return self.method(*args, **kwargs)
 
 
@@ -229,9 +271,21 @@ def _device(module: nn.Module) -> torch.device:
 _WRAPPERS: dict[str, type[_Wrapper]] = {
     "forward": _Forward,
     "generate": _Generate,
+    "generate_batch": _GenerateBatch,
     "prepare_inputs_for_generation": _PrepareInputs,
     "_compiled_call_impl": _CompiledCall,
 }
+
+
+def _detached(state: dict[str, Any]) -> None:
+    """Remove from a model's state what `attach` put there."""
+    state.pop(_ATTRIBUTE, None)
+    for name, wrapper in _WRAPPERS.items():
+        if isinstance(method := state.get(name), wrapper):
+            if method.before is None:
+                del state[name]
+            else:
+                state[name] = method.before
 
 
 def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +333,6 @@ def detach(model: nn.Module) -> None:
     found = attachment_of(model)
     if found is not None:
         found.undo()
-        del model.__dict__[_ATTRIBUTE]
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .scope import current
 
@@ -35,11 +36,11 @@ class RotaryTable:
     sin: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[1, n, dims]` at other positions, int64 `[n]`, under the frequencies of this pass."""
+        """cos and sin `[1, n, dims]` at other positions of text, int64 `[n]`, under the frequencies of this pass."""
         asked: torch.Tensor = self.arguments.arguments["position_ids"]
         # some frequencies depend on the longest position of a pass: it is shown to the module, and cut off again
         latest = asked.max().to(positions.device).view(1)
-        changed = {"position_ids": torch.cat([positions, latest]).unsqueeze(0)}
+        changed = {"position_ids": torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1)}
         cos, sin = _call(self.module.forward, self.arguments, changed)
         return cos[:, :-1], sin[:, :-1]
 
@@ -184,15 +185,15 @@ def _call(function: Callable[..., Any], arguments: inspect.BoundArguments, chang
 # --- watching
 
 
-def watch_tables(model: nn.Module) -> list[Any]:
-    """Watch every module that makes cos and sin tables. Returns the hooks' handles."""
-    handles = []
+def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
+    """Watch every module that makes cos and sin tables. Returns these modules, and the handles of their hooks."""
+    watched = []
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
             signature = inspect.signature(module.forward)
             if "position_ids" in signature.parameters:
-                handles.append(module.register_forward_hook(_note_table(signature), with_kwargs=True))
-    return handles
+                watched.append((module, module.register_forward_hook(_note_table(signature), with_kwargs=True)))
+    return watched
 
 
 def _note_table(signature: inspect.Signature) -> Callable[..., None]:
@@ -202,7 +203,8 @@ def _note_table(signature: inspect.Signature) -> Callable[..., None]:
             return
         arguments = signature.bind(*args, **kwargs)
         positions, (cos, sin) = arguments.arguments["position_ids"], output
-        if positions.ndim == 2 and cos.ndim == 3 and cos.shape[1] == positions.shape[1]:  # one position a token
+        # one position a token, or several (vision models) that are equal in text
+        if positions.ndim in (2, 3) and cos.ndim == 3 and cos.shape[1] == positions.shape[-1]:
             scope.tap.tables.append(RotaryTable(module, arguments, cos, sin))
 
     return hook

@@ -1,0 +1,148 @@
+"""A model whose `generate()` uses a store without being told to: pipelines, servers and other people's code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import overload
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from . import patches
+from .cache import TieredCache
+from .errors import ConfigError
+from .kvstore import KVStore, open_store
+from .methods import Method, make_method
+from .patches.attach import Attachment, attachment_of, base_model
+from .stats import Account, RequestStats
+
+
+class TieredSession:
+    """While it lasts, every `generate()` of the model that brings no cache gets a fresh `TieredCache`.
+
+    Calls that ask for another cache (`past_key_values`, `cache_implementation`, `use_cache=False`) go through as they
+    are. As a context manager it is closed at the end.
+
+    Args:
+        model, store, method, restore, record, segments, label: as for `TieredCache`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KVStore | str | os.PathLike[str],
+        *,
+        method: Method | str | None = None,
+        restore: bool = True,
+        record: bool = True,
+        segments: Sequence[int] | None = None,
+        label: str = "",
+    ) -> None:
+        self.method = make_method(method)
+        self._account = Account()
+        self._was_attached = attachment_of(model) is not None
+        self._attachment = patches.attach(model)
+        self.store = open_store(store, self.method, self._attachment.extras)
+        self._settings = {"method": self.method, "restore": restore, "record": record, "segments": segments}
+        self._label = label
+        try:
+            self._fresh()  # what cannot be served is refused here, not in the first generate()
+        except BaseException:
+            self._leave()
+            raise
+        self._attachment.fresh.append(self._fresh)
+
+    def _fresh(self) -> TieredCache:
+        cache = TieredCache(self._attachment.model, self.store, label=self._label, **self._settings)
+        cache.count_into(self._account)
+        return cache
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model that is served."""
+        return self._attachment.model
+
+    @property
+    def stats(self) -> RequestStats:
+        """The sum over all requests so far. Printed, it is a table."""
+        return self._account.stats
+
+    def close(self) -> None:
+        """From now on `generate()` is what it was before. What was computed is stored."""
+        if self._fresh in self._attachment.fresh:
+            self._attachment.fresh.remove(self._fresh)
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self._was_attached:
+            patches.detach(self._attachment.model)
+
+    def __enter__(self) -> TieredSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TieredSession({type(self.model).__name__}, {self.store!r}, {self.method})"
+
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
+
+def tiered(
+    model: nn.Module,
+    store: KVStore | str | os.PathLike[str],
+    *,
+    method: Method | str | None = None,
+    restore: bool = True,
+    record: bool = True,
+    segments: Sequence[int] | None = None,
+    label: str = "",
+) -> TieredSession:
+    """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
+
+    Args:
+        model: a causal LM of transformers.
+        store: a `KVStore`, or the path of one.
+        method, restore, record, segments, label: as for `TieredCache`.
+
+    Returns:
+        The session; `session.stats` sums over its requests.
+    """
+    return TieredSession(model, store, method=method, restore=restore, record=record, segments=segments, label=label)
+
+
+@overload
+def attach(model: nn.Module) -> Attachment: ...
+@overload
+def attach(
+    model: nn.Module, *, store: KVStore | str | os.PathLike[str], method: Method | str | None = None, label: str = ""
+) -> TieredSession: ...
+def attach(
+    model: nn.Module,
+    *,
+    store: KVStore | str | os.PathLike[str] | None = None,
+    method: Method | str | None = None,
+    label: str = "",
+) -> Attachment | TieredSession:
+    """Let `model` serve caches of ours; with a store, also in every `generate()` that brings no cache.
+
+    Args:
+        model: a causal LM of transformers.
+        store: a `KVStore`, or the path of one; None attaches the model alone, as the first `TieredCache` does.
+        method, label: as for `TieredCache`.
+
+    Returns:
+        With a store the session that lasts until its `close()` or `detach(model)`, else the attachment.
+
+    Raises:
+        ConfigError: a method without a store.
+        UnsupportedModelError: the model or the method cannot be served.
+    """
+    if store is not None:
+        return TieredSession(model, store, method=method, label=label)
+    if method is not None or label:
+        raise ConfigError("attach(model, method=...) also needs store=: a KVStore, or the path of one")
+    return patches.attach(base_model(model))
