@@ -9,30 +9,30 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import Cache, PreTrainedModel
 
+from . import reasons
 from .calibrate import calibrated_ratio
 from .errors import CacheMismatchError, RestoreError, StoreClosedError
 from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
-from .geometry import LayerKV
-from .kvstore import KVStore
+from .geometry import LINK_TOKENS, LayerKV
+from .kvstore import KVStore, open_store
 from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.rotary import RotaryTap
 from .patches.scope import Scope, current, entered
-from .record import Recorder
-from .request import Request, understand
+from .record import Names, Recorder
+from .request import Request, count_tokens, placeholder_tokens, understand
 from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
-from .restoring import Restoring, choosing_layers
+from .restoring import Restoring, check_suits, choosing_layers
 from .stats import Account, RequestStats
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -70,9 +70,13 @@ class TieredCache(Cache, ServedCache):
         record: whether new KV is stored.
         segments: for methods that reuse passages, the tokens of the prompt at which stored ones may begin; None looks
             for them everywhere.
+        strict: what happens when the cache is given a prompt that does not begin with what it holds. False crops it to
+            what the two have in common, restores what the store has, and goes on; True raises CacheMismatchError.
+        label: stands in the header of the segments that this cache stores, for `hf-tiered-cache ls`.
 
     Raises:
-        UnsupportedModelError: the model keeps state that is no KV of single tokens.
+        ConfigError: an argument is not valid, or the model's attention does not suit the method.
+        UnsupportedModelError: the model keeps state that is no KV of single tokens, or the method cannot serve it.
     """
 
     def __init__(
@@ -84,22 +88,29 @@ class TieredCache(Cache, ServedCache):
         restore: bool = True,
         record: bool = True,
         segments: Sequence[int] | None = None,
+        strict: bool = False,
+        label: str = "",
     ) -> None:
         self.method = make_method(method)
-        super().__init__(layers=layers_for(base_model(model)))
-        self._attachment = attach(model)
-        self.store = store if isinstance(store, KVStore) else _store_at(self._attachment, store)
-        self._restores, self._records = restore, record
+        inner = base_model(model)
+        super().__init__(layers=layers_for(inner))
+        check_suits(self.method, inner)
+        self._attachment = attach(inner)
+        self.store = open_store(store, self.method, self._attachment.extras)
+        self._restores, self._records, self._strict, self._label = restore, record, strict, label
         self._segments = None if segments is None else tuple(segments)
+        self._placeholders = placeholder_tokens(self.model.config)
+        self._account = Account()
         self._begin()
 
     def _begin(self) -> None:
-        self._account = Account()
         self._history: History | None = None
         self._recorder: Recorder | None = None
         self._finish: Callable[[], None] | None = None
         self._regime = ""
         self._plain = ""  # why what this cache holds can be neither stored nor restored, if so
+        self._approximate = False  # whether what it holds is what no exact cache would
+        self._untold = True  # whether a prompt has begun of which nothing was said yet
         self._now: _Pass | None = None
         self._in_prompt = False  # whether the last pass had several columns
 
@@ -117,8 +128,20 @@ class TieredCache(Cache, ServedCache):
         """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
         if self._recorder is None:
             return ()
-        self._account.add(tokens_stored=self._recorder.seal())
+        self._recorder.seal()
         return self._recorder.segments(0)
+
+    def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
+        """What a fresh cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
+        request = self._understand({"input_ids": input_ids, "logits_to_keep": 1})
+        if request is None:
+            return None, self._plain
+        plan = self._plan(request)
+        return plan, self._why_nothing(request) if plan is None else ""
+
+    def count_into(self, total: Account | None) -> None:
+        """Let everything that is counted from now on be counted there, too."""
+        self._account.total = total
 
     # --- one pass
 
@@ -132,8 +155,12 @@ class TieredCache(Cache, ServedCache):
         with torch.no_grad():  # stored KV has no gradient
             request = self._understand(kwargs)
             if request is None:
-                return self._pass(forward, kwargs, None, None)
-            restores = self._restores
+                output = self._pass(forward, kwargs, None, None)
+                self._account.add(tokens_computed=count_tokens(kwargs))
+                if self._untold:
+                    self._tell(self._plain)
+                return output
+            failed, restores = False, True
             for replans_left in range(_REPLANS, -1, -1):
                 plan = self._plan(request) if replans_left and restores else None
                 marks = [layer.mark() for layer in self._kv_layers()]
@@ -144,12 +171,18 @@ class TieredCache(Cache, ServedCache):
                     self._undo(marks)
                     if not isinstance(error, RestoreError):
                         raise
+                    failed = True
                     self._account.add(recomputed=1)
                     cause = error.__cause__ or error
                     if not isinstance(cause, MemoryError | RuntimeError):  # no fault of the segment's
                         self.store.disk.report(error.segment, cause)
                     restores = self.store.usable  # closed under way, it has failed this pass, and finds no other plan
+            reason = reasons.DAMAGED if failed else self._why_nothing(request) if plan is None and self._untold else ""
+            if request.text < request.columns:
+                reason = reasons.IMAGES
             self._note(request, plan)
+            if self._untold:
+                self._tell(reason)
             return output
 
     def _understand(self, kwargs: dict[str, Any]) -> Request | None:
@@ -158,35 +191,62 @@ class TieredCache(Cache, ServedCache):
             return None
         columns = self.get_seq_length()
         request = self._unusual(columns)
-        request = request or understand(kwargs, columns, None if self._history is None else self._history.pads)
+        pads = None if self._history is None else self._history.pads
+        request = request or understand(kwargs, columns, pads, self._placeholders)
         reason = request if isinstance(request, str) else self._changed(request, columns)
         if not reason:
             return request
+        self._run_plain(reason)
+        if not self._untold:
+            self._explain(reason)
+        return None
+
+    def _run_plain(self, reason: str) -> None:
+        """From here on passes run as with any cache."""
         self._plain = reason
-        logger.debug("nothing more of this prompt is restored or stored: %s", reason)
         if self._recorder is not None:
             self._recorder.seal()
             self._history = self._recorder = None
-        return None
+
+    def _tell(self, reason: str) -> None:
+        """The first pass of a prompt is done: count it, and say what came of it."""
+        self._untold = False
+        self._account.add(requests=1)
+        if reason:
+            self._explain(reason)
+        stats = self.stats
+        logger.info(
+            "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
+            stats.tokens_restored,
+            stats.tier,
+            stats.tokens_computed,
+            1e3 * stats.stall_seconds,
+            reason and f"; {reason}",
+        )
+
+    def _explain(self, reason: str) -> None:
+        self._account.explain(reason)
+        if not reasons.is_expected(reason):
+            self.store.disk.warn(reason, reason)
 
     def _changed(self, request: Request, columns: int) -> str:
         """Why the pass's KV is of another kind than what this cache holds, or ""; the first one decides on that."""
         regime = rope_regime(self._attachment.config, columns + request.columns - min(request.pads))
         if regime is None or (self._history is not None and regime != self._regime):
-            return "its RoPE frequencies depend on its length"
+            return reasons.LENGTH_ROPE
         if self._history is None:
             self._open(request, regime)
         elif request.columns > 1 and self._fingerprint() != self._recorder.fingerprint:
-            return "the model has changed since the cache was begun"
+            return reasons.MODEL_CHANGED
         return ""
 
     def _unusual(self, columns: int) -> str:
         if self.model.training:
-            return "the model is in training mode"
+            return reasons.TRAINING
         if columns == 0 and rows_have_adapters(self.model):
-            return "its rows have adapters of their own"
+            return reasons.ROW_ADAPTERS
         if columns != (0 if self._history is None else self._history.columns):
-            return "the cache was filled outside of the model's passes"
+            return reasons.FILLED_ELSEWHERE
         return ""
 
     def _open(self, request: Request, regime: str) -> None:
@@ -203,11 +263,26 @@ class TieredCache(Cache, ServedCache):
         method, store = self.method, self.store
         history = History(store.chain(fingerprint, method.provenance, self._regime), pads)
         return Recorder(
-            history, fingerprint, method.geometry, store.submit, store.ttl, method.provenance, self._records
+            history,
+            fingerprint,
+            method.geometry,
+            store.submit,
+            store.ttl,
+            method.provenance,
+            self._records,
+            account=self._account,
+            names=self._names(),
         )
 
+    def _names(self) -> Names:
+        return Names(self._fingerprinter.facts, self._label)
+
+    @property
+    def _fingerprinter(self) -> Fingerprinter:
+        return self._attachment.extras.setdefault("fingerprinter", Fingerprinter(self.model))
+
     def _fingerprint(self) -> str:
-        return self._attachment.extras.setdefault("fingerprinter", Fingerprinter(self.model))()
+        return self._fingerprinter()
 
     def _follow(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -217,7 +292,7 @@ class TieredCache(Cache, ServedCache):
 
     def _plan(self, request: Request) -> Plan | None:
         """What this pass restores, or None if that is nothing."""
-        if request.must_compute >= request.columns or self._asks_for_all(request.kwargs):
+        if self._why_not_looked_for(request):
             return None
         with self._account.timing("match_seconds"):
             plan, found = make_plan(
@@ -235,6 +310,27 @@ class TieredCache(Cache, ServedCache):
         if plan is not None and not choosing_layers(self.layers):
             return replace(plan, attended=None)
         return plan
+
+    def _why_not_looked_for(self, request: Request) -> str:
+        if self._approximate:
+            return reasons.APPROXIMATE
+        if not self._restores:
+            return reasons.SWITCHED_OFF
+        if self._asks_for_all(request.kwargs):
+            return reasons.ALL_STATES
+        if request.must_compute >= request.columns:
+            return reasons.SHORT if request.columns <= LINK_TOKENS else reasons.ALL_LOGITS
+        return ""
+
+    def _why_nothing(self, request: Request) -> str:
+        """Why a prompt that has no plan is not restored; "" where it goes on from what the cache holds."""
+        reason = self._why_not_looked_for(request)
+        if reason or self._history.columns or not self.store.usable:
+            return reason
+        passages = (self.method.passages, sink_token(self._attachment.config)) if self.method.passages else None
+        tokens = request.ids[0, self._history.pads[0] :].to("cpu", torch.int64).numpy()
+        fingerprint = self._recorder.fingerprint
+        return reasons.of_a_miss(self.store, tokens, fingerprint, self._fingerprinter.facts, self._regime, passages)
 
     def _finder(self) -> PassageFinder:
         """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
@@ -304,13 +400,16 @@ class TieredCache(Cache, ServedCache):
             self._account.add(tokens_attended=attended)
             if self.method.reorder:
                 self.store.upkeep.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
-            self._approximate()
         else:
             self._account.add(tokens_attended=restored)
-            if plan is not None and not plan.exact:
-                self._approximate()
+        if plan is not None and not plan.exact:
+            self._approximate, self._recorder.enabled = True, False
         computed = columns if plan is None else len(plan.computed[0])
         self._recorder.end(request.ids, computed, request.revocable)
+        if request.text < columns:
+            self._recorder.crop(columns - request.text)
+            self._run_plain(reasons.IMAGES)
+            return
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
         least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
         if self._recorder.unsealed >= least:
@@ -319,10 +418,6 @@ class TieredCache(Cache, ServedCache):
             except StoreClosedError as error:  # the request itself goes on
                 logger.warning("%s: what is computed from here on is not stored", error)
                 self._recorder.enabled = False
-
-    def _approximate(self) -> None:
-        """From here on this cache computes what no exact cache would: it stores nothing and restores nothing more."""
-        self._recorder.enabled = self._restores = False
 
     # --- what layers and generate() ask of a cache
 
@@ -350,18 +445,37 @@ class TieredCache(Cache, ServedCache):
             return layer.update(key_states, value_states)
         return now.restoring.take(layer_idx, kind, bare, key_states, value_states)
 
-    def check_continues(self, input_ids: torch.Tensor) -> None:
-        """Refuse a prompt that does not go on from what this cache holds."""
+    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
+        """`generate()` begins with these ids: keep what this cache holds of them, and forget the rest.
+
+        Args:
+            input_ids: int `[batch, n]`.
+            copies: rows of the cache for each of these (beams, several sequences).
+
+        Raises:
+            CacheMismatchError: the cache is strict, and holds other tokens.
+        """
+        self._untold = True
         if self._history is None or not self._history.columns:
             return
-        held, prompt = self._history.ids(), input_ids.cpu().numpy()
-        prompt = prompt.repeat(max(1, len(held) // len(prompt)), axis=0)  # generate() gives each row several times
-        longer = prompt.shape[0] == held.shape[0] and prompt.shape[1] > held.shape[1]
-        if not longer or (prompt[:, : held.shape[1]] != held).any():
+        columns, prompt = self._history.columns, input_ids.cpu().numpy().repeat(copies, axis=0)
+        kept = min(self._history.common_columns(prompt), prompt.shape[1] - 1)
+        dropped = columns - kept
+        if not dropped:
+            return
+        if self._strict:
             raise CacheMismatchError(
-                f"this cache holds {held.shape[1]} tokens of another prompt; make a new TieredCache for each prompt "
-                "(it is cheap, and finds what is stored), or pass the whole conversation so far to go on with this one"
+                f"this cache holds {columns} tokens, of which the prompt begins with {kept}; make a new "
+                "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
+                "far to go on with this one, or leave strict=False"
             )
+        self._account.add(tokens_dropped=dropped * self._history.rows)
+        try:
+            if not kept:
+                raise RuntimeError
+            self.crop(-dropped)
+        except RuntimeError:  # a window, or a selection of the prompt, does not go back: the store may have it
+            self._start_over()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""
@@ -391,7 +505,13 @@ class TieredCache(Cache, ServedCache):
             self._recorder.select(rows)
 
     def reset(self) -> None:
-        """Forget everything, for another prompt. What was computed is stored."""
+        """Forget everything, for another prompt; `stats` begin anew. What was computed is stored."""
+        self._start_over()
+        total = self._account.total
+        self._account = Account()
+        self._account.total = total
+
+    def _start_over(self) -> None:
         if self._finish is not None:
             self._finish()
         super().reset()
@@ -406,11 +526,15 @@ class TieredCache(Cache, ServedCache):
             restore=self._restores,
             record=self._records,
             segments=self._segments,
+            strict=self._strict,
+            label=self._label,
         )
+        twin.count_into(self._account.total)
         twin.layers = [layer.fork() if isinstance(layer, TieredLayer) else layer for layer in self.layers]
-        twin._plain, twin._regime = self._plain, self._regime
+        twin._plain, twin._regime, twin._approximate = self._plain, self._regime, self._approximate
+        twin._untold, twin._in_prompt = self._untold, self._in_prompt
         if self._recorder is not None:
-            twin._follow(self._recorder.fork())
+            twin._follow(self._recorder.fork(twin._account))
             twin._history = twin._recorder.history
         return twin
 
@@ -421,14 +545,8 @@ class TieredCache(Cache, ServedCache):
         model = type(self.model).__name__
         return f"TieredCache({model}, {self.store!r}, {self.method}, {self.get_seq_length()} tokens)"
 
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
     def _kv_layers(self) -> list[TieredLayer]:
         return [layer for layer in self.layers if isinstance(layer, TieredLayer)]
-
-
-def _store_at(attachment: Attachment, path: str | os.PathLike[str]) -> KVStore:
-    """The store at `path`, opened once for each attached model."""
-    key = f"store {Path(path).expanduser().resolve()}"
-    store = attachment.extras.get(key)
-    if store is None or not store.usable:  # closed, or opened before this process was forked
-        store = attachment.extras[key] = KVStore(path)
-    return store

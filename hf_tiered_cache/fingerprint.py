@@ -1,14 +1,14 @@
 """Who made this KV: a name for everything about a model that its keys and values depend on.
 
 Two models share stored KV only if their fingerprints are equal: configuration with RoPE parameters, dtype,
-quantization, weights, active adapters, and the format's version.
+quantization, weights, active adapters and autocast.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .errors import UnsupportedModelError
 from .store.digest import xxh3
-from .store.format import FORMAT_VERSION
 
 WHOLE_BYTES = 16 << 10
 """Tensors up to this are hashed whole; of larger ones `WINDOWS` windows of `WINDOW_BYTES`, evenly spread."""
@@ -52,6 +51,8 @@ class Fingerprinter:
         self._samples: Samples | None = None
         self._seen: tuple | None = None
         self._name = ""
+        self.facts: dict[str, str] = {}
+        """What the fingerprint of the last call is made of (see `facts`)."""
 
     def __call__(self) -> str:
         """The fingerprint of the model as it is now: 32 hexadecimal digits."""
@@ -61,7 +62,8 @@ class Fingerprinter:
             self._samples, self._placed = Samples(self.model), placed
         seen = (adapters, _autocast(), xxh3(self._samples.read()))
         if seen != self._seen:
-            self._name, self._seen = _name(self.model, self._samples), seen
+            self.facts, self._seen = facts(self.model, self._samples), seen
+            self._name = _name(self.facts)
         return self._name
 
 
@@ -71,22 +73,46 @@ def fingerprint(model: PreTrainedModel) -> str:
     Raises:
         UnsupportedModelError: some weights cannot be read.
     """
-    return _name(model, Samples(model))
+    return _name(facts(model, Samples(model)))
 
 
-def _name(model: PreTrainedModel, samples: Samples) -> str:
-    description = {
-        "format": FORMAT_VERSION,
+def _name(facts: Mapping[str, str]) -> str:
+    said = {fact: value for fact, value in facts.items() if fact != "name"}
+    return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def facts(model: PreTrainedModel, samples: Samples) -> dict[str, str]:
+    """What the KV of `model` depends on, part by part: in words where these are short, else as digests.
+
+    "name" is what the model is called; it says nothing of the KV, and is the one fact that the fingerprint leaves out.
+    """
+    config = canonical_config(model.config.get_text_config(decoder=True))
+    rope = {key: config.pop(key) for key in list(config) if key.startswith("rope_")}
+    return {
+        "name": str(getattr(model.config, "_name_or_path", "") or ""),
         "class": type(model).__name__,
-        "config": canonical_config(model.config.get_text_config(decoder=True)),
-        "quantization": _plain(getattr(model.config, "quantization_config", None)),
-        "adapters": [list(map(str, state)) for state in _adapter_state(model)],
-        "autocast": _autocast(),
-        "weights": samples.names,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "config": _digest(config),
+        "RoPE": _digest(rope),
+        "quantization": _digest(_plain(getattr(model.config, "quantization_config", None))),
+        "adapter": _digest([list(map(str, state)) for state in _adapter_state(model)]),
+        "autocast": " ".join(_autocast()),
+        "weights": _digest([samples.names, hashlib.blake2b(samples.read(), digest_size=16).hexdigest()]),
     }
-    digest = hashlib.blake2b(json.dumps(description, sort_keys=True, default=str).encode(), digest_size=16)
-    digest.update(samples.read())
-    return digest.hexdigest()
+
+
+_WITH_WEIGHTS = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapter"})
+"""Facts with which the weights differ, too."""
+
+
+def differing_facts(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
+    """The facts in which two models differ, by name; weights only where nothing else says why."""
+    found = [fact for fact in mine if fact != "name" and others.get(fact, "") != mine[fact]]
+    return [fact for fact in found if fact != "weights" or not _WITH_WEIGHTS.intersection(found)]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:

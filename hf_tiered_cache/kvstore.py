@@ -34,8 +34,12 @@ from .tiers.scores import ScoreTable
 from .upkeep import Upkeep
 
 if TYPE_CHECKING:
+    from .lookup import Lookup
     from .methods import Method
     from .record import Recorder
+
+
+DEFAULT_POLICY = "lru"
 
 
 def parse_bytes(size: int | str, name: str) -> int:
@@ -91,7 +95,7 @@ class KVStore:
         verify: bool = True,
         salt: str | bytes | None = None,
         engine: str | Engine = "auto",
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         ttl: float | None = None,
         watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
@@ -107,6 +111,7 @@ class KVStore:
         self.path = Path(path).expanduser()
         self.salt = salt
         self.ttl = ttl
+        self.policy = policy
         self._counters = Counters()
         self._engine = open_engine(engine)
         self.residency = Residency(
@@ -244,6 +249,47 @@ class KVStore:
             return precompute_passages(self, model, input_ids, method=method, progress=progress, pin=pin)
         return precompute(self, model, input_ids, method=method, progress=progress, pin=pin)
 
+    def lookup(self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None) -> Lookup:
+        """How much of a prompt is stored, and in which tier, without computing anything.
+
+        Args:
+            model: any causal LM of transformers.
+            input_ids: one prompt, `[tokens]` or `[1, tokens]`.
+            method: by which it would be restored.
+        """
+        self._check()
+        from .lookup import lookup
+
+        return lookup(self, model, input_ids, method)
+
+    def warm(
+        self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, progress: bool = True
+    ) -> Lookup:
+        """Bring what is stored of a prompt into memory, as far as the budgets have room, without computing anything.
+
+        Args:
+            model, input_ids, method: as for `lookup`.
+            progress: whether to show a progress bar.
+
+        Returns:
+            What `lookup` says then.
+        """
+        self._check()
+        from .lookup import warm
+
+        return warm(self, model, input_ids, method, progress)
+
+    def clear(self, *, disk: bool = False) -> None:
+        """Let go of all blocks in host and device memory.
+
+        Args:
+            disk: whether every segment is deleted, too, pinned ones included.
+        """
+        self.flush()
+        if disk:
+            self.remove(row.id for row in self.segments())
+        self.residency.clear()
+
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
         """Measure which ratio of recomputation is fastest for this model on this machine, from this store.
 
@@ -252,18 +298,24 @@ class KVStore:
         self._check()
         return calibrate(self, model, **settings)
 
-    def relayout(self, geometry: Geometry, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
-        """Lay segments out anew, as a method wants them: `store.relayout(method.geometry)`. No model is needed.
+    def relayout(
+        self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True
+    ) -> int:
+        """Lay segments out anew, as a method wants them: `store.relayout(method)`. No model is needed.
 
         Args:
-            geometry: how they are to be cut. The new segment is whole on disk before the old one goes.
+            geometry: how they are to be cut, or the method that says so. The new segment is whole on disk before the
+                old one goes.
             ids: which; all, if None.
             progress: whether to show a progress bar.
 
         Returns:
             How many were cut in another way. What cannot be read is left as it is, and counted.
         """
-        return self._each(partial(self.upkeep.relayout, geometry=geometry), ids, "relayout", progress)
+        from .methods import make_method
+
+        cut = geometry if isinstance(geometry, Geometry) else make_method(geometry).geometry
+        return self._each(partial(self.upkeep.relayout, geometry=cut), ids, "relayout", progress)
 
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
         """Lay the tokens of segments out by the attention that prompts of this process paid them, most of it first.
@@ -310,6 +362,9 @@ class KVStore:
     def __repr__(self) -> str:
         return f"KVStore({str(self.path)!r}, {self._engine.describe()}{'' if self._close.alive else ', closed'})"
 
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
     @property
     def stats(self) -> StoreStats:
         """What the store holds and what happened since it was opened."""
@@ -345,9 +400,39 @@ class KVStore:
         return self.disk.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Keep segments from eviction, or (`pinned=False`) let them go again."""
+        """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
         self._check()
+        ids = list(ids)
+        unknown = set(ids) - self.disk.ask(Catalogue.ids, set(ids))
+        if pinned and unknown:
+            raise ConfigError(f"no segment is called {min(unknown)!r}; store.segments() lists them")
         self.disk.pin(ids, pinned)
+
+
+def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
+    """The store itself, or the one at a path, opened with the method's policy.
+
+    Args:
+        kept: where stores that were opened by path are kept, so that each is opened once.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(store, str | os.PathLike):
+        key = f"store {Path(store).expanduser().resolve()}"
+        opened = kept.get(key)
+        if opened is None or not opened.usable:  # closed, or opened before this process was forked
+            opened = kept[key] = KVStore(store, policy=method.policy)
+        store = opened
+    if not isinstance(store, KVStore):
+        raise ConfigError(f"store is a KVStore, or the path of one, not {store!r}")
+    if method.policy not in (DEFAULT_POLICY, store.policy):
+        store.disk.warn(
+            f"policy {method.policy}",
+            f"{type(method).__name__} was published with the eviction policy {method.policy!r}, and this store evicts "
+            f"by {store.policy!r}; open it with KVStore(path, policy=method.policy)",
+        )
+    return store
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:

@@ -101,7 +101,17 @@ class PassageCache(TieredCache):
         submit, rank = store.submit, partial(method.rank, elsewhere=self.elsewhere)
         if self._in_context:
             submit, rank = _drop, self._keep
-        return Recorder(history, fingerprint, method.geometry, submit, store.ttl, method.passages, rank=rank)
+        return Recorder(
+            history,
+            fingerprint,
+            method.geometry,
+            submit,
+            store.ttl,
+            method.passages,
+            rank=rank,
+            account=self._account,
+            names=self._names(),
+        )
 
     def _keep(self, layers: Iterable[KV], count: int) -> TokenOrder | None:
         self.computed.extend(layers)

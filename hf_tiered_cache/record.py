@@ -6,15 +6,18 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from .errors import StoreClosedError
 from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from .reasons import NO_ROOM
 from .restore.history import History
+from .stats import Account
 from .store.format import EXACT, SegmentHeader, segment_id
 from .store.writer import Draft
 from .tiers.streams import CopyStream, Event, copy_stream
@@ -23,6 +26,19 @@ Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder |
 """Given the layers' keys and values, and how many layers the model has."""
 
 logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass(frozen=True)
+class Names:
+    """What people call what is stored.
+
+    Args:
+        model: plain facts of the model (see `fingerprint.facts`).
+        label: the user's.
+    """
+
+    model: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
 
 
 @dataclass
@@ -48,6 +64,8 @@ class Recorder:
         ttl: seconds a segment lives, or None.
         provenance: how the KV is computed.
         enabled: whether anything is recorded; if not, only the history is kept.
+        account: counts the tokens that are stored.
+        names: the facts of the model, and the user's label, for the headers of segments.
         rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how its tokens
             are ordered in its blocks; None leaves them as they are.
     """
@@ -62,6 +80,8 @@ class Recorder:
         provenance: str = EXACT,
         enabled: bool = True,
         rank: Rank | None = None,
+        account: Account | None = None,
+        names: Names = Names(),
     ) -> None:
         self.history = history
         self.fingerprint = fingerprint
@@ -69,6 +89,8 @@ class Recorder:
         self.provenance = provenance
         self.enabled = enabled
         self.rank = rank
+        self.account = account or Account()
+        self._names = names
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
@@ -211,6 +233,7 @@ class Recorder:
                 draft = self._draft(row, first, links, layout)
                 self._submit(draft, wait)
                 sealed += draft.header.shape.tokens
+                self.account.add(tokens_stored=draft.header.shape.tokens)
                 made |= dict.fromkeys(draft.links, draft.header.id)
                 self._ancestors[row] = (*self._ancestors[row], draft.header.id)
                 self._sealed[row] = len(links)
@@ -223,11 +246,12 @@ class Recorder:
         """The segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
-    def fork(self) -> Recorder:
-        """A recorder that goes on from here on its own; what is caught so far is sealed or shared."""
+    def fork(self, account: Account) -> Recorder:
+        """A recorder that goes on from here on its own, with its own account; what is caught is sealed or shared."""
         with self._lock:
             self.seal()
             twin = copy.copy(self)
+            twin.account = account
             twin._lock = threading.RLock()
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
@@ -302,10 +326,18 @@ class Recorder:
             created=now,
             expires=None if self._ttl is None else now + self._ttl,
             provenance=self.provenance,
+            model=self._names.model,
+            label=self._names.label,
         )
         self._mark()
         ready = [(self._streams[device], event) for device, event in self._computed.items()]
-        return Draft(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row])
+        refused = partial(self._refused, self.account, tokens)
+        return Draft(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row], refused)
+
+    @staticmethod
+    def _refused(account: Account, tokens: int) -> None:
+        account.add(tokens_stored=-tokens)
+        account.explain(NO_ROOM)
 
     def _order(
         self,

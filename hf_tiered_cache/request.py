@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedConfig
+
+from .reasons import IMAGES
 
 _UNDERSTOOD = frozenset(
     {
@@ -16,7 +19,16 @@ _UNDERSTOOD = frozenset(
 )
 """Arguments of forward that say nothing of the KV beyond tokens and positions. Others may: images, embeddings, …"""
 
-_PER_TOKEN = ("input_ids", "position_ids", "cache_position")
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that say of each token whether it is text (0) or stands for an image."""
+_IMAGES = frozenset(
+    {
+        *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
+        *("mm_encoder_outputs", "image_sizes", "pixel_attention_mask", "image_attention_mask"),
+    }
+)
+"""Arguments that bear on the tokens that stand for images, and on none before the first of these."""
+_PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
 
 
 @dataclass(frozen=True)
@@ -27,13 +39,15 @@ class Request:
         kwargs: all arguments of forward by name.
         pads: for each row the columns of left padding, where it begins a sequence; else None.
         revocable: columns at the end that `generate` may take back (candidates of assisted decoding).
-        must_compute: columns at the end whose outputs are asked for.
+        must_compute: columns at the end that are computed: their outputs are asked for, or an image stands before them.
+        text: columns before the first image; all, where there is none.
     """
 
     kwargs: dict[str, Any]
     pads: list[int] | None
     revocable: int
     must_compute: int
+    text: int
 
     @property
     def ids(self) -> torch.Tensor:
@@ -67,35 +81,72 @@ class Request:
         return kwargs
 
 
-def understand(kwargs: dict[str, Any], base: int, pads: list[int] | None) -> Request | str:
+def understand(
+    kwargs: dict[str, Any], base: int, pads: list[int] | None, placeholders: frozenset[int] = frozenset()
+) -> Request | str:
     """Read a pass's arguments.
 
     Args:
         kwargs: all arguments of forward by name.
         base: columns that the cache holds already.
         pads: of the rows, known from earlier passes; None for the first.
+        placeholders: tokens that stand for images (see `placeholder_tokens`).
 
     Returns:
         The request, or why its KV can neither be stored nor restored.
     """
     ids = kwargs.get("input_ids")
     if ids is None or ids.ndim != 2:
-        return "it has no token ids"
+        return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
+    columns = text = ids.shape[1]
     for name, value in kwargs.items():
-        if name not in _UNDERSTOOD and _holds_tensor(value):
-            return f"`{name}` may change what tokens mean"
-    columns = ids.shape[1]
+        if name in _IMAGES and placeholders and _holds_tensor(value):
+            text = 0
+        elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
+            return f"`{name}` may change what the tokens mean, so nothing is restored or stored"
+    if columns > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
+        text = _text_columns(kwargs, placeholders)
+    if not text or (text < columns and (base or kwargs.get("position_ids") is None)):
+        return IMAGES
     decoding = pads is not None and columns == 1
     found = pads if decoding else _padding(kwargs.get("attention_mask"), ids, base)
     if found is None:
-        return "the attention mask is more than left padding"
+        return "the attention mask is more than left padding, so nothing is restored or stored"
     if pads is not None and found != pads:
-        return "the attention mask has changed"
-    if not decoding and not _counts_on(kwargs.get("position_ids"), base, found, columns):
-        return "the positions do not count the tokens"
+        return "the attention mask has changed, so nothing more is restored or stored"
+    if not decoding and not _counts_on(kwargs.get("position_ids"), base, found, columns, text):
+        return "the positions do not count the tokens, so nothing is restored or stored"
     keep = kwargs.get("logits_to_keep", 0)
     known = isinstance(keep, int) and keep > 0
-    return Request(kwargs, found, keep - 1 if known else 0, min(keep, columns) if known else columns)
+    must_compute = max(min(keep, columns) if known else columns, columns - text)
+    return Request(kwargs, found, keep - 1 if known else 0, must_compute, text)
+
+
+def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
+    """The tokens that stand for images, videos or sounds in a model's prompts."""
+    names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+    found = (getattr(config, name, None) for name in names)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
+    """Columns before the first one in which a row has no text."""
+    ids = kwargs["input_ids"]
+    other = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
+    for name in _TOKEN_TYPES:
+        if kwargs.get(name) is not None:
+            other = other | (kwargs[name] != 0)
+    columns = other.any(dim=0).cpu().numpy()
+    return int(columns.argmax()) if columns.any() else len(columns)
+
+
+def count_tokens(kwargs: dict[str, Any]) -> int:
+    """Tokens of a pass, over all rows, padding not counted."""
+    tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens.shape[1] > 1:
+        return int(mask[:, -tokens.shape[1] :].sum())
+    return tokens.shape[0] * tokens.shape[1]
 
 
 def _holds_tensor(value: Any) -> bool:
@@ -120,11 +171,14 @@ def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[in
     return pads.tolist()
 
 
-def _counts_on(positions: torch.Tensor | None, base: int, pads: list[int], columns: int) -> bool:
-    """Whether each token's position is its number in the row."""
+def _counts_on(positions: torch.Tensor | None, base: int, pads: list[int], columns: int, text: int) -> bool:
+    """Whether the position of each token, up to the `text` first, is its number in the row.
+
+    Vision models give several positions to a token, `[kinds, rows, columns]`, which are equal in text.
+    """
     if positions is None:
         return not any(pads)  # the model would count the padding too
-    if positions.ndim != 2 or positions.shape[1] != columns:
+    if positions.ndim not in (2, 3) or positions.shape[-1] != columns:
         return False
-    numbers = torch.arange(base, base + columns) - torch.tensor(pads).unsqueeze(1)  # [rows, columns]
-    return bool(((positions.cpu() == numbers) | (numbers < 0)).all())
+    numbers = torch.arange(base, base + text) - torch.tensor(pads).unsqueeze(1)  # [rows, text]
+    return bool(((positions[..., :text].cpu() == numbers) | (numbers < 0)).all())

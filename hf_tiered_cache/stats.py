@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -32,6 +33,19 @@ def render(table: Table) -> str:
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
 
 
+def render_html(table: Table) -> str:
+    """The table as HTML, for notebooks."""
+
+    def row(tag: str, cells: Iterable[object]) -> str:
+        styled = zip(cells, table.columns, strict=True)
+        return "".join(f'<{tag} style="text-align: {c.justify}">{html.escape(str(cell))}</{tag}>' for cell, c in styled)
+
+    title = f"<caption>{html.escape(str(table.title))}</caption>" if table.title else ""
+    head = f"<tr>{row('th', (c.header for c in table.columns))}</tr>" if table.show_header else ""
+    body = "".join(f"<tr>{row('td', cells)}</tr>" for cells in zip(*(c.cells for c in table.columns), strict=True))
+    return f"<table>{title}{head}{body}</table>"
+
+
 @dataclass
 class TierStats:
     """Traffic of one request with one tier."""
@@ -55,9 +69,14 @@ class RequestStats:
     which the model waited for KV.
     """
 
+    requests: int = 0
+    """Prompts: 1, or more where a cache went on, and in sums."""
     tokens_restored: int = 0
     tokens_computed: int = 0
     tokens_stored: int = 0
+    """Handed to the store; what it then has no room for does not count."""
+    tokens_dropped: int = 0
+    """Held by a cache that went on with a prompt in which they do not stand."""
     tokens_attended: int = 0
     """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought."""
     device: TierStats = field(default_factory=TierStats)
@@ -81,6 +100,13 @@ class RequestStats:
     read_errors: int = 0
     recomputed: int = 0
     """Times a restore failed midway and the prompt was planned again."""
+    reasons: dict[str, int] = field(default_factory=dict)
+    """Why prompts were not restored, or not stored, and how often."""
+
+    @property
+    def reason(self) -> str:
+        """Why nothing was restored, or not all was stored; "" if nothing stood in the way."""
+        return "; ".join(self.reasons)
 
     @property
     def read_amplification(self) -> float:
@@ -95,15 +121,18 @@ class RequestStats:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, JSON-ready."""
-        return asdict(self) | {"read_amplification": self.read_amplification, "tier": self.tier}
+        more = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
+        return asdict(self) | more
 
-    def __str__(self) -> str:
+    def _tables(self) -> list[Table]:
         summary = Table(title="TieredCache", title_justify="left", show_header=False)
         summary.add_column(justify="left")
         summary.add_column(justify="right")
         for name, *values in (
+            ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
             ("tokens attended, of the restored", self.tokens_attended),
+            *([("tokens dropped", self.tokens_dropped)] if self.tokens_dropped else []),
             ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
             (
                 "read to choose by / on a wrong guess",
@@ -119,13 +148,21 @@ class RequestStats:
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
         ):
             summary.add_row(name, " / ".join(map(str, values)))
+        for reason, times in self.reasons.items():
+            summary.add_row("reason" if times == 1 else f"reason, {times} times", reason)
         tiers = Table()
         for heading in ("tier", "blocks", "bytes", "hits", "misses"):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")
         for name in TIERS:
             tier: TierStats = getattr(self, name)
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
-        return f"{render(summary)}\n{render(tiers)}"
+        return [summary, tiers]
+
+    def __str__(self) -> str:
+        return "\n".join(map(render, self._tables()))
+
+    def _repr_html_(self) -> str:
+        return "".join(map(render_html, self._tables()))
 
 
 def _ms(seconds: float) -> str:
@@ -137,6 +174,8 @@ class Account:
 
     def __init__(self) -> None:
         self.stats = RequestStats()
+        self.total: Account | None = None
+        """Where the same is counted once more, for a sum over requests."""
         self._lock = threading.Lock()
         self._reads_under_way = 0
         self._reading_since = 0.0
@@ -146,6 +185,15 @@ class Account:
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + amount)
+        if self.total is not None:
+            self.total.add(**amounts)
+
+    def explain(self, reason: str) -> None:
+        """Note why a prompt was not restored, or not stored."""
+        with self._lock:
+            self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
+        if self.total is not None:
+            self.total.explain(reason)
 
     def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
         """Note how many blocks were looked for in `tier`, and how many of them it gives."""
@@ -155,8 +203,12 @@ class Account:
             counts.misses += missing
             counts.blocks += found
             counts.bytes += found * block_bytes
+        if self.total is not None:
+            self.total.looked_up(tier, found, missing, block_bytes)
 
     def read_started(self) -> None:
+        if self.total is not None:
+            self.total.read_started()
         with self._lock:
             if self._reads_under_way == 0:
                 self._reading_since = time.perf_counter()
@@ -164,6 +216,8 @@ class Account:
 
     def read_done(self, nbytes: int) -> None:
         """Note that a read has ended, and how much it brought (0 if it failed)."""
+        if self.total is not None:
+            self.total.read_done(nbytes)
         with self._lock:
             self.stats.bytes_read += nbytes
             self._reads_under_way -= 1
@@ -212,7 +266,7 @@ class StoreStats:
         """All figures, JSON-ready."""
         return asdict(self)
 
-    def __str__(self) -> str:
+    def _table(self) -> Table:
         table = Table(title="KVStore", title_justify="left", show_header=False)
         table.add_column()
         table.add_column(justify="right")
@@ -221,7 +275,13 @@ class StoreStats:
             is_bytes = f.name.endswith(("_bytes", "_budget", "_quota", "bytes_written"))
             shown = "none" if value is None else format_bytes(value) if is_bytes else str(value)
             table.add_row(f.name.replace("_", " "), shown)
-        return render(table)
+        return table
+
+    def __str__(self) -> str:
+        return render(self._table())
+
+    def _repr_html_(self) -> str:
+        return render_html(self._table())
 
 
 class Counters:

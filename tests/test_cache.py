@@ -101,8 +101,8 @@ def test_forks_record_what_they_compute(model, store):
 # --- misuse
 
 
-def test_another_prompt_in_a_used_cache_is_refused(model, store):
-    cache = TieredCache(model, store)
+def test_another_prompt_in_a_used_strict_cache_is_refused(model, store):
+    cache = TieredCache(model, store, strict=True)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
     for other in (prompt(80, seed=2), prompt(20, seed=2), prompt(50)):
         with pytest.raises(CacheMismatchError, match="make a new TieredCache"):

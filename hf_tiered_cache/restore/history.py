@@ -57,6 +57,15 @@ class History:
         parent = links[-1] if links else None
         return links + self.chain.links(tokens[len(links) * LINK_TOKENS :], parent)
 
+    def common_columns(self, prompt: np.ndarray) -> int:
+        """How many columns this and a batch of prompts, int64 `[rows, n]`, have in common from the first one on."""
+        held = self.ids()
+        if len(held) != len(prompt):
+            return 0
+        columns = min(self.columns, prompt.shape[1])
+        differ = (held[:, :columns] != prompt[:, :columns]).any(axis=0)
+        return int(differ.argmax()) if differ.any() else columns
+
     def crop(self, columns: int) -> None:
         """Forget the last `columns` columns."""
         self._ids = self.ids()[:, : self.columns - columns]

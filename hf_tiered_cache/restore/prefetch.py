@@ -70,15 +70,7 @@ class Prefetch:
     _furthest: int = -1  # first layer of the last unit that was started
 
     def __post_init__(self) -> None:
-        units: dict[tuple[str, int], Unit] = {}
-        for group in self.plan.groups:
-            for piece in group.pieces:
-                for lane in piece.reader.shape.lanes:
-                    tokens = self.plan.wanted_tokens(lane, group, piece)
-                    if len(tokens):
-                        unit = units.setdefault((piece.reader.id, lane.index), Unit(piece.reader, lane))
-                        unit.add(group, piece, tokens)
-        order = sorted(units.values(), key=lambda unit: unit.lane.layers[0])
+        order = units_of(self.plan)
         for unit in order:
             for layer in unit.lane.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
@@ -144,6 +136,19 @@ class Prefetch:
             unit.lease = self.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, self.account)
         except Exception as error:
             raise restore_error(self.account, unit.reader, error) from error
+
+
+def units_of(plan: Plan) -> list[Unit]:
+    """What a plan restores, in the order in which layers need it."""
+    units: dict[tuple[str, int], Unit] = {}
+    for group in plan.groups:
+        for piece in group.pieces:
+            for lane in piece.reader.shape.lanes:
+                tokens = plan.wanted_tokens(lane, group, piece)
+                if len(tokens):
+                    unit = units.setdefault((piece.reader.id, lane.index), Unit(piece.reader, lane))
+                    unit.add(group, piece, tokens)
+    return sorted(units.values(), key=lambda unit: unit.lane.layers[0])
 
 
 def restore_error(account: Account, reader: SegmentReader, error: Exception) -> RestoreError:

@@ -207,6 +207,11 @@ class Catalogue:
         query = "SELECT fingerprint, facts FROM models WHERE fingerprint IN (SELECT fingerprint FROM segments)"
         return {name: json.loads(facts) for name, facts in self._run(lambda db: db.execute(query).fetchall())}
 
+    def provenances(self, fingerprint: str) -> list[str]:
+        """How the stored KV of this model came about: "exact", and what says how passages are ranked."""
+        query = "SELECT DISTINCT provenance FROM segments WHERE fingerprint = ?"
+        return [row[0] for row in self._run(lambda db: db.execute(query, (fingerprint,)).fetchall())]
+
     # --- writing
 
     def add(self, row: SegmentRow, model: Mapping[str, str] | None = None) -> None:

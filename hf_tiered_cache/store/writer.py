@@ -20,12 +20,19 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass
 class Draft:
-    """A segment that is still to be written. `lanes` packs one lane after the other, when the writer asks for it."""
+    """A segment that is still to be written.
+
+    Args:
+        lanes: packs one lane after the other, when the writer asks for it.
+        ancestors: segments it continues.
+        refused: is called if there turns out to be no room for it.
+    """
 
     header: SegmentHeader
     links: list[bytes]
     lanes: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
+    refused: Callable[[], None] = lambda: None
     done: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -111,9 +118,12 @@ class Writer:
             item = None  # frees the KV before waiting for the next draft
 
     def _write(self, draft: Draft) -> None:
+        stored = False
         try:
-            self._store.publish(draft.header, draft.links, draft.lanes(), draft.ancestors)
+            stored = self._store.publish(draft.header, draft.links, draft.lanes(), draft.ancestors)
         finally:
+            if not stored:
+                draft.refused()
             with self._lock:
                 if self._pending.get(draft.links[0]) is draft:
                     del self._pending[draft.links[0]]

@@ -216,6 +216,17 @@ class Residency:
             for tier in (self.host, *self.devices.values()):
                 tier.rescore(owner, chunks)
 
+    def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
+        """How many of a lane's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
+        with self._lock:
+            counts = {}
+            tier = self.devices.get(device)
+            for each in [self.host] if tier is None else [tier, self.host]:
+                there = each.lookup(owner, chunks) >= 0
+                counts[each.name] = int(there.sum())
+                chunks = chunks[~there]
+            return counts | {"disk": len(chunks)}
+
     def forget(self, segment_id: str) -> None:
         """A segment is gone: so are its blocks, but for those in use, and what was known of them."""
         self.scores.forget(segment_id)

@@ -1,0 +1,96 @@
+"""What a store has of a prompt, and where: looked up, or brought into memory, without computing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from .cache import TieredCache
+from .errors import ConfigError
+from .kvstore import KVStore
+from .methods import Method
+from .patches.attach import attach
+from .precompute import as_prompts
+from .restore.prefetch import Unit, units_of
+from .stats import TIERS, Account, format_bytes
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a store has of a prompt.
+
+    Args:
+        tokens: of the prompt.
+        stored: of these, those that a request would restore. The last token is always computed.
+        bytes: of their KV in each tier, by name.
+        reason: why nothing is stored, or "".
+    """
+
+    tokens: int
+    stored: int
+    bytes: dict[str, int]
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All figures, JSON-ready."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in self.bytes.items() if size)
+        return f"{self.stored} of {self.tokens} tokens stored" + (f": {where}" if where else f"; {self.reason}")
+
+
+def lookup(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None) -> Lookup:
+    """See `KVStore.lookup`."""
+    return _Prompt(store, model, input_ids, method).describe()
+
+
+def warm(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, progress: bool) -> Lookup:
+    """See `KVStore.warm`."""
+    prompt, account = _Prompt(store, model, input_ids, method), Account()
+    total = sum(unit.nbytes for unit in prompt.units)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
+        for unit in prompt.units:
+            device = prompt.device_of(unit)
+            lease = store.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, account, ahead=True)
+            try:
+                lease.wait()
+            except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
+                store.disk.report(unit.reader.id, error)
+            finally:
+                lease.release()
+            bar.update(unit.nbytes)
+    return prompt.describe()
+
+
+class _Prompt:
+    """One prompt, and the blocks that a request would restore of it."""
+
+    def __init__(self, store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None) -> None:
+        prompts = as_prompts(input_ids)
+        if len(prompts) != 1:
+            raise ConfigError(f"one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
+        cache = TieredCache(model, store, method=method, record=False)
+        plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
+        self._store, self._attachment = store, attach(model)
+        self._tokens, self._restored = len(prompts[0]), 0
+        self.units: list[Unit] = []
+        if plan is not None:
+            self._restored = plan.restored_tokens
+            every = replace(plan, attended=None)  # of what a budget buys, all may be asked for
+            self.units = units_of(every)
+
+    def device_of(self, unit: Unit) -> torch.device:
+        return self._attachment.device_of(unit.lane.layers[0])
+
+    def describe(self) -> Lookup:
+        sizes = dict.fromkeys(TIERS, 0)
+        for unit in self.units:
+            owner = (unit.reader.id, unit.lane.index)
+            for tier, blocks in self._store.residency.where(owner, unit.chunks, self.device_of(unit)).items():
+                sizes[tier] += blocks * unit.lane.block_bytes
+        return Lookup(self._tokens, self._restored, sizes, self._reason)

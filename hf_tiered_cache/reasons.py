@@ -1,0 +1,84 @@
+"""Why a prompt was not restored, or not stored: sentences for users, with what to do where something can be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .fingerprint import differing_facts
+from .geometry import LINK_TOKENS
+from .restore.passages import find_passages
+from .store.catalogue import Catalogue
+from .store.format import EXACT
+
+if TYPE_CHECKING:
+    from .kvstore import KVStore
+
+NOTHING = "nothing is stored that begins with these tokens"
+SWITCHED_OFF = "the cache was made with restore=False"
+SHORT = f"the prompt is shorter than {LINK_TOKENS + 1} tokens, and KV is stored and restored {LINK_TOKENS} at a time"
+NO_ROOM = (
+    "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
+    "store.stats.dropped_writes"
+)
+ALL_LOGITS = "the logits of every token are asked for, so every token is computed; pass logits_to_keep=1"
+ALL_STATES = "hidden states or attentions of every token are asked for, so every token is computed"
+APPROXIMATE = "the cache holds a selection of its prompt; what follows is computed, and neither restored nor stored"
+TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
+ROW_ADAPTERS = "the rows of the batch have adapters of their own, so nothing is restored or stored"
+FILLED_ELSEWHERE = "the cache was filled outside of the model's passes, so nothing is restored or stored"
+LENGTH_ROPE = "the RoPE frequencies depend on the length of the prompt, so nothing is restored or stored"
+MODEL_CHANGED = "the model has changed since the cache was begun; make a new cache"
+IMAGES = "the prompt holds images, and what follows the first of them is neither restored nor stored"
+DAMAGED = "a stored segment could not be read, so its tokens were computed"
+
+_MOST_MODELS = 64
+_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE})
+
+
+def is_expected(reason: str) -> bool:
+    """Whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
+    return reason in _EXPECTED
+
+
+def of_a_miss(
+    store: KVStore,
+    tokens: np.ndarray,
+    fingerprint: str,
+    facts: Mapping[str, str],
+    regime: str,
+    passages: tuple[str, int | None] | None = None,
+) -> str:
+    """Why nothing was found of a prompt.
+
+    Args:
+        tokens: int64 `[n]`, of one row, without padding.
+        fingerprint: of the model, and its facts, as `fingerprint.facts` gives them.
+        regime: of the prompt's RoPE.
+        passages: for methods that reuse passages the provenance they look for, and the sink token.
+    """
+    if len(tokens) <= LINK_TOKENS:
+        return SHORT
+    known = store.disk.ask(Catalogue.models, {})
+    others = [name for name in known if name != fingerprint][:_MOST_MODELS]
+    for other in others:
+        begin = store.chain(other, EXACT, regime).links(tokens[:LINK_TOKENS])
+        if store.disk.find(begin):
+            parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
+            return f"these tokens are stored for another state of the model, which differs in {parts}"
+    if passages is not None:
+        for ranking in _other_rankings(store, tokens, fingerprint, regime, *passages):
+            return f"its passages are stored with the ranking {ranking!r}; name that ranking in the method"
+    return NOTHING
+
+
+def _other_rankings(
+    store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
+) -> Iterator[str]:
+    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), []):
+        if other not in (EXACT, provenance):
+            chain = store.chain(fingerprint, f"{other} {sink}", regime)
+            if find_passages(tokens, chain, store.disk.find):
+                yield other.split()[1]

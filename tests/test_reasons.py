@@ -1,0 +1,156 @@
+"""Who is not served reads why, and figures are true whatever the reason."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from families import build, prompt
+from peft import LoraConfig, get_peft_model
+
+from hf_tiered_cache import KVStore, TieredCache, reasons
+from hf_tiered_cache.methods import CacheTune, ContiguousKV
+
+GREEDY = {"do_sample": False, "max_new_tokens": 4}
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store") as opened:
+        yield opened
+
+
+def ask(model, store, ids=None, **settings):
+    cache = TieredCache(model, store, **settings)
+    model.generate(prompt(80) if ids is None else ids, past_key_values=cache, **GREEDY)
+    return cache.stats
+
+
+def test_a_first_prompt_is_new_and_a_second_needs_no_reason(store, caplog):
+    model = build("llama")
+    assert ask(model, store).reason == reasons.NOTHING
+    assert ask(model, store).reason == ""
+    assert not caplog.records  # neither is worth a warning
+
+
+def test_training_mode(store, caplog):
+    model = build("llama").train()
+    stats = [ask(model, store) for _ in range(2)]
+    assert stats[0].reason == reasons.TRAINING
+    assert stats[0].tokens_computed == 83
+    assert caplog.text.count(reasons.TRAINING) == 1  # one warning for each cause
+
+
+@pytest.mark.parametrize("tokens", [1, 15, 16])
+def test_a_prompt_below_one_block(store, tokens):
+    stats = ask(build("llama"), store, prompt(tokens))
+    assert stats.reason == reasons.SHORT
+    assert stats.tokens_stored == (tokens + 3) // 16 * 16
+
+
+def test_logits_of_every_token_are_asked_for(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    model(prompt(80), past_key_values=cache)
+    assert cache.stats.reason == reasons.ALL_LOGITS
+
+
+def test_embeddings_have_no_tokens(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    model.generate(inputs_embeds=model.get_input_embeddings()(prompt(80)), past_key_values=cache, **GREEDY)
+    assert "no token ids" in cache.stats.reason
+    assert cache.stats.tokens_computed == 83
+
+
+def test_padding_is_not_counted_where_nothing_can_be_stored(store):
+    model = build("llama")
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, 30:] = 0  # padding on the right
+    cache = TieredCache(model, store)
+    model(prompt(40, rows=2), attention_mask=mask, past_key_values=cache)
+    assert "left padding" in cache.stats.reason
+    assert cache.stats.tokens_computed == 70
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"seed": 5}, "weights"),
+        ({"dtype": torch.bfloat16}, "dtype"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e4}}, "RoPE"),
+        ({"rms_norm_eps": 1e-4}, "config"),
+    ],
+)
+def test_another_model_differs_in_a_part(store, changes, part):
+    store.precompute(build("llama"), prompt(80), progress=False)
+    stats = ask(build("llama", **changes), store)
+    assert stats.tokens_restored == 0
+    assert stats.reason.endswith(f"which differs in {part}")
+
+
+def test_another_adapter(store):
+    model = build("llama")
+    store.precompute(model, prompt(80), progress=False)
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    cache = TieredCache(adapted, store)
+    adapted.generate(input_ids=prompt(80), past_key_values=cache, **GREEDY)
+    assert cache.stats.reason.endswith("which differs in adapter")
+
+
+def test_passages_ranked_under_another_name(store):
+    model, passage = build("llama"), prompt(48, seed=3)[0]
+    store.precompute(model, passage, segments=True, method=CacheTune(ranking="high_frequency"), progress=False)
+    ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
+    assert "'high_frequency'" in ask(model, store, ids, method=CacheTune()).reason
+    assert ask(model, store, ids, method=CacheTune(ranking="high_frequency")).reason == ""
+
+
+def test_a_full_store_says_that_not_all_was_stored(tmp_path):
+    model = build("llama")
+    with KVStore(tmp_path, disk_quota="64KiB") as store:
+        cache = TieredCache(model, store)
+        model.generate(prompt(400), past_key_values=cache, **GREEDY)
+        store.flush()
+        assert reasons.NO_ROOM in cache.stats.reasons
+        assert cache.stats.tokens_stored == 0
+
+
+def test_what_flush_stores_is_counted(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    with torch.no_grad():
+        model(prompt(80), past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_stored == 0
+    store.flush()
+    assert cache.stats.tokens_stored == 80
+
+
+def test_what_follows_a_selection_is_computed(store):
+    model, method = build("llama"), ContiguousKV(0.25, period=2, subperiod=2)
+    store.precompute(model, prompt(80), method=method, progress=False)
+    cache = TieredCache(model, store, method=method)
+    said = model.generate(prompt(80), past_key_values=cache, **GREEDY)
+    model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
+    assert cache.stats.reason == reasons.APPROXIMATE
+
+
+def test_one_line_a_request(store, caplog):
+    caplog.set_level(logging.INFO, "hf_tiered_cache")
+    model = build("llama")
+    for expected in ("0 tokens restored (slowest tier: none), 80 computed", "64 tokens restored (slowest tier: host)"):
+        caplog.clear()
+        ask(model, store, prompt(80)[:, : 80 if "80" in expected else 70])
+        (line,) = [record.getMessage() for record in caplog.records if "restored" in record.getMessage()]
+        assert line.startswith(expected)
+
+
+def test_the_reason_stands_in_the_table_in_json_and_in_notebooks(store):
+    stats = ask(build("llama"), store)
+    assert reasons.NOTHING in str(stats)
+    assert stats.as_dict()["reason"] == reasons.NOTHING
+    page = stats._repr_html_()
+    assert reasons.NOTHING in page
+    assert page.count("<table>") == 2
+    assert "<table>" in store._repr_html_()

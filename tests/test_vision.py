@@ -1,0 +1,143 @@
+"""Vision models: text is reused as in any model, and prompts with images up to the first of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from families import prompt
+
+from hf_tiered_cache import KVStore, TieredCache, reasons
+
+GREEDY = {"do_sample": False, "max_new_tokens": 5}
+IMAGE, START, END = 150, 152, 153
+_TEXT = {
+    "vocab_size": 160,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_VISION = {"depth": 4, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+_MODELS = {
+    "Qwen2VL": {"embed_dim": 32, "hidden_size": 64, "in_channels": 3},
+    "Qwen2_5_VL": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+    "Qwen3VL": {
+        "hidden_size": 32,
+        "out_hidden_size": 64,
+        "intermediate_size": 48,
+        "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
+
+
+@pytest.fixture(scope="module", params=_MODELS)
+def model(request):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3], "mrope_interleaved": True}
+    config = getattr(transformers, f"{request.param}Config")(
+        text_config=_TEXT | {"rope_parameters": rope},
+        vision_config=_VISION | _MODELS[request.param],
+        image_token_id=IMAGE,
+        video_token_id=151,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{request.param}ForConditionalGeneration")(config).eval()
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path) as opened:
+        yield opened
+
+
+def text(tokens, seed=1, rows=1):
+    """Ids that stand for no image."""
+    return prompt(tokens, seed=seed, rows=rows) % 140 + 5
+
+
+def seen(seed=0, before=50):
+    """A prompt with an image of 16 tokens behind `before` of text, as a processor would give it."""
+    image = torch.tensor([START] + [IMAGE] * 16 + [END]).unsqueeze(0)
+    ids = torch.cat([text(before), image, text(30, seed=4)], dim=1)
+    pixels = torch.randn(64, 96, generator=torch.Generator().manual_seed(seed))
+    types = (ids == IMAGE).long()
+    return ids, {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 8]]), "mm_token_type_ids": types}
+
+
+@pytest.mark.parametrize("types", [False, True])
+def test_text_is_reused(model, store, types):
+    ids = text(100)
+    more = {"mm_token_type_ids": torch.zeros_like(ids)} if types else {}
+    want = model.generate(ids, **GREEDY, **more)
+    for restored in (0, 96):
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **more), want)
+        assert cache.stats.tokens_restored == restored
+
+
+def test_padded_batches_of_text_are_reused(model, store):
+    ids = text(60, rows=2)
+    ids[0, :7] = 0
+    arguments = {"attention_mask": (ids != 0).long(), "mm_token_type_ids": torch.zeros_like(ids)}
+    want = model.generate(ids, **GREEDY, **arguments)
+    for restored in (0, 48 + 41):  # up to the column that both rows can restore
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
+        assert cache.stats.tokens_restored == restored
+
+
+def test_a_prompt_with_an_image_is_reused_up_to_it(model, store):
+    ids, arguments = seen()
+    want = model.generate(ids, **GREEDY, **arguments)
+    for restored in (0, 48):
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
+        assert cache.stats.tokens_restored == restored
+        assert cache.stats.tokens_stored == 48 - restored
+        assert cache.stats.tokens_computed == ids.shape[1] + GREEDY["max_new_tokens"] - 1 - restored
+        assert cache.stats.reason == reasons.IMAGES
+
+
+def test_another_image_is_never_taken_for_this_one(model, store):
+    for seed in range(3):
+        ids, arguments = seen(seed)
+        cache = TieredCache(model, store)
+        ours = model.generate(ids, past_key_values=cache, **GREEDY, **arguments)
+        assert torch.equal(ours, model.generate(ids, **GREEDY, **arguments))
+
+
+def test_text_after_a_request_with_an_image(model, store):
+    """Vision models remember the last image's positions."""
+    ids, arguments = seen()
+    model.generate(ids, past_key_values=TieredCache(model, store), **GREEDY, **arguments)
+    alone = text(100)
+    want = model.generate(alone, **GREEDY)
+    for _ in range(2):
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(alone, past_key_values=cache, **GREEDY), want)
+
+
+def test_an_image_at_once(model, store):
+    ids, arguments = seen(before=3)
+    want = model.generate(ids, **GREEDY, **arguments)
+    for _ in range(2):
+        cache = TieredCache(model, store)
+        assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY, **arguments), want)
+        assert cache.stats.tokens_restored == cache.stats.tokens_stored == 0
