@@ -20,11 +20,11 @@ from transformers import DynamicCache, PreTrainedModel
 from workload import Prompts, requests
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.kvstore import parse_bytes
 from hf_tiered_cache.methods import Method
 from hf_tiered_cache.stats import TIERS
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.engines.posix import SlowDisk
+from hf_tiered_cache.units import parse_bytes
 
 PAPER_LOAD_S = 56 * 1024 / 7.45e9
 """Seconds to load a token's KV of Qwen2.5-7B, from the SSD of ContiguousKV's Section 5.1."""

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import TieredCacheError
-from .kvstore import KVStore, parse_bytes
-from .stats import format_bytes
+from .kvstore import KVStore
 from .store.catalogue import SegmentRow
 from .store.format import EXACT, sections
 from .store.segment import read_head
+from .units import format_bytes, parse_bytes
 
 app = typer.Typer(
     no_args_is_help=True,

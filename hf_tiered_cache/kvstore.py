@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 from tqdm.auto import tqdm
 
 from .calibrate import Calibration, calibrate
@@ -31,26 +30,12 @@ from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
+from .units import parse_bytes
 from .upkeep import Upkeep
 
 if TYPE_CHECKING:
     from .methods import Method
     from .record import Recorder
-
-
-def parse_bytes(size: int | str, name: str) -> int:
-    """A size as bytes: an int, or a string such as "10GiB" or "500MB". Raises ConfigError."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    if isinstance(size, str):
-        text = size.replace(" ", "")
-        if text.isdigit():
-            return int(text)
-        try:
-            return convert_file_size_to_int(text)
-        except ValueError:
-            pass
-    raise ConfigError(f"{name}={size!r} is no size; write bytes as an int, or a string such as '10GiB' or '500MB'")
 
 
 class KVStore:

@@ -23,7 +23,6 @@ from hf_tiered_cache import (
     attach,
     detach,
 )
-from hf_tiered_cache.kvstore import parse_bytes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 HERE = os.path.dirname(__file__)
@@ -44,28 +43,6 @@ def restored(model, store, ids=None):
 
 
 # --- arguments
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"),
-    [
-        (0, 0),
-        ("0", 0),
-        (123, 123),
-        ("123", 123),
-        ("10GiB", 10 << 30),
-        ("500MB", 500_000_000),
-        ("1 MiB", 1 << 20),
-    ],
-)
-def test_sizes(size, nbytes):
-    assert parse_bytes(size, "host_memory") == nbytes
-
-
-@pytest.mark.parametrize("size", ["many", "-5", -5, 1.5, True, "GiB", [1], None])
-def test_what_is_no_size_is_said_with_its_name(size):
-    with pytest.raises(ConfigError, match=r"host_memory=.*is no size.*10GiB"):
-        parse_bytes(size, "host_memory")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,9 @@ def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
     for path in sorted(store.segment_files()):
         with suppress(FileNotFoundError):
             sizes[path] = path.stat().st_size
-    bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", disable=not progress)
+    bar = tqdm(
+        total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
+    )
     for path in sizes:
         report.segments += 1
         try:
