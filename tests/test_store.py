@@ -16,7 +16,7 @@ import pytest
 import torch
 from segments import links, open_store, read_back, segment
 
-from hf_tiered_cache.errors import FormatError, StoreError
+from hf_tiered_cache.errors import FormatError, StoreBusyError, StoreError
 from hf_tiered_cache.store import disk, maintain, quota
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
@@ -326,7 +326,7 @@ store.publish(header, chain, blocks)
     if whole:
         for written, read in zip(blocks, read_back(again, header.id), strict=True):
             assert torch.equal(written, read)
-    assert len(list((tmp_path / "tmp").iterdir())) == 1  # the orphan
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1  # the orphan
     assert again.publish(*segment(links(1, "next")))
     assert not list((tmp_path / "tmp").iterdir())
     assert maintain.verify(again).ok
@@ -335,12 +335,105 @@ store.publish(header, chain, blocks)
 def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    fd, tmp = ours._reserve(100_000)
-    assert quota.clean_tmp(theirs) == 0
-    assert tmp.exists()
-    os.close(fd)  # as if the writer had died
-    assert quota.clean_tmp(theirs) >= 100_000
-    assert not tmp.exists()
+    with ours._reserved(100_000) as (_, tmp):
+        assert quota.clean_tmp(theirs) == 0
+        assert tmp.exists()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from segments import *
+store = open_store(Path(sys.argv[2]))
+with store._reserved(100_000) if sys.argv[3] == "a temporary file" else store.locked():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts another process that holds a lock, and waits until it does."""
+    started = []
+
+    def start(what):
+        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(__file__), str(tmp_path), what]
+        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_path, holder):
+    store, other = open_store(tmp_path), holder("a temporary file")
+    assert quota.clean_tmp(store) == 0
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
+    other.kill()
+    other.wait()
+    assert quota.clean_tmp(store, dry_run=True) >= 100_000
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
+    assert quota.clean_tmp(store) >= 100_000
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_path, holder, caplog, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.3)
+    store, other = open_store(tmp_path), holder("the store")
+    started = time.monotonic()
+    assert not store.publish(*segment(links(2)))
+    assert 0.3 <= time.monotonic() - started < 10
+    assert store.counters.snapshot().dropped_writes == 1
+    assert sum("was not free within 0.3 s" in r.message for r in caplog.records) == 1
+    with pytest.raises(StoreBusyError):
+        maintain.gc(store)
+    other.kill()
+    other.wait()
+    assert store.publish(*segment(links(2)))
+
+
+def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(disk, "_LOCK_SECONDS_AFTERWARDS", 0.01)
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    waited = []
+    done = threading.Event()
+    held = threading.Event()
+
+    def hold():
+        with theirs.locked():
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    for _ in range(2):
+        with pytest.raises(StoreBusyError, match="not free within") as error, ours.locked():
+            pass
+        waited.append(str(error.value).split("within ")[1].split(";")[0])
+    assert waited == ["0.5 s", "0.01 s"]
+    done.set()
+    thread.join()
+    with ours.locked():
+        pass
+    assert ours._lock_seconds == 0.5
+
+
+def test_locks_truncate_no_data(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    orphan = tmp_path / "tmp" / "orphan"
+    os.link(store.path(header.id), orphan)  # as a writer that died after publishing left it
+    assert quota.clean_tmp(store) > 0
+    assert not orphan.exists()
+    assert read_back(store, header.id)
 
 
 # --- quota

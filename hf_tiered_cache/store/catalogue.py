@@ -13,6 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -122,7 +123,10 @@ class Catalogue:
 
     def _connect(self) -> sqlite3.Connection:
         if self.path is not None:  # created by us, for its owner only; SQLite gives -wal and -shm the same mode
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            with suppress(
+                FileExistsError
+            ):  # never opened but by SQLite: closing it would drop the locks of this process
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         db = sqlite3.connect(
             self.path if self.path is not None else ":memory:",
             timeout=_BUSY_SECONDS,

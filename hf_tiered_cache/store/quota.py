@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, QuotaError
 from .catalogue import Catalogue
+from .files import LOCK_SUFFIX, lock_beside
 
 if TYPE_CHECKING:
     from .disk import SegmentStore
@@ -114,26 +114,27 @@ def _evict(store: SegmentStore, victims: list[tuple[str, int]]) -> None:
     store.counters.add("evicted_segments", len(victims))
 
 
-def clean_tmp(store: SegmentStore) -> int:
-    """Delete temporary files whose writer has died: those that nobody holds a lock on. Returns bytes freed."""
-    freed = 0
-    with suppress(OSError), os.scandir(store.tmp_dir) as entries:
-        for entry in entries:
-            freed += _remove_if_orphan(Path(entry.path))
-    return freed
+def clean_tmp(store: SegmentStore, dry_run: bool = False) -> int:
+    """Delete temporary files whose writer has died: those whose lock can be had. The caller holds the store's lock.
 
-
-def _remove_if_orphan(path: Path) -> int:
+    Returns:
+        Bytes freed, or with `dry_run` those that would be.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(store.tmp_dir)}
     except OSError:
         return 0
+    return sum(_remove_if_orphan(store.tmp_dir / name, dry_run) for name in names)
+
+
+def _remove_if_orphan(path: Path, dry_run: bool) -> int:
+    lock = lock_beside(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        nbytes = os.fstat(fd).st_blocks * 512
-        path.unlink(missing_ok=True)
-        return nbytes
+        with lock.acquire(timeout=0):
+            Path(lock.lock_file).unlink(missing_ok=True)
+            nbytes = _blocks(path)
+            if not dry_run:
+                path.unlink(missing_ok=True)
+            return nbytes
     except OSError:  # locked: it is being written
         return 0
-    finally:
-        os.close(fd)
