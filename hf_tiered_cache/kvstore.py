@@ -313,16 +313,21 @@ class KVStore:
         self._check()
         return self.disk.ask(Catalogue.all, [])
 
-    def verify(self, *, progress: bool = False) -> maintain.VerifyReport:
-        """Read every stored byte and compare every checksum. Damaged segments are named in the report."""
+    def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
+        """Read every stored byte and compare every checksum. Damaged segments are named in the report.
+
+        Args:
+            progress: whether to show a progress bar.
+            repair: whether they are removed too.
+        """
         self._check()
         self.writer.flush()
-        return maintain.verify(self.disk, progress=progress)
+        return maintain.verify(self.disk, progress=progress, repair=repair)
 
-    def gc(self) -> maintain.GcReport:
-        """Delete what no request can use, and what is over the quota."""
+    def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
+        """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
         self._check()
-        return maintain.gc(self.disk)
+        return maintain.gc(self.disk, dry_run=dry_run)
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""

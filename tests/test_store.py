@@ -16,7 +16,7 @@ import pytest
 import torch
 from segments import links, open_store, read_back, segment
 
-from hf_tiered_cache.errors import FormatError, StoreBusyError, StoreError
+from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreError
 from hf_tiered_cache.store import disk, maintain, quota
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
@@ -514,7 +514,7 @@ def test_a_child_is_evicted_before_its_parent(tmp_path):
     parent = publish(store, seed="parent", position=0)
     header, chain, blocks = segment(links(4, "child"), position=64)
     store.publish(header, chain, blocks, ancestors=[parent.id])
-    quota.evict(store, 1)
+    quota.evict(store, quota.victims(store, 1))
     assert store.catalogue.ids() == {parent.id}
 
 
@@ -523,7 +523,7 @@ def test_expired_segments_make_room_before_others(tmp_path):
     store = open_store(tmp_path / "store", quota=100 * size)
     live = publish(store, seed="live")
     publish(store, seed="expired", expires=time.time() - 1)
-    quota.evict(store, 1)
+    quota.evict(store, quota.victims(store, 1))
     assert store.catalogue.ids() == {live.id}
 
 
@@ -555,11 +555,44 @@ def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_pat
     reader = store.reader(header.id)
     lane = reader.shape.lanes[1]
     flip(store.path(header.id), reader.header.blocks.offset + reader.shape.lane_offsets[1] + 3 * lane.block_bytes)
-    report = maintain.verify(store)
-    assert list(report.bad) == [header.id]
-    assert "chunk 3" in report.bad[header.id]
+    with pytest.raises(IntegrityError) as error:
+        read_back(store, header.id)
+    store.report(header.id, error.value)
     assert store.find(links(6))[0].usable_links == 3
     assert store.counters.snapshot().verification_failures == 1
+
+
+@pytest.mark.parametrize("at", ["header", "first block", "last block"])
+def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at):
+    store = open_store(tmp_path)
+    whole, header = publish(store, seed="whole"), publish(store, count=6)
+    offset = {"header": 100, "first block": store.reader(header.id).header.blocks.offset, "last block": -4096}[at]
+    flip(store.path(header.id), offset)
+    before = {path: path.read_bytes() for path in store.segment_files()}
+    for _ in range(2):
+        report = maintain.verify(store)
+        assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
+        assert {path: path.read_bytes() for path in store.segment_files()} == before
+        assert store.find(links(6))[0].usable_links == 6
+    report = maintain.verify(store, repair=True)
+    assert (list(report.bad), report.removed, report.ok) == ([header.id], [header.id], True)
+    report = maintain.verify(store)
+    assert (report.bad, report.segments) == ({}, 1)
+    assert store.catalogue.ids() == {whole.id}
+
+
+def test_repair_leaves_what_only_failed_to_be_read(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    header = publish(store)
+
+    def failing(*_, **__):
+        raise OSError(errno.EIO, "a cable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(maintain, "SegmentReader", failing)
+        report = maintain.verify(store, repair=True)
+    assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
+    assert maintain.verify(store).ok
 
 
 def test_verify_reads_every_block(tmp_path):
@@ -587,7 +620,11 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
     (tmp_path / "tmp" / "orphan").write_bytes(b"x" * 5000)
+    promised = maintain.gc(store, dry_run=True)
+    assert len(list(store.segment_files())) == 4
+    assert (tmp_path / "tmp" / "orphan").exists()
     report = maintain.gc(store)
+    assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
     assert report.temporary_bytes > 0
     left = {path.stem for path in store.segment_files()}
@@ -602,7 +639,10 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
     store.close()
     limit = du(tmp_path) // 2
     store = open_store(tmp_path, quota=limit)
-    assert maintain.gc(store).evicted > 0
+    promised = maintain.gc(store, dry_run=True)
+    assert len(store.catalogue.ids()) == 40
+    assert maintain.gc(store) == promised
+    assert promised.evicted > 0
     assert du(tmp_path) <= limit
 
 
