@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from families import build, prompt
+from transformers import DynamicCache
 
 from hf_tiered_cache import (
     ConfigError,
@@ -22,6 +23,7 @@ from hf_tiered_cache import (
     TieredCache,
     attach,
     detach,
+    precompute,
 )
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -189,6 +191,46 @@ def test_precompute_shows_its_progress(model, tmp_path, capsys):
         assert "precompute: 100%" in capsys.readouterr().err
         store.precompute(model, prompt(20, seed=3), progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
+    ids, seen = prompt(200), []
+    bar_over = precompute.bar_over
+
+    def watched(prompts, progress):
+        bar = bar_over(prompts, progress)
+        update = bar.update
+        monkeypatch.setattr(bar, "update", lambda tokens: (seen.append(tokens), update(tokens)))
+        return bar
+
+    monkeypatch.setattr(precompute, "bar_over", watched)
+    with KVStore(tmp_path) as store:
+        report = store.precompute(model, ids)
+        assert (seen, report.stored, report.restored) == ([64, 64, 64, 8], 192, 0)
+        (row,) = store.segments()
+        assert row.tokens == 192
+        cache, reference = TieredCache(model, store, record=False), DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for chunk in ids.split(64, dim=1):
+                model(input_ids=chunk, past_key_values=reference, use_cache=True)
+        assert cache.stats.tokens_restored == 192
+        for ours, theirs in zip(cache.layers, reference.layers, strict=True):
+            assert torch.equal(ours.keys[:, :, :192], theirs.keys[:, :, :192])
+            assert torch.equal(ours.values[:, :, :192], theirs.values[:, :, :192])
+        again = store.precompute(model, ids, progress=False)
+        assert again.stored == 0
+        assert again.restored >= 192 - 3  # the last token of each chunk is computed
+
+
+def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    config = {"rope_parameters": rope | {"original_max_position_embeddings": 100}, "sliding_window": None}
+    with KVStore(tmp_path) as store:
+        report = store.precompute(build("phi3", **config), prompt(200), progress=False)
+        assert report.stored == 192
 
 
 def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
