@@ -226,10 +226,10 @@ def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_p
 
 def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path, monkeypatch):
     monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    config = {"rope_parameters": rope | {"original_max_position_embeddings": 100}, "sliding_window": None}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 80}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
     with KVStore(tmp_path) as store:
-        report = store.precompute(build("phi3", **config), prompt(200), progress=False)
+        report = store.precompute(build("llama", rope_parameters=rope | factors), prompt(200), progress=False)
         assert report.stored == 192
 
 
