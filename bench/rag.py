@@ -28,12 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 from common import build, machine, pyplot, save, seconds, table
+from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact, Method, Recompute
-from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.store.engines.posix import SlowDisk
 
 BALANCED = {"ssd": 0.31, "hdd": 0.36}
 """Where computing and loading balance on the emulated disks."""
@@ -103,7 +102,7 @@ class Bench:
         engine: Any = "auto"
         if medium in BALANCED:
             load = compute * BALANCED[medium] / (1 - BALANCED[medium])
-            engine = PosixEngine(slow_disk=SlowDisk(self.token_bytes / load, LATENCY_S[medium]))
+            engine = SlowDiskEngine(SlowDisk(self.token_bytes / load, LATENCY_S[medium]))
         memory = 2 * self.kv_bytes if medium == "host" else 0
         device_memory = self.arguments.device_memory
         return KVStore(self.source(passages), host_memory=memory, device_memory=device_memory, engine=engine)

@@ -15,16 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 from common import median, seconds
+from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from workload import Prompts, requests
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.kvstore import parse_bytes
 from hf_tiered_cache.methods import Method
 from hf_tiered_cache.stats import TIERS
-from hf_tiered_cache.store.engines import PosixEngine
-from hf_tiered_cache.store.engines.posix import SlowDisk
+from hf_tiered_cache.units import parse_bytes
 
 PAPER_LOAD_S = 56 * 1024 / 7.45e9
 """Seconds to load a token's KV of Qwen2.5-7B, from the SSD of ContiguousKV's Section 5.1."""
@@ -132,7 +131,7 @@ class Bench:
             device_memory=self.device_memory,
             index_memory="1GiB",
             policy=system.policy,
-            engine=PosixEngine(slow_disk=SlowDisk(self.bandwidth, LATENCY_S)) if self.bandwidth else "auto",
+            engine=SlowDiskEngine(SlowDisk(self.bandwidth, LATENCY_S)) if self.bandwidth else "auto",
         )
 
     def turns(self, systems: list[System], stores: dict[str, KVStore], rows: Rows) -> Iterator[None]:

@@ -137,7 +137,7 @@ def main() -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from hf_tiered_cache.stats import format_bytes
+    from hf_tiered_cache.units import format_bytes
 
     console = Console()
     table = Table(title="\nOne text, three questions, three processes", title_justify="left", box=None)

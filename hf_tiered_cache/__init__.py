@@ -1,25 +1,33 @@
 """A KV cache for Hugging Face `generate()` that outlives the request."""
 
-from .cache import TieredCache
-from .errors import (
-    CacheMismatchError,
-    ConfigError,
-    EngineUnavailableError,
-    FormatError,
-    IntegrityError,
-    NewerFormatError,
-    QuotaError,
-    StoreClosedError,
-    StoreError,
-    TieredCacheError,
-    UnsupportedModelError,
-)
-from .geometry import Geometry
-from .kvstore import KVStore
-from .methods import METHODS, Exact, Method
-from .patches import detach
-from .session import TieredSession, attach, tiered
-from .stats import RequestStats, StoreStats
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import TieredCache
+    from .errors import (
+        CacheMismatchError,
+        ConfigError,
+        EngineUnavailableError,
+        FormatError,
+        IntegrityError,
+        NewerFormatError,
+        QuotaError,
+        StoreBusyError,
+        StoreClosedError,
+        StoreError,
+        TieredCacheError,
+        UnsupportedModelError,
+    )
+    from .geometry import Geometry
+    from .kvstore import KVStore
+    from .lookup import Lookup
+    from .methods import METHODS, Exact, Method
+    from .patches import detach
+    from .session import TieredSession, attach, tiered
+    from .stats import RequestStats, StoreStats
 
 __version__ = "0.1.0"
 
@@ -33,10 +41,12 @@ __all__ = [
     "Geometry",
     "IntegrityError",
     "KVStore",
+    "Lookup",
     "Method",
     "NewerFormatError",
     "QuotaError",
     "RequestStats",
+    "StoreBusyError",
     "StoreClosedError",
     "StoreError",
     "StoreStats",
@@ -48,3 +58,33 @@ __all__ = [
     "detach",
     "tiered",
 ]
+
+_ELSEWHERE = {
+    "METHODS": "methods",
+    "Exact": "methods",
+    "Geometry": "geometry",
+    "KVStore": "kvstore",
+    "Lookup": "lookup",
+    "Method": "methods",
+    "RequestStats": "stats",
+    "StoreStats": "stats",
+    "TieredCache": "cache",
+    "TieredSession": "session",
+    "attach": "session",
+    "detach": "patches",
+    "tiered": "session",
+}
+"""Where public names stand; the others are errors. Each is imported when it is first asked for: listing a store on the
+command line takes no torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_ELSEWHERE.get(name, 'errors')}", __name__), name)
+    globals()[name] = value  # from now on without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -31,6 +31,10 @@ class StoreClosedError(StoreError):
     """The store was used after `close()`."""
 
 
+class StoreBusyError(StoreError):
+    """Another process or thread holds the store's lock and does not let go of it."""
+
+
 class EngineUnavailableError(StoreError):
     """The I/O engine asked for does not work on this machine."""
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import convert_file_size_to_int
 from tqdm.auto import tqdm
 
 from .calibrate import Calibration, calibrate
@@ -31,6 +30,7 @@ from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
+from .units import parse_bytes
 from .upkeep import Upkeep
 
 if TYPE_CHECKING:
@@ -38,23 +38,7 @@ if TYPE_CHECKING:
     from .methods import Method
     from .record import Recorder
 
-
 DEFAULT_POLICY = "lru"
-
-
-def parse_bytes(size: int | str, name: str) -> int:
-    """A size as bytes: an int, or a string such as "10GiB" or "500MB". Raises ConfigError."""
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    if isinstance(size, str):
-        text = size.replace(" ", "")
-        if text.isdigit():
-            return int(text)
-        try:
-            return convert_file_size_to_int(text)
-        except ValueError:
-            pass
-    raise ConfigError(f"{name}={size!r} is no size; write bytes as an int, or a string such as '10GiB' or '500MB'")
 
 
 class KVStore:
@@ -383,16 +367,21 @@ class KVStore:
         self._check()
         return self.disk.ask(Catalogue.all, [])
 
-    def verify(self, *, progress: bool = False) -> maintain.VerifyReport:
-        """Read every stored byte and compare every checksum. Damaged segments are named in the report."""
+    def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
+        """Read every stored byte and compare every checksum. Damaged segments are named in the report.
+
+        Args:
+            progress: whether to show a progress bar.
+            repair: whether they are removed too.
+        """
         self._check()
         self.writer.flush()
-        return maintain.verify(self.disk, progress=progress)
+        return maintain.verify(self.disk, progress=progress, repair=repair)
 
-    def gc(self) -> maintain.GcReport:
-        """Delete what no request can use, and what is over the quota."""
+    def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
+        """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
         self._check()
-        return maintain.gc(self.disk)
+        return maintain.gc(self.disk, dry_run=dry_run)
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""

@@ -16,7 +16,8 @@ from .methods import Method
 from .patches.attach import attach
 from .precompute import as_prompts
 from .restore.prefetch import Unit, units_of
-from .stats import TIERS, Account, format_bytes
+from .stats import TIERS, Account
+from .units import format_bytes
 
 
 @dataclass(frozen=True)

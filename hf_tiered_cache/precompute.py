@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +10,15 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
+from .fingerprint import varying_rope
 from .methods import Exact, Method, make_method
 
 if TYPE_CHECKING:
     from .cache import TieredCache
     from .kvstore import KVStore
+
+CHUNK_TOKENS = 2048
+"""Of a long prompt, so many are computed in one pass: the progress bar moves, and attention takes less memory."""
 
 
 @dataclass(frozen=True)
@@ -63,22 +67,43 @@ def precompute(
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:
             cache = TieredCache(model, store, method=exact)
-            fill(cache, prompt, pin)
+            fill(cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
-            bar.update(len(prompt))
     store.flush()
     return report
 
 
-def fill(cache: TieredCache, prompt: torch.Tensor, pin: bool) -> None:
-    """Compute a prompt, and have what is new stored."""
-    ids = prompt.unsqueeze(0).to(cache.model.device)
+def fill(
+    cache: TieredCache,
+    prompt: torch.Tensor,
+    pin: bool,
+    chunk_tokens: int | None = None,
+    done: Callable[[int], object] = lambda tokens: None,
+) -> None:
+    """Compute a prompt, and have what is new stored.
+
+    Args:
+        cache: is empty.
+        prompt: int `[tokens]`.
+        pin: whether to keep its segments from eviction.
+        chunk_tokens: of each pass; None for one pass.
+        done: is told after each pass how many tokens it was about.
+    """
+    ids = prompt.unsqueeze(0).to(cache.model.device)  # [1, tokens]
     with torch.no_grad():
-        cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
+            cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            done(chunk.shape[1])
     segments = cache.store_now()
     if pin:
         cache.store.writer.flush()
         cache.store.pin(segments)
+
+
+def _chunk_tokens(cache: TieredCache) -> int | None:
+    """A model whose RoPE frequencies follow the length of the prompt sees it whole."""
+    varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None
+    return None if varies else CHUNK_TOKENS
 
 
 def bar_over(prompts: list[torch.Tensor], progress: bool) -> tqdm:

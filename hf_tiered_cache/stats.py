@@ -13,16 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .units import format_bytes
+
 TIERS = ("device", "host", "disk")
-
-
-def format_bytes(nbytes: float) -> str:
-    """`nbytes` in binary units, as "1.5 MiB"."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def render(table: Table) -> str:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
+import pty
+import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+import torch
 from families import build
 from segments import links, open_store, segment
 
+import hf_tiered_cache
 from hf_tiered_cache import cli
+from hf_tiered_cache.cli.contents import unique_length
+from hf_tiered_cache.methods import METHODS
+
+COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
+QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
 
 
 @pytest.fixture
@@ -19,8 +32,8 @@ def store(tmp_path):
     opened = open_store(tmp_path / "store")
     headers = {}
     for seed, changes in {
-        "a": {},
-        "b": {"expires": time.time() - 5},
+        "a": {"model": QWEN, "label": "the report"},
+        "b": {"model": QWEN, "expires": time.time() - 5},
         "c": {"fingerprint": "ffff"},
     }.items():
         header, chain, blocks = segment(links(4, seed), **changes)
@@ -45,88 +58,303 @@ def run(monkeypatch, capsys):
     return run
 
 
-def test_ls(run, store):
+def files(root):
+    return {path: path.read_bytes() for path in (root / "segments").iterdir()}
+
+
+def flip(path, offset):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+
+
+# --- ls
+
+
+def test_ls_lists_segments_model_by_model(run, store):
     root, headers = store
     status, out, _ = run("ls", root)
     assert status == 0
-    assert all(header.id in out for header in headers.values())
-    assert "pinned" in out
-    assert "expired" in out
-    status, out, _ = run("ls", root, "--json")
-    rows = {row["id"]: row for row in json.loads(out)}
+    lines = out.splitlines()
+    assert lines[0] == "Qwen/Qwen2.5-0.5B-Instruct (Qwen2ForCausalLM, bfloat16), fingerprint model"
+    assert lines[1].split() == ["segment", "tokens", "from", "size", "last", "used", "uses", "label", "notes"]
+    assert lines[2].startswith(headers["a"].id[:8])
+    assert lines[2].endswith("the report  pinned")
+    assert lines[3].endswith("expired")
+    assert "fingerprint ffff" in out
+    assert lines[-1].startswith("total: 3 segments, 192 tokens, ")
+    assert lines[-1].endswith(", 2 models")
+
+
+def test_ls_for_scripts(run, store):
+    root, headers = store
+    rows = {row["id"]: row for row in json.loads(run("ls", root, "--json")[1])}
     assert set(rows) == {header.id for header in headers.values()}
     assert rows[headers["a"].id]["pinned"]
+    assert rows[headers["a"].id]["label"] == "the report"
+    assert rows[headers["a"].id]["model"] == QWEN
     assert rows[headers["b"].id]["expired"]
     assert rows[headers["c"].id]["fingerprint"] == "ffff"
     assert all(row["tokens"] == row["usable_tokens"] == 64 for row in rows.values())
 
 
-def test_stat_of_a_store_and_of_a_segment(run, store):
+def test_ls_says_what_is_damaged(run, store):
     root, headers = store
-    status, out, _ = run("stat", root)
-    assert status == 0
-    assert "segments" in out
-    status, out, _ = run("stat", root, "--json")
-    assert json.loads(out)["segments"] == 3
-    wanted = headers["c"].id
-    status, out, _ = run("stat", root, wanted[:8], "--json")
-    described = json.loads(out)
+    opened = open_store(root)
+    opened.catalogue.limit(headers["a"].id, 1)
+    opened.close()
+    assert "damaged: 16 tokens usable" in run("ls", root)[1]
+
+
+def in_a_terminal(columns, *arguments):
+    """What the command prints on a terminal of so many columns, without styles."""
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"COLUMNS": str(columns), "TERM": "dumb", "NO_COLOR": "1"}
+    done = subprocess.Popen([*COMMAND, *map(str, arguments)], stdout=theirs, stdin=theirs, env=environment)
+    os.close(theirs)
+    found = b""
+    while True:
+        try:
+            some = os.read(ours, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not some:
+            break
+        found += some
+    assert done.wait(timeout=60) == 0
+    os.close(ours)
+    return found.decode().replace("\r\n", "\n")
+
+
+def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, tmp_path):
+    opened = open_store(tmp_path)
+    label = "A title that is much too long for what is left of a line of eighty columns"
+    for number in range(3):
+        header, chain, blocks = segment(links(4, str(number)), position=123_456, label=label, expires=1.0, model=QWEN)
+        opened.publish(header, chain, blocks)
+        opened.catalogue.touch([header.id], now=time.time() - 400 * 86400)
+        opened.pin([header.id])
+    opened.close()
+    lines = in_a_terminal(80, "ls", tmp_path).splitlines()
+    assert max(map(len, lines)) <= 80
+    shown = [line.split()[0] for line in lines if "pinned" in line]
+    assert len(shown) == 3
+    for name in shown:
+        status, out, _ = run("stat", tmp_path, name, "--json")
+        assert status == 0
+        assert json.loads(out)["id"].startswith(name)
+    piped = run("ls", tmp_path)[1]
+    assert piped.count(label) == 3  # nothing is folded in a pipe
+
+
+def test_ids_are_shown_as_long_as_it_takes_to_tell_them_apart():
+    assert unique_length([]) == unique_length(["0123456789"]) == 8
+    assert unique_length(["0123456789a", "0123456789b", "ffffffffff"]) == 11
+
+
+def test_labels_cannot_command_the_terminal(run, tmp_path):
+    opened = open_store(tmp_path)
+    header, chain, blocks = segment(links(2), label="a\x1b[31mred\nline [bold]x[/bold]")
+    opened.publish(header, chain, blocks)
+    opened.close()
+    out = run("ls", tmp_path)[1]
+    assert "\x1b" not in out
+    assert "a�[31mred line [bold]x[/bold]" in out
+
+
+def test_an_empty_store_is_listed(run, tmp_path):
+    open_store(tmp_path).close()
+    assert run("ls", tmp_path)[1] == "total: 0 segments, 0 tokens, 0 Bytes\n"
+    assert json.loads(run("stat", tmp_path, "--json")[1])["last_used"] is None
+    assert run("stat", tmp_path)[0] == 0
+
+
+# --- what is read without opening the store
+
+WITHOUT_TORCH = """
+import sys
+sys.argv[0] = "hf-tiered-cache"
+from hf_tiered_cache import cli
+try:
+    cli.main()
+except SystemExit as ended:
+    assert not ended.code, ended.code
+heavy = {"torch", "transformers", "accelerate", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"], ["ls"], ["stat"]])
+def test_torch_is_not_imported_to_list(store, arguments):
+    root, headers = store
+    asked = [*arguments, str(root)] if arguments in (["ls"], ["stat"]) else arguments
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *asked], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if arguments == ["ls"]:
+        assert headers["a"].id[:8] in done.stdout
+
+
+def test_a_catalogue_that_is_out_of_line_or_gone_is_not_believed(run, store):
+    root, headers = store
+    (root / "segments" / f"{headers['a'].id}.kv").unlink()
+    assert {row["id"] for row in json.loads(run("ls", root, "--json")[1])} == {headers["b"].id, headers["c"].id}
+    for path in root.glob("catalogue.sqlite*"):
+        path.unlink()
+    found = json.loads(run("ls", root, "--json")[1])
+    assert {row["id"]: row["model"] for row in found} == {headers["b"].id: QWEN, headers["c"].id: {}}
+
+
+def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
+    writer = open_store(tmp_path)
+    for number in range(8):
+        header, chain, blocks = segment(links(2, str(number)))
+        writer.publish(header, chain, blocks)
+        done = subprocess.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
+        assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
+        assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
+    assert len(writer.catalogue.ids()) == 8
+    assert writer.catalogue._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    writer.close()
+    assert len(open_store(tmp_path).catalogue.ids()) == 8
+
+
+# --- stat
+
+
+def test_stat_of_a_store(run, store):
+    root, _ = store
+    out = run("stat", root)[1]
+    assert "Qwen/Qwen2.5-0.5B-Instruct (Qwen2ForCausalLM, bfloat16): 2 segments, 128 tokens" in out
+    found = json.loads(run("stat", root, "--json")[1])
+    assert (found["segments"], found["tokens"], found["pinned"], found["expired"]) == (3, 192, 1, 1)
+    assert found["models"] == {"model": QWEN, "ffff": {}}
+
+
+def test_stat_of_a_segment(run, store):
+    root, headers = store
+    wanted = headers["a"].id
+    described = json.loads(run("stat", root, wanted[:8], "--json")[1])
     assert described["id"] == wanted
     assert described["geometry"]["chunk_tokens"] == 16
     assert [lane["layers"] for lane in described["lanes"]] == [[0, 1, 2, 3], [4]]
-    status, out, _ = run("stat", root, wanted)
+    out = run("stat", root, wanted)[1]
     assert wanted in out
+    assert "the report" in out
+    assert "blocks of 16 tokens × 4 layers × all heads, keys and values together" in out
+    assert "0-4: keys 2 × 8, values 2 × 8; float32" in out
+    assert ["0", "0-3", "keys", "and", "values,", "heads", "0-1", "4", "8.0", "KiB"] in map(str.split, out.splitlines())
 
 
-def test_verify_tells_whole_from_damaged(run, store):
+@pytest.mark.parametrize("method", METHODS)
+def test_stat_knows_every_geometry_and_speaks_no_python(run, tmp_path, method):
+    geometry = METHODS[method]().geometry
+    opened = open_store(tmp_path)
+    header, chain, blocks = segment(links(8), geometry=geometry)
+    opened.publish(header, chain, blocks)
+    opened.close()
+    status, out, _ = run("stat", tmp_path, header.id)
+    assert status == 0
+    assert not set("[]{}'") & set(out)
+    assert ("index of keys" in out) == (geometry.index is not None)
+    described = json.loads(run("stat", tmp_path, header.id, "--json")[1])
+    assert described["geometry"]["lead"] == geometry.lead
+
+
+# --- verify, gc, rm
+
+
+@pytest.mark.parametrize("offset", [100, -5000])
+def test_verify_reads_and_repair_removes(run, store, offset):
     root, headers = store
     status, out, _ = run("verify", root)
-    assert (status, "all whole" in out) == (0, True)
-    path = root / "segments" / f"{headers['a'].id}.kv"
-    data = bytearray(path.read_bytes())
-    data[-5000] ^= 1
-    path.write_bytes(data)
-    status, out, _ = run("verify", root)
-    assert status == 1
-    assert headers["a"].id in out
-    assert "checksum" in out
-    path.write_bytes(data)
+    assert (status, "3 blocks" not in out, "all whole" in out) == (0, True, True)
+    flip(root / "segments" / f"{headers['a'].id}.kv", offset)
+    before = files(root)
+    for _ in range(2):
+        status, out, _ = run("verify", root)
+        assert (status, "1 damaged" in out, headers["a"].id in out, "checksum" in out) == (1, True, True, True)
+        assert files(root) == before
+    status, out, _ = run("verify", root, "--repair")
+    assert (status, "(removed)" in out) == (0, True)
     status, out, _ = run("verify", root, "--json")
-    assert status in (0, 1)
-    assert json.loads(out)["segments"] >= 2
+    assert (status, json.loads(out)["segments"], json.loads(out)["bad"]) == (0, 2, {})
 
 
 def test_gc(run, store):
     root, headers = store
+    promised = json.loads(run("gc", root, "--dry-run", "--json")[1])
+    assert len(files(root)) == 3
+    assert "would delete 1 expired" in run("gc", root, "--dry-run")[1]
     status, out, _ = run("gc", root, "--json")
     assert status == 0
+    assert json.loads(out) == promised
     assert json.loads(out)["expired"] == 1
     left = {row["id"] for row in json.loads(run("ls", root, "--json")[1])}
     assert left == {headers["a"].id, headers["c"].id}
-    status, out, _ = run("gc", root, "--quota", "1KiB")
-    assert "evicted 1" in out
+    assert "evict 1 segment" in run("gc", root, "--quota", "1KiB", "--dry-run")[1]
+    assert "evicted 1 segment" in run("gc", root, "--quota", "1KiB")[1]
     assert {row["id"] for row in json.loads(run("ls", root, "--json")[1])} == {headers["a"].id}  # pinned
 
 
-def test_rm(run, store):
+def test_rm_says_what_it_deletes(run, store):
     root, headers = store
-    status, out, _ = run("rm", root, headers["a"].id[:10])
-    assert (status, "deleted 1" in out) == (0, True)
-    status, out, _ = run("rm", root, "--model", "ffff", "--json")
-    assert json.loads(out)["removed"] == 1
-    status, out, _ = run("rm", root, "--all")
-    assert "deleted 1" in out
+    wanted = headers["a"].id
+    status, out, _ = run("rm", root, wanted[:10], wanted[:12], "--dry-run")
+    assert (status, wanted[:8] in out, "the report" in out, "would delete 1 segment," in out) == (0, True, True, True)
+    assert len(files(root)) == 3
+    status, out, _ = run("rm", root, wanted[:10])
+    assert (status, wanted[:8] in out, "the report" in out, "deleted 1 segment," in out) == (0, True, True, True)
+    assert len(files(root)) == 2
+
+
+def test_rm_takes_models_by_name_or_fingerprint(run, store):
+    root, headers = store
+    assert json.loads(run("rm", root, "--model", "ffff", "--json")[1])["ids"] == [headers["c"].id]
+    assert json.loads(run("rm", root, "--model", QWEN["name"], "--json")[1])["removed"] == 2
+    assert files(root) == {}
+
+
+def test_rm_all_asks_or_is_told(run, store, monkeypatch):
+    root, _ = store
+    status, out, err = run("rm", root, "--all")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "--yes" in err
+    assert "would delete 3 segments" in run("rm", root, "--all", "--dry-run")[1]
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    for answer, left in ((False, 3), (True, 0)):
+        monkeypatch.setattr(cli.output.typer, "confirm", lambda question, err, answer=answer: answer)
+        status, *_ = run("rm", root, "--all")
+        assert (status, len(files(root))) == (0 if answer else 2, left)
+
+
+def test_rm_all_with_yes(run, store):
+    root, _ = store
+    assert "deleted 3 segments" in run("rm", root, "--all", "--yes")[1]
     assert json.loads(run("ls", root, "--json")[1]) == []
+
+
+# --- saying no
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (("ls", "nowhere"), "no store at nowhere"),
+        (("verify", "nowhere"), "no store at nowhere"),
         (("rm", "{store}"), "name segments"),
+        (("rm", "{store}", "zz", "--all"), "one of them"),
         (("rm", "{store}", "zz"), "no segments begin with 'zz'"),
+        (("rm", "{store}", ""), "no segments begin with ''"),
+        (("rm", "{store}", "--model", ""), "no model is called ''"),
+        (("rm", "{store}", "--model", "zz"), "no model is called 'zz'"),
         (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists them"),
-        (("gc", "{store}", "--quota", "banana"), "is no size"),
+        (("gc", "{store}", "--quota", "banana"), "--quota='banana' is no size"),
+        (("gc", "{store}", "--quota", "10%"), "--quota='10%' is no size"),
+        (("calibrate", "{store}", "--model", "nowhere", "--memory", "10%"), "--memory='10%' is no size"),
+        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "float12"), "write auto, float32"),
+        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "write auto, float32"),
+        (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(run, store, arguments, says):
@@ -135,14 +363,83 @@ def test_mistakes_are_one_line_and_status_2(run, store, arguments, says):
     assert says in err
     assert err.count("\n") == 1
     assert out == ""
+    assert len(files(store[0])) == 3
 
 
-def test_help_says_what_each_command_does(run):
-    for command in ("ls", "stat", "verify", "gc", "rm"):
-        status, out, _ = run(command, "--help")
-        assert status == 0
-        assert len(out.splitlines()) > 6
-        assert "--json" in out
+def test_a_fault_of_the_system_is_one_line_too(run, store, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied", "kv-store/segments/x.kv")
+
+    monkeypatch.setattr("hf_tiered_cache.store.disk.SegmentStore.remove", refuse)
+    status, _, err = run("rm", store[0], "--all", "--yes")
+    assert (status, err) == (2, "hf-tiered-cache: kv-store/segments/x.kv: Permission denied\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(store):
+    root, _ = store
+    ours, theirs = os.pipe()
+    os.close(ours)  # before anything is written
+    done = subprocess.run([*COMMAND, "ls", root], stdout=theirs, stderr=subprocess.PIPE, timeout=60)
+    os.close(theirs)
+    assert done.stderr == b""
+
+
+INTERRUPTED = """
+import sys, time
+from hf_tiered_cache import cli
+from hf_tiered_cache.cli import listing
+def waiting(path):
+    print("ready", flush=True)
+    time.sleep(60)
+listing.contents_of = waiting
+sys.argv[1:] = ["ls", "kv-store"]
+cli.main()
+"""
+
+
+def test_ctrl_c_ends_it_with_130_and_no_traceback():
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in err
+
+
+# --- help
+
+
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm", "calibrate"])
+def test_help_teaches_by_example(run, command):
+    status, out, _ = run(command, "--help")
+    assert status == 0
+    assert "--json" in out
+    assert f"Examples:\n    hf-tiered-cache {command} kv-store" in out
+
+
+def test_help_of_the_whole_names_every_command_and_typical_use(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    assert "..." not in out.split("Commands:")[1]  # what each does fits its line
+    assert all(f"\n  {command} " in out for command in ("ls", "stat", "verify", "gc", "rm", "calibrate"))
+    assert "hf-tiered-cache gc kv-store --quota 100GiB  make room\n" in out
+
+
+def test_version(run):
+    assert run("--version")[1] == f"hf-tiered-cache {hf_tiered_cache.__version__}\n"
+
+
+# --- calibrate
+
+
+def the_end_of(err):
+    """The one line behind the progress of loading weights."""
+    assert "Traceback" not in err
+    line = err.splitlines()[-1]
+    assert line.startswith("hf-tiered-cache: ")
+    return line
 
 
 def test_calibrate(run, tmp_path):
@@ -156,5 +453,33 @@ def test_calibrate(run, tmp_path):
     assert "full reuse" in out
     assert "kept for this model and device, prompts of" in out
     status, _, err = run(*asked, tmp_path / "nowhere")
-    assert status == 2
+    assert (status, err.count("\n")) == (2, 1)
     assert "cannot be loaded" in err
+    status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")  # of 1024 positions
+    assert status == 2
+    assert "ask for fewer" in the_end_of(err)
+
+
+def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 20.00 GiB.")
+
+    build("qwen2").save_pretrained(tmp_path / "model")
+    monkeypatch.setattr("hf_tiered_cache.kvstore.calibrate", full)
+    status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")
+    assert status == 2
+    assert "ask for fewer with --passages or --tokens" in the_end_of(err)
+
+
+# --- the package's names
+
+
+def test_public_names_are_the_same_for_people_and_type_checkers():
+    tree = ast.parse(Path(hf_tiered_cache.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {node.names[0].name: node.module for node in checked.body}
+    assert seen == hf_tiered_cache._MODULES
+    assert set(hf_tiered_cache.__all__) == set(seen) <= set(dir(hf_tiered_cache))
+    assert all(getattr(hf_tiered_cache, name) is not None for name in seen)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = hf_tiered_cache.Nothing

@@ -19,7 +19,6 @@ from hf_tiered_cache.errors import ConfigError, EngineUnavailableError
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp, open_engine
 from hf_tiered_cache.store.engines.base import MAX_CALL_BYTES, MAX_IOVECS, READ_THROUGH_BYTES, EngineFile, coalesce
-from hf_tiered_cache.store.engines.posix import SlowDisk
 from hf_tiered_cache.store.memory import aligned_bytes
 
 PAGES = 1500
@@ -305,30 +304,6 @@ def test_the_engine_is_said_once_in_the_log(caplog, monkeypatch):
     with caplog.at_level("INFO", logger="hf_tiered_cache"):
         open_engine("posix")
     assert [r.message for r in caplog.records] == ["I/O engine: posix (8 threads, O_DIRECT where possible)"]
-
-
-def test_a_slower_disk_takes_its_time(pages):
-    """Bandwidth is shared by all threads, latencies overlap. Only lower bounds: machines are busy."""
-    clock = time.monotonic()
-    disk = SlowDisk(1e6, 0.05)
-    done = [disk.begin(50_000), disk.begin(100_000)]
-    assert done[0] >= clock + 0.05 + 0.05
-    assert done[1] - done[0] == pytest.approx(0.1, abs=1e-6)
-    engine = PosixEngine(slow_disk=SlowDisk(10e6, 0.01))
-    file = engine.open(pages)
-    dest = aligned_bytes(PAGES // 2 * ALIGNMENT)
-    started = time.monotonic()
-    engine.submit([ReadOp(file, 0, dest)]).result()
-    assert time.monotonic() - started >= dest.numel() / 10e6
-    assert (dest.view(torch.int16).view(-1, ALIGNMENT // 2)[:, 0] == torch.arange(PAGES // 2)).all()
-    assert "10 MB/s" in engine.describe()
-    engine.close()
-
-
-@pytest.mark.parametrize("arguments", [(0,), (-1.0,), (1e6, -0.1)])
-def test_a_disk_without_speed_is_refused(arguments):
-    with pytest.raises(ConfigError):
-        SlowDisk(*arguments)
 
 
 def test_an_engine_stands_for_itself(tmp_path):

@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from families import build, prompt
+from transformers import DynamicCache
 
 from hf_tiered_cache import (
     ConfigError,
@@ -22,8 +23,8 @@ from hf_tiered_cache import (
     TieredCache,
     attach,
     detach,
+    precompute,
 )
-from hf_tiered_cache.kvstore import parse_bytes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 HERE = os.path.dirname(__file__)
@@ -44,28 +45,6 @@ def restored(model, store, ids=None):
 
 
 # --- arguments
-
-
-@pytest.mark.parametrize(
-    ("size", "nbytes"),
-    [
-        (0, 0),
-        ("0", 0),
-        (123, 123),
-        ("123", 123),
-        ("10GiB", 10 << 30),
-        ("500MB", 500_000_000),
-        ("1 MiB", 1 << 20),
-    ],
-)
-def test_sizes(size, nbytes):
-    assert parse_bytes(size, "host_memory") == nbytes
-
-
-@pytest.mark.parametrize("size", ["many", "-5", -5, 1.5, True, "GiB", [1], None])
-def test_what_is_no_size_is_said_with_its_name(size):
-    with pytest.raises(ConfigError, match=r"host_memory=.*is no size.*10GiB"):
-        parse_bytes(size, "host_memory")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +191,46 @@ def test_precompute_shows_its_progress(model, tmp_path, capsys):
         assert "precompute: 100%" in capsys.readouterr().err
         store.precompute(model, prompt(20, seed=3), progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_shows_its_progress(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
+    ids, seen = prompt(200), []
+    bar_over = precompute.bar_over
+
+    def watched(prompts, progress):
+        bar = bar_over(prompts, progress)
+        update = bar.update
+        monkeypatch.setattr(bar, "update", lambda tokens: (seen.append(tokens), update(tokens)))
+        return bar
+
+    monkeypatch.setattr(precompute, "bar_over", watched)
+    with KVStore(tmp_path) as store:
+        report = store.precompute(model, ids)
+        assert (seen, report.stored, report.restored) == ([64, 64, 64, 8], 192, 0)
+        (row,) = store.segments()
+        assert row.tokens == 192
+        cache, reference = TieredCache(model, store, record=False), DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for chunk in ids.split(64, dim=1):
+                model(input_ids=chunk, past_key_values=reference, use_cache=True)
+        assert cache.stats.tokens_restored == 192
+        for ours, theirs in zip(cache.layers, reference.layers, strict=True):
+            assert torch.equal(ours.keys[:, :, :192], theirs.keys[:, :, :192])
+            assert torch.equal(ours.values[:, :, :192], theirs.values[:, :, :192])
+        again = store.precompute(model, ids, progress=False)
+        assert again.stored == 0
+        assert again.restored >= 192 - 3  # the last token of each chunk is computed
+
+
+def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path, monkeypatch):
+    monkeypatch.setattr(precompute, "CHUNK_TOKENS", 64)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 80}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    with KVStore(tmp_path) as store:
+        report = store.precompute(build("llama", rope_parameters=rope | factors), prompt(200), progress=False)
+        assert report.stored == 192
 
 
 def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from segments import links, open_store, read_back, segment
 
-from hf_tiered_cache.errors import FormatError, StoreError
+from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreError
 from hf_tiered_cache.store import disk, maintain, quota
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
@@ -326,7 +326,7 @@ store.publish(header, chain, blocks)
     if whole:
         for written, read in zip(blocks, read_back(again, header.id), strict=True):
             assert torch.equal(written, read)
-    assert len(list((tmp_path / "tmp").iterdir())) == 1  # the orphan
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1  # the orphan
     assert again.publish(*segment(links(1, "next")))
     assert not list((tmp_path / "tmp").iterdir())
     assert maintain.verify(again).ok
@@ -335,12 +335,105 @@ store.publish(header, chain, blocks)
 def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    fd, tmp = ours._reserve(100_000)
-    assert quota.clean_tmp(theirs) == 0
-    assert tmp.exists()
-    os.close(fd)  # as if the writer had died
-    assert quota.clean_tmp(theirs) >= 100_000
-    assert not tmp.exists()
+    with ours._reserved(100_000) as (_, tmp):
+        assert quota.clean_tmp(theirs) == 0
+        assert tmp.exists()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+HOLDER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from segments import *
+store = open_store(Path(sys.argv[2]))
+with store._reserved(100_000) if sys.argv[3] == "a temporary file" else store.locked():
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Starts another process that holds a lock, and waits until it does."""
+    started = []
+
+    def start(what):
+        arguments = [sys.executable, "-c", HOLDER, os.path.dirname(__file__), str(tmp_path), what]
+        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        assert started[-1].stdout.readline() == "ready\n"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_path, holder):
+    store, other = open_store(tmp_path), holder("a temporary file")
+    assert quota.clean_tmp(store) == 0
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
+    other.kill()
+    other.wait()
+    assert quota.clean_tmp(store, dry_run=True) >= 100_000
+    assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
+    assert quota.clean_tmp(store) >= 100_000
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_path, holder, caplog, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.3)
+    store, other = open_store(tmp_path), holder("the store")
+    started = time.monotonic()
+    assert not store.publish(*segment(links(2)))
+    assert 0.3 <= time.monotonic() - started < 10
+    assert store.counters.snapshot().dropped_writes == 1
+    assert sum("was not free within 0.3 s" in r.message for r in caplog.records) == 1
+    with pytest.raises(StoreBusyError):
+        maintain.gc(store)
+    other.kill()
+    other.wait()
+    assert store.publish(*segment(links(2)))
+
+
+def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(disk, "_LOCK_SECONDS_AFTERWARDS", 0.01)
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    waited = []
+    done = threading.Event()
+    held = threading.Event()
+
+    def hold():
+        with theirs.locked():
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(60)
+    for _ in range(2):
+        with pytest.raises(StoreBusyError, match="not free within") as error, ours.locked():
+            pass
+        waited.append(str(error.value).split("within ")[1].split(";")[0])
+    assert waited == ["0.5 s", "0.01 s"]
+    done.set()
+    thread.join()
+    with ours.locked():
+        pass
+    assert ours._lock_seconds == 0.5
+
+
+def test_locks_truncate_no_data(tmp_path):
+    store = open_store(tmp_path)
+    header = publish(store)
+    orphan = tmp_path / "tmp" / "orphan"
+    os.link(store.path(header.id), orphan)  # as a writer that died after publishing left it
+    assert quota.clean_tmp(store) > 0
+    assert not orphan.exists()
+    assert read_back(store, header.id)
 
 
 # --- quota
@@ -421,7 +514,7 @@ def test_a_child_is_evicted_before_its_parent(tmp_path):
     parent = publish(store, seed="parent", position=0)
     header, chain, blocks = segment(links(4, "child"), position=64)
     store.publish(header, chain, blocks, ancestors=[parent.id])
-    quota.evict(store, 1)
+    quota.evict(store, quota.victims(store, 1))
     assert store.catalogue.ids() == {parent.id}
 
 
@@ -430,7 +523,7 @@ def test_expired_segments_make_room_before_others(tmp_path):
     store = open_store(tmp_path / "store", quota=100 * size)
     live = publish(store, seed="live")
     publish(store, seed="expired", expires=time.time() - 1)
-    quota.evict(store, 1)
+    quota.evict(store, quota.victims(store, 1))
     assert store.catalogue.ids() == {live.id}
 
 
@@ -462,11 +555,44 @@ def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_pat
     reader = store.reader(header.id)
     lane = reader.shape.lanes[1]
     flip(store.path(header.id), reader.header.blocks.offset + reader.shape.lane_offsets[1] + 3 * lane.block_bytes)
-    report = maintain.verify(store)
-    assert list(report.bad) == [header.id]
-    assert "chunk 3" in report.bad[header.id]
+    with pytest.raises(IntegrityError) as error:
+        read_back(store, header.id)
+    store.report(header.id, error.value)
     assert store.find(links(6))[0].usable_links == 3
     assert store.counters.snapshot().verification_failures == 1
+
+
+@pytest.mark.parametrize("at", ["header", "first block", "last block"])
+def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at):
+    store = open_store(tmp_path)
+    whole, header = publish(store, seed="whole"), publish(store, count=6)
+    offset = {"header": 100, "first block": store.reader(header.id).header.blocks.offset, "last block": -4096}[at]
+    flip(store.path(header.id), offset)
+    before = {path: path.read_bytes() for path in store.segment_files()}
+    for _ in range(2):
+        report = maintain.verify(store)
+        assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
+        assert {path: path.read_bytes() for path in store.segment_files()} == before
+        assert store.find(links(6))[0].usable_links == 6
+    report = maintain.verify(store, repair=True)
+    assert (list(report.bad), report.removed, report.ok) == ([header.id], [header.id], True)
+    report = maintain.verify(store)
+    assert (report.bad, report.segments) == ({}, 1)
+    assert store.catalogue.ids() == {whole.id}
+
+
+def test_repair_leaves_what_only_failed_to_be_read(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    header = publish(store)
+
+    def failing(*_, **__):
+        raise OSError(errno.EIO, "a cable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(maintain, "SegmentReader", failing)
+        report = maintain.verify(store, repair=True)
+    assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
+    assert maintain.verify(store).ok
 
 
 def test_verify_reads_every_block(tmp_path):
@@ -494,7 +620,11 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
     (tmp_path / "tmp" / "orphan").write_bytes(b"x" * 5000)
+    promised = maintain.gc(store, dry_run=True)
+    assert len(list(store.segment_files())) == 4
+    assert (tmp_path / "tmp" / "orphan").exists()
     report = maintain.gc(store)
+    assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
     assert report.temporary_bytes > 0
     left = {path.stem for path in store.segment_files()}
@@ -509,7 +639,10 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
     store.close()
     limit = du(tmp_path) // 2
     store = open_store(tmp_path, quota=limit)
-    assert maintain.gc(store).evicted > 0
+    promised = maintain.gc(store, dry_run=True)
+    assert len(store.catalogue.ids()) == 40
+    assert maintain.gc(store) == promised
+    assert promised.evicted > 0
     assert du(tmp_path) <= limit
 
 

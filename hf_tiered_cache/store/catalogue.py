@@ -13,6 +13,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -106,11 +107,18 @@ class Catalogue:
 
     Args:
         path: the database file, or None for one in memory (a store whose folder cannot be written).
+        read_only: whether it is only looked at. Then nothing is made or mended: what cannot be read is an error.
+
+    Raises:
+        sqlite3.Error: it cannot be opened.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, read_only: bool = False) -> None:
         self.path = path
         self._lock = threading.Lock()
+        if path is not None and read_only:
+            self._db = _connect_read_only(path)
+            return
         try:
             self._db = self._connect()
         except sqlite3.DatabaseError as error:
@@ -122,7 +130,8 @@ class Catalogue:
 
     def _connect(self) -> sqlite3.Connection:
         if self.path is not None:  # created by us, for its owner only; SQLite gives -wal and -shm the same mode
-            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            with suppress(FileExistsError):  # to open and close one that is there would drop this process's locks on it
+                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         db = sqlite3.connect(
             self.path if self.path is not None else ":memory:",
             timeout=_BUSY_SECONDS,
@@ -250,6 +259,23 @@ class Catalogue:
 
     def close(self) -> None:
         self._run(lambda db: db.close())
+
+
+def _connect_read_only(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=ro",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        check_same_thread=False,
+        isolation_level=None,
+    )
+    try:
+        if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError("the catalogue is of another version")
+    except BaseException:
+        db.close()
+        raise
+    return db
 
 
 def _enter_wal_mode(db: sqlite3.Connection) -> None:

@@ -1,12 +1,11 @@
 """The folder of segments: publish, find, open, forget. Faults of the disk end here as counted misses.
 
 <store>/segments/<id>.kv   immutable segment files        <store>/pins/<id>       segments never to evict
-<store>/tmp/               files being written, locked    <store>/catalogue.sqlite  rebuilt from headers if lost
+<store>/tmp/               files being written            <store>/catalogue.sqlite  rebuilt from headers if lost
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import sqlite3
@@ -14,20 +13,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, StoreError
+from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, StoreBusyError, StoreError
 from ..stats import Counters
 from . import quota
 from .catalogue import Catalogue, SegmentRow
 from .digest import block_digests
 from .engines import Engine
-from .files import allocate, fsync, publish_name, write_all
+from .files import allocate, fsync, lock_beside, publish_name, write_all
 from .format import SegmentHeader, encode_head, lay_out
 from .segment import SegmentReader, read_head
 
@@ -35,6 +35,11 @@ logger = logging.getLogger("hf_tiered_cache")
 
 SUFFIX = ".kv"
 _OPEN_SEGMENTS = 256
+_LOCK_SECONDS = 30.0
+"""How long to wait for the store's lock, which nobody needs for more than a moment; once in vain, then no longer than
+`_LOCK_SECONDS_AFTERWARDS` until it was had again."""
+_LOCK_SECONDS_AFTERWARDS = 1.0
+_LOCK_POLL_SECONDS = 0.005
 _T = TypeVar("_T")
 
 
@@ -58,6 +63,7 @@ class SegmentStore:
     ) -> None:
         self.root = root
         self.segments_dir, self.tmp_dir, self.pins_dir = root / "segments", root / "tmp", root / "pins"
+        self._lock_path = root / "lock"
         self.engine = engine
         self.verify_reads = verify
         self.limits = limits
@@ -70,6 +76,7 @@ class SegmentStore:
         self.unlisted: list[Path] = []
         """Files among the segments that are none: damaged, or of a newer format."""
         self._warned: set[str] = set()
+        self._lock_seconds = _LOCK_SECONDS
         self.writable = self._make_folders()
         self.catalogue = self._open_catalogue()
         self.scan()
@@ -82,7 +89,7 @@ class SegmentStore:
         try:
             for folder in (self.root, self.segments_dir, self.tmp_dir, self.pins_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(self._open_lock())
+            os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             return True
         except OSError as error:
             if not self.root.is_dir():
@@ -203,8 +210,8 @@ class SegmentStore:
             ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
 
         Returns:
-            Whether the segment is in the store now. A full disk, the quota or an unwritable folder drop the write:
-            counted, and said once.
+            Whether the segment is in the store now. A full disk, the quota, an unwritable folder or a lock that is not
+            to be had drop the write: counted, and said once.
         """
         header = lay_out(header, len(links))
         if not self.writable:
@@ -216,9 +223,9 @@ class SegmentStore:
             self.counters.add("duplicate_writes")
             if self.ask(lambda c: c.get(header.id), None) is None:
                 self._adopt(self.path(header.id))
-        except (OSError, QuotaError) as error:
+        except (OSError, QuotaError, StoreBusyError) as error:
             self.counters.add("dropped_writes")
-            self.warn("full", f"a segment of {header.file_bytes} bytes was not stored: {error}")
+            self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
             return False
         self.touch([*ancestors, header.id])
         return True
@@ -227,8 +234,7 @@ class SegmentStore:
         """Write to a temporary file and give it its name; raises FileExistsError where another was first."""
         final = self.path(header.id)
         self._make_way(final)
-        fd, tmp = self._reserve(header.file_bytes)
-        try:
+        with self._reserved(header.file_bytes) as (fd, tmp):
             digests = []
             offset = header.blocks.offset
             for blocks in lanes:
@@ -238,12 +244,8 @@ class SegmentStore:
             write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
             publish_name(tmp, final)
-            self.ask(
-                lambda c: c.add(row, header.model), None
-            )  # before the temporary name goes, so that its room stays reckoned
-        finally:
-            tmp.unlink(missing_ok=True)
-            os.close(fd)
+            # before the temporary name goes, so that its room stays reckoned
+            self.ask(lambda c: c.add(row, header.model), None)
         self.counters.add("segments_written")
         self.counters.add("bytes_written", row.nbytes)
         with self._lock:
@@ -268,23 +270,24 @@ class SegmentStore:
             self._readers.pop(segment_id, None)
             self._hidden.discard(segment_id)
 
-    def _reserve(self, nbytes: int) -> tuple[int, Path]:
+    @contextmanager
+    def _reserved(self, nbytes: int) -> Iterator[tuple[int, Path]]:
         """A temporary file of `nbytes`, its room taken from the quota and from the disk before a byte is written.
 
-        The file is locked while it is written: one that can be locked belongs to a process that has died.
+        The lock beside it is held while it is written: a file whose lock can be had belongs to a process that has died.
         """
-        with self.locked():
-            quota.make_room(self, nbytes)
-            tmp = self.tmp_dir / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
-            fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tmp = self.tmp_dir / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+        lock = lock_beside(tmp)
+        with ExitStack() as stack:
+            with self.locked():
+                quota.make_room(self, nbytes)
+                stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
+                stack.enter_context(lock.acquire(timeout=0))
+                fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, fd)
+                stack.callback(tmp.unlink, missing_ok=True)
                 allocate(fd, nbytes)
-            except BaseException:
-                tmp.unlink(missing_ok=True)
-                os.close(fd)
-                raise
-        return fd, tmp
+            yield fd, tmp
 
     def sync(self) -> None:
         """Make what was published durable: data first, then the names."""
@@ -342,16 +345,24 @@ class SegmentStore:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Alone among processes: while room is reckoned and made."""
-        fd = self._open_lock()
+        """Alone among processes and threads: while room is reckoned and made.
+
+        Raises:
+            StoreBusyError: another has had the lock all the time that this one waited for it.
+        """
+        lock = FileLock(self._lock_path, mode=0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            lock.acquire(timeout=self._lock_seconds, poll_interval=_LOCK_POLL_SECONDS)
+        except Timeout:
+            waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
+            raise StoreBusyError(
+                f"{self._lock_path} was not free within {waited:g} s; end the process that hangs with this store open"
+            ) from None
+        self._lock_seconds = _LOCK_SECONDS
+        try:
             yield
         finally:
-            os.close(fd)
-
-    def _open_lock(self) -> int:
-        return os.open(self.root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock.release()
 
     def close(self) -> None:
         with self._lock:

@@ -6,6 +6,10 @@ import errno
 import os
 from pathlib import Path
 
+from filelock import FileLock
+
+LOCK_SUFFIX = ".lock"
+
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
     """Write all of `data`, in as many calls as it takes."""
@@ -22,6 +26,11 @@ def allocate(fd: int, nbytes: int) -> None:
         if getattr(error, "errno", errno.ENOSYS) not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
             raise
         os.ftruncate(fd, nbytes)
+
+
+def lock_beside(path: Path) -> FileLock:
+    """The lock of whoever writes `path`: a file of its own, for its owner only. It ends with its holder's life."""
+    return FileLock(f"{path}{LOCK_SUFFIX}", mode=0o600)
 
 
 def publish_name(tmp: Path, final: Path) -> None:

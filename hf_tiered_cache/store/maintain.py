@@ -25,19 +25,24 @@ _WINDOW_BYTES = 16 << 20
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. `bad` names each damaged segment and says why."""
+    """What `verify` found. `bad` names each damaged segment and says why; `removed` are those of them that are gone."""
 
     segments: int = 0
     blocks: int = 0
     nbytes: int = 0
     bad: dict[str, str] = field(default_factory=dict)
+    removed: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        return not self.bad
+        """Whether every segment that is there is whole."""
+        return len(self.bad) == len(self.removed)
 
     def as_dict(self) -> dict[str, Any]:
-        return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes, "bad": self.bad}
+        return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes} | {
+            "bad": self.bad,
+            "removed": self.removed,
+        }
 
 
 @dataclass
@@ -53,17 +58,23 @@ class GcReport:
         return dict(vars(self))
 
 
-def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
-    """Read every segment from disk and compare every checksum, with a progress bar if asked for.
+def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
+    """Read every segment from disk and compare every checksum.
 
-    A damaged segment is reported in the result, and from now on offered only up to its first bad block.
+    Args:
+        store: nothing in it is changed, unless it is to be repaired.
+        progress: whether to show a progress bar.
+        repair: whether damaged segments are removed, to be computed and stored again when they are next asked for.
+            What failed to read for another reason than damage stays.
     """
     report = VerifyReport()
     sizes: dict[Path, int] = {}
     for path in sorted(store.segment_files()):
         with suppress(FileNotFoundError):
             sizes[path] = path.stat().st_size
-    bar = tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="verify", disable=not progress)
+    bar = tqdm(
+        total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
+    )
     for path in sizes:
         report.segments += 1
         try:
@@ -79,7 +90,8 @@ def verify(store: SegmentStore, *, progress: bool = False) -> VerifyReport:
             report.segments -= 1  # not ours to judge, or evicted meanwhile
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[path.stem] = str(error)
-            store.report(path.stem, error)
+            if repair and not isinstance(error, OSError) and store.remove([path.stem]):
+                report.removed.append(path.stem)
     bar.close()
     return report
 
@@ -97,22 +109,37 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
             yield window.numel(), count
 
 
-def gc(store: SegmentStore) -> GcReport:
-    """Delete what no request can use: expired and damaged segments, files of dead writers, what is over the quota."""
+def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
+    """Delete what no request can use: expired and damaged segments, files of dead writers, what is over the quota.
+
+    Args:
+        store: is brought in line with its files first.
+        dry_run: whether nothing is deleted; the report says what would be.
+    """
     report = GcReport()
     with store.locked():
-        report.temporary_bytes = quota.clean_tmp(store)
+        report.temporary_bytes = quota.clean_tmp(store, dry_run)
         store.scan()
         pinned = store.pinned()
+        rows = {row.id: row for row in store.ask(Catalogue.all, [])}
         expired = [row.id for row in store.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
-        report.expired = store.remove(expired)
-        store.counters.add("expired_segments", report.expired)
-        useless = [row.id for row in store.ask(Catalogue.all, []) if row.usable_links == 0]
-        damaged = [path.stem for path in store.unlisted if _is_damaged(path)]
-        report.damaged = store.remove(useless + damaged)
+        damaged = [row.id for row in rows.values() if row.usable_links == 0 and row.id not in expired]
+        unreadable = [path for path in store.unlisted if _is_damaged(path)]
+        report.expired, report.damaged = len(expired), len(damaged) + len(unreadable)
+        freed = sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(quota.disk_bytes, unreadable))
+        if dry_run:
+            freed += report.temporary_bytes
+        else:
+            report.expired = store.remove(expired)
+            report.damaged = store.remove([*damaged, *(path.stem for path in unreadable)])
+            store.counters.add("expired_segments", report.expired)
+            freed = 0
         limit = store.limits.quota
-        if limit is not None and (used := quota.used_bytes(store)) > limit * store.limits.high:
-            report.evicted = quota.evict(store, used - int(limit * store.limits.low))
+        if limit is not None and (used := quota.used_bytes(store) - freed) > limit * store.limits.high:
+            victims = quota.victims(store, used - int(limit * store.limits.low), but={*expired, *damaged})
+            report.evicted = len(victims)
+            if not dry_run:
+                quota.evict(store, victims)
         store.scan()
     return report
 

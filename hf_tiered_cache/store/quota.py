@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, QuotaError
 from .catalogue import Catalogue
+from .files import LOCK_SUFFIX, lock_beside
 
 if TYPE_CHECKING:
     from .disk import SegmentStore
@@ -50,17 +51,18 @@ def used_bytes(store: SegmentStore) -> int:
     """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may."""
     listed = None if store.catalogue.path is None else store.ask(Catalogue.total_bytes, None)
     if listed is None:  # no shared catalogue: it would not know what other processes have written
-        total = sum(_blocks(path) for path in store.segment_files())
+        total = sum(disk_bytes(path) for path in store.segment_files())
     else:
-        total = listed + sum(_blocks(path) for path in store.unlisted)
+        total = listed + sum(disk_bytes(path) for path in store.unlisted)
     total += CATALOGUE_GROWTH
     for folder in (store.root, store.tmp_dir):
         with suppress(OSError):
-            total += sum(_blocks(path) for path in folder.iterdir() if path.is_file())
+            total += sum(disk_bytes(path) for path in folder.iterdir() if path.is_file())
     return total
 
 
-def _blocks(path: Path) -> int:
+def disk_bytes(path: Path) -> int:
+    """Bytes that a file takes on disk; none if it is gone."""
     try:
         return path.lstat().st_blocks * 512
     except OSError:
@@ -85,55 +87,59 @@ def make_room(store: SegmentStore, nbytes: int) -> None:
             wanted = max(wanted, needed, used + nbytes - int(limits.quota * limits.low))
     if wanted <= 0:
         return
-    victims = _victims(store, wanted)
-    if sum(nbytes for _, nbytes in victims) < needed:
+    found = victims(store, wanted)
+    if sum(nbytes for _, nbytes in found) < needed:
         raise QuotaError(
             f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
         )
-    _evict(store, victims)
+    evict(store, found)
 
 
-def evict(store: SegmentStore, nbytes: int) -> int:
-    """Delete least recently used segments, the deeper of two first, until `nbytes` are freed. Returns how many."""
-    victims = _victims(store, nbytes)
-    _evict(store, victims)
-    return len(victims)
+def victims(store: SegmentStore, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
+    """Which segments go until `nbytes` are freed: least recently used first, and the deeper of two.
 
+    Args:
+        store: whose pinned segments stay.
+        nbytes: how many.
+        but: these are not counted on.
 
-def _victims(store: SegmentStore, nbytes: int) -> list[tuple[str, int]]:
-    """Ids and bytes."""
-    pinned, now = store.pinned(), time.time()
-    rows = [row for row in store.ask(Catalogue.by_use, []) if row[0] not in pinned]
+    Returns:
+        Ids and bytes.
+    """
+    spared, now = store.pinned().union(but), time.time()
+    rows = [row for row in store.ask(Catalogue.by_use, []) if row[0] not in spared]
     rows.sort(key=lambda row: row[2] is None or row[2] > now)  # expired ones first, else as they were
     freed = accumulate((size for _, size, _ in rows), initial=0)
     return [(segment_id, size) for (segment_id, size, _), before in zip(rows, freed, strict=False) if before < nbytes]
 
 
-def _evict(store: SegmentStore, victims: list[tuple[str, int]]) -> None:
-    store.remove([segment_id for segment_id, _ in victims])
-    store.counters.add("evicted_segments", len(victims))
+def evict(store: SegmentStore, segments: list[tuple[str, int]]) -> None:
+    """Delete these, as `victims` returned them."""
+    store.remove([segment_id for segment_id, _ in segments])
+    store.counters.add("evicted_segments", len(segments))
 
 
-def clean_tmp(store: SegmentStore) -> int:
-    """Delete temporary files whose writer has died: those that nobody holds a lock on. Returns bytes freed."""
-    freed = 0
-    with suppress(OSError), os.scandir(store.tmp_dir) as entries:
-        for entry in entries:
-            freed += _remove_if_orphan(Path(entry.path))
-    return freed
+def clean_tmp(store: SegmentStore, dry_run: bool = False) -> int:
+    """Delete temporary files whose writer has died: those whose lock can be had. The caller holds the store's lock.
 
-
-def _remove_if_orphan(path: Path) -> int:
+    Returns:
+        Bytes freed, or with `dry_run` those that would be.
+    """
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(store.tmp_dir)}
     except OSError:
         return 0
+    return sum(_remove_if_orphan(store.tmp_dir / name, dry_run) for name in names)
+
+
+def _remove_if_orphan(path: Path, dry_run: bool) -> int:
+    lock = lock_beside(path)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        nbytes = os.fstat(fd).st_blocks * 512
-        path.unlink(missing_ok=True)
-        return nbytes
+        with lock.acquire(timeout=0):
+            Path(lock.lock_file).unlink(missing_ok=True)
+            nbytes = disk_bytes(path)
+            if not dry_run:
+                path.unlink(missing_ok=True)
+            return nbytes
     except OSError:  # locked: it is being written
         return 0
-    finally:
-        os.close(fd)

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar
 
-from ...errors import ConfigError, EngineUnavailableError
+from ...errors import EngineUnavailableError
 from ...geometry import ALIGNMENT
 from .base import READ_THROUGH_BYTES, Batch, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce
 
@@ -44,45 +42,21 @@ class PosixFile(EngineFile):
             self.fd = -1
 
 
-class SlowDisk:
-    """A disk that is slower than the one there is, for study: reads take as long as that one would need.
-
-    Args:
-        bytes_per_second: all reads together.
-        latency: seconds that each call takes besides; those of several threads overlap.
-    """
-
-    def __init__(self, bytes_per_second: float, latency: float = 0.0) -> None:
-        if bytes_per_second <= 0 or latency < 0:
-            raise ConfigError("a disk has a bandwidth above 0 and a latency of 0 or more")
-        self.bytes_per_second, self.latency = bytes_per_second, latency
-        self._free_at = 0.0
-        self._lock = threading.Lock()
-
-    def begin(self, nbytes: int) -> float:
-        """A call of so many bytes begins; returns when it would be done, on `time.monotonic`'s clock."""
-        with self._lock:
-            self._free_at = max(time.monotonic(), self._free_at) + nbytes / self.bytes_per_second
-            return self._free_at + self.latency
-
-
 class PosixEngine(Engine):
     """preadv from a pool of threads.
 
     Args:
         threads: workers, each with one read in flight.
         direct: whether to ask for O_DIRECT.
-        slow_disk: what to be no faster than, or None.
     """
 
     name: ClassVar[str] = "posix"
 
-    def __init__(self, threads: int = 8, direct: bool = True, slow_disk: SlowDisk | None = None) -> None:
+    def __init__(self, threads: int = 8, direct: bool = True) -> None:
         if not hasattr(os, "preadv"):
             raise EngineUnavailableError("the posix engine needs os.preadv, which this platform lacks")
         self.threads = threads
         self.direct = direct
-        self.slow_disk = slow_disk
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
 
     def open(self, path: str) -> PosixFile:
@@ -106,23 +80,18 @@ class PosixEngine(Engine):
         self._pool.shutdown(wait=True)
 
     def describe(self) -> str:
-        slow = ""
-        if self.slow_disk is not None:
-            slow = f", as a disk of {self.slow_disk.bytes_per_second / 1e6:.0f} MB/s"
-        return f"posix ({self.threads} threads, {'O_DIRECT where possible' if self.direct else 'buffered'}{slow})"
+        return f"posix ({self.threads} threads, {'O_DIRECT where possible' if self.direct else 'buffered'})"
 
     def _drain(self, queue: Iterator[Call]) -> int:
-        total = 0
-        for call in queue:
-            done_at = self.slow_disk.begin(call.nbytes) if self.slow_disk is not None else 0.0
-            total += _read(call)
-            if done_at:
-                time.sleep(max(0.0, done_at - time.monotonic()))
-        return total
+        return sum(self.read(call) for call in queue)
+
+    def read(self, call: Call) -> int:
+        """Run one vectored read, in a worker's thread. Returns how many bytes came."""
+        return _read(call)
 
 
 def _read(call: Call) -> int:
-    """Run one vectored read to its end; the kernel may return less than asked."""
+    """The kernel may return less than asked."""
     file = call.file
     gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else None
     buffers = [gap[:piece] if isinstance(piece, int) else memoryview(piece.numpy()) for piece in call.pieces]

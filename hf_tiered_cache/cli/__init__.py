@@ -1,0 +1,105 @@
+"""`hf-tiered-cache`: look into a store, check it, clean it up.
+
+A command is a function in a module of this room and an entry below. Modules import torch, transformers and what needs
+them inside of functions: `--help`, `ls` and `stat STORE` take no time.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from ..errors import TieredCacheError
+from . import calibrate, listing, maintain
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"hf-tiered-cache {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    epilog="\b\nExit status: 0 done; 1 damage was found; 2 it could not be done, and one line says why.",
+)
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Look into a KV store, check it, clean it up.
+
+    A store is the folder that was given to KVStore(...) or TieredCache(model, ...):
+
+    \b
+      hf-tiered-cache ls kv-store                 what is stored, model by model
+      hf-tiered-cache stat kv-store 1f3a9c02      one segment, by the beginning of its id
+      hf-tiered-cache verify kv-store             whether every byte is whole
+      hf-tiered-cache gc kv-store --quota 100GiB  make room
+      hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
+
+    All of it may be done while programs use the store. Every command takes --json for scripts, and says more with
+    --help.
+    """
+
+
+def _add(name: str, command: Callable[..., None], *examples: str) -> None:
+    lines = "\n".join(f"  hf-tiered-cache {name} {example}" for example in examples)
+    app.command(name, epilog=f"\b\nExamples:\n{lines}")(command)
+
+
+_add(
+    "ls",
+    listing.ls,
+    "kv-store",
+    "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'",
+)
+_add("stat", listing.stat, "kv-store", "kv-store 1f3a9c02", "kv-store 1f3a9c02 --json")
+_add("verify", maintain.verify, "kv-store", "kv-store --repair")
+_add("gc", maintain.gc, "kv-store", "kv-store --quota 100GiB --dry-run")
+_add(
+    "rm",
+    maintain.rm,
+    "kv-store 1f3a9c02 77d0e1b4",
+    "kv-store --model Qwen/Qwen2.5-0.5B --dry-run",
+    "kv-store --all --yes",
+)
+_add(
+    "calibrate",
+    calibrate.calibrate,
+    "kv-store --model Qwen/Qwen2.5-0.5B",
+    "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
+)
+
+
+def main() -> None:
+    """The entry point: errors that the user can mend are one line, and exit status 2."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # whoever read, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except TieredCacheError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    else:
+        return
+    print(f"hf-tiered-cache: {' '.join(reason.split())}", file=sys.stderr)
+    raise SystemExit(2) from None

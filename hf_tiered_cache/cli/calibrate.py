@@ -1,0 +1,87 @@
+"""`calibrate`: how much of a passage to compute on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import TieredCacheError
+from ..units import parse_bytes
+from .output import AsJson, Refused, figures, print_json, show
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def calibrate(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
+    model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
+    passages: Annotated[int, typer.Option(min=1, help="How many passages the measured prompt has.")] = 8,
+    tokens: Annotated[int, typer.Option(min=16, help="How many tokens each passage has.")] = 512,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="How often each share is measured; the median counts. More where others work.")
+    ] = 3,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
+    warm: Annotated[bool, typer.Option("--warm", help="Let passages come from memory, not from the disk.")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved. Use the one you serve with.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Measure how much of a passage to compute anew.
+
+    The best share is the one with which the first token comes soonest. Computing costs arithmetic, loading costs the
+    disk, so it depends on the model, the machine and the length of prompts. A prompt of random passages is asked at
+    several shares, each a few times, on the GPU if there is one; the passages are removed afterwards.
+
+    What is found is kept in the store for this model, device and length of prompt: CacheTune(recompute="auto") takes
+    it. Measure several lengths (--passages, --tokens) if your prompts differ; between two lengths it takes what lies
+    between.
+    """
+    parse_bytes(memory, "--memory")
+    import torch
+
+    from ..kvstore import KVStore
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        loaded = _load(model, dtype, device)
+        with KVStore(store, host_memory=memory) as opened:
+            found = opened.calibrate(
+                loaded, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
+            )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise Refused(
+            f"{model} and {passages} passages of {tokens} tokens do not fit into the memory of this {device}; "
+            "ask for fewer with --passages or --tokens, or for a smaller --dtype"
+        ) from error
+    if as_json:
+        return print_json(found.as_dict())
+    table = figures("share computed", "time to first token", "", right=("share computed", "time to first token"))
+    for ratio, seconds in sorted(found.seconds.items()):
+        notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
+        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "taken" if ratio == found.ratio else notes)
+    show(table)
+    print(
+        f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
+        f"(computing and loading balance at {found.balanced:.3f})"
+    )
+
+
+def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    known = getattr(torch, dtype, None)
+    if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise Refused(f"--dtype {dtype} is none; write auto, float32, bfloat16 or float16")
+    try:
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+    except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
+        raise
+    except Exception as error:  # what hub, files and other people's code may raise has no common base
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise Refused(f"the model {name!r} cannot be loaded: {reason}") from error
+    return loaded

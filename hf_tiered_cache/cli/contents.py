@@ -1,0 +1,123 @@
+"""What a store holds, read without opening it where that can be."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterable
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..store.catalogue import Catalogue, SegmentRow
+from .output import Refused
+
+if TYPE_CHECKING:
+    from ..kvstore import KVStore
+
+_SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The segments of a store, last used last; for each fingerprint what is known of the model; and what is pinned."""
+
+    rows: list[SegmentRow]
+    models: dict[str, dict[str, str]]
+    pinned: set[str]
+
+    def describe(self, row: SegmentRow) -> dict[str, Any]:
+        """A segment, JSON-ready."""
+        links = len(row.chain) // len(row.first)
+        return {
+            "id": row.id,
+            "label": row.label,
+            "fingerprint": row.fingerprint,
+            "model": self.models.get(row.fingerprint, {}),
+            "provenance": row.provenance,
+            "tokens": row.tokens,
+            "usable_tokens": row.tokens * row.usable_links // links,
+            "position": row.position,
+            "bytes": row.nbytes,
+            "created": row.created,
+            "used": row.used,
+            "uses": row.uses,
+            "expires": row.expires,
+            "expired": row.expires is not None and row.expires <= time.time(),
+            "pinned": row.id in self.pinned,
+        }
+
+    def one(self, name: str) -> SegmentRow:
+        """The segment whose id begins like this."""
+        found = [row for row in self.rows if row.id.startswith(name)] if name else []
+        if len(found) != 1:
+            raise Refused(f"{len(found) or 'no'} segments begin with {name!r}; `hf-tiered-cache ls` lists them")
+        return found[0]
+
+    def of_model(self, name: str) -> list[SegmentRow]:
+        """The segments of the model of this name, or whose fingerprint begins like this."""
+        mine = {print_ for print_ in self.fingerprints() if self.models.get(print_, {}).get("name") == name}
+        if not mine and name:
+            mine = {print_ for print_ in self.fingerprints() if print_.startswith(name)}
+            if len(mine) > 1:
+                raise Refused(f"{len(mine)} models' fingerprints begin with {name!r}; `hf-tiered-cache ls` lists them")
+        if not mine:
+            raise Refused(f"no model is called {name!r}, or has a fingerprint that begins so; `ls` lists them")
+        return [row for row in self.rows if row.fingerprint in mine]
+
+    def fingerprints(self) -> list[str]:
+        """Of the models, the one used last at the end."""
+        return list(dict.fromkeys(row.fingerprint for row in reversed(self.rows)))[::-1]
+
+
+def contents_of(path: Path) -> Contents:
+    """From the catalogue, if it is in line with the files; else the store is opened, which reads their headers."""
+    check_is_store(path)
+    found = _catalogued(path)
+    if found is None:
+        with open_store(path) as opened:
+            return contents_of_open(opened)
+    return found
+
+
+def contents_of_open(store: KVStore) -> Contents:
+    return Contents(store.segments(), store.disk.ask(Catalogue.models, {}), store.disk.pinned())
+
+
+def _catalogued(path: Path) -> Contents | None:
+    try:
+        with closing(Catalogue(path / "catalogue.sqlite", read_only=True)) as catalogue:
+            rows, models = catalogue.all(), catalogue.models()
+    except sqlite3.Error:
+        return None
+    files = {name.removesuffix(".kv") for name in os.listdir(path / "segments") if name.endswith(".kv")}
+    if {row.id for row in rows} != files:
+        return None
+    pinned: set[str] = set()
+    with suppress(OSError):
+        pinned.update(os.listdir(path / "pins"))
+    return Contents(rows, models, pinned)
+
+
+def check_is_store(path: Path) -> None:
+    """Raises Refused where there is no store, so that looking for one makes none."""
+    if not (path / "segments").is_dir():
+        raise Refused(f"there is no store at {path}")
+
+
+def open_store(path: Path, *, disk_quota: str | None = None) -> KVStore:
+    """A store that is there, to look after it."""
+    from ..kvstore import KVStore
+
+    check_is_store(path)
+    return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota)
+
+
+def unique_length(names: Iterable[str]) -> int:
+    """How many letters tell these names apart."""
+    distinct, length = set(names), _SHORTEST
+    while len({name[:length] for name in distinct}) < len(distinct):
+        length += 1
+    return length

@@ -1,0 +1,225 @@
+"""`ls` and `stat`: what a store holds."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..store import EXACT
+from ..store.catalogue import SegmentRow
+from ..units import format_bytes
+from .contents import Contents, contents_of, unique_length
+from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable, show
+
+if TYPE_CHECKING:
+    from ..geometry import Lane, LayerKV, SegmentShape
+
+
+def ls(store: StorePath, as_json: AsJson = False) -> None:
+    """List the segments of a store, model by model, last used last.
+
+    A segment is a run of tokens whose KV lies in one file: a prompt, or what one prompt adds to another ("from" says
+    at which token it begins). The id is as long as it takes to tell it from the others; `stat` and `rm` take it so.
+    """
+    contents = contents_of(store)
+    if as_json:
+        return print_json([contents.describe(row) for row in contents.rows])
+    prints = contents.fingerprints()
+    letters = unique_length(prints)
+    id_letters = unique_length(row.id for row in contents.rows)
+    for fingerprint in prints:
+        mine = [row for row in contents.rows if row.fingerprint == fingerprint]
+        print(f"{_name(contents, fingerprint)}, fingerprint {fingerprint[:letters]}")
+        _show_rows(contents, mine, id_letters)
+        print()
+    total = f"total: {_totals(contents.rows)}"
+    print(total if len(prints) < 2 else f"{total}, {count(len(prints), 'model')}")
+
+
+def _show_rows(contents: Contents, rows: list[SegmentRow], letters: int) -> None:
+    words = {
+        "label": [printable(row.label) for row in rows],
+        "notes": [", ".join(_notes(contents.describe(row))) for row in rows],
+    }
+    words = {heading: texts for heading, texts in words.items() if any(texts)}
+    right = ("tokens", "from", "size", "last used", "uses")
+    table = figures("segment", *right, *words, right=right, fold=tuple(words))
+    for number, row in enumerate(rows):
+        cells = (f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
+        table.add_row(row.id[:letters], *cells, *(texts[number] for texts in words.values()))
+    show(table)
+    if len(contents.fingerprints()) > 1:
+        print(_totals(rows))
+
+
+def _totals(rows: list[SegmentRow]) -> str:
+    tokens = sum(row.tokens for row in rows)
+    return f"{count(len(rows), 'segment')}, {tokens:,} tokens, {format_bytes(sum(row.nbytes for row in rows))}"
+
+
+def _name(contents: Contents, fingerprint: str) -> str:
+    known = contents.models.get(fingerprint, {})
+    details = [printable(known[key]) for key in ("class", "dtype") if known.get(key)]
+    name = printable(known.get("name") or "a model without a name")
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def _notes(described: dict[str, Any]) -> list[str]:
+    notes = [note for note in ("pinned", "expired") if described[note]]
+    if described["provenance"] != EXACT:
+        notes.append(described["provenance"])
+    if described["usable_tokens"] < described["tokens"]:
+        notes.append(f"damaged: {described['usable_tokens']:,} tokens usable")
+    return notes
+
+
+def stat(
+    store: StorePath,
+    segment: Annotated[
+        str, typer.Argument(help="A segment's id, or the beginning of one. Without: the whole store.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show what a store holds in all, or all about one segment.
+
+    Of a segment: its model, where it stands in its prompt, how it is cut, its layers, and where its bytes lie.
+    """
+    contents = contents_of(store)
+    if segment:
+        return _show_segment(store, contents, contents.one(segment), as_json)
+    described = [contents.describe(row) for row in contents.rows]
+    summary = {
+        "path": str(store),
+        "segments": len(described),
+        "tokens": sum(one["tokens"] for one in described),
+        "disk_bytes": sum(one["bytes"] for one in described),
+        "pinned": sum(one["pinned"] for one in described),
+        "expired": sum(one["expired"] for one in described),
+        "damaged": sum(one["usable_tokens"] < one["tokens"] for one in described),
+        "last_used": max((one["used"] for one in described), default=None),
+    }
+    if as_json:
+        return print_json(
+            summary | {"models": {name: contents.models.get(name, {}) for name in contents.fingerprints()}}
+        )
+    table = facts()
+    for name, value in summary.items():
+        if name == "disk_bytes":
+            table.add_row("on disk", format_bytes(value))
+        elif name == "last_used":
+            table.add_row("last used", "never" if value is None else ago(value))
+        else:
+            table.add_row("store" if name == "path" else name, f"{value:,}" if isinstance(value, int) else value)
+    for fingerprint in contents.fingerprints():
+        rows = [row for row in contents.rows if row.fingerprint == fingerprint]
+        table.add_row("model", f"{_name(contents, fingerprint)}: {_totals(rows)}")
+    show(table)
+
+
+def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
+    from ..store.format import sections
+    from ..store.segment import read_head
+
+    path = store / "segments" / f"{row.id}.kv"
+    header, *_ = read_head(path)
+    shape, described = header.shape, contents.describe(row)
+    if as_json:
+        lanes = [
+            {"layers": list(lane.layers), "index": lane.identifies, "block_bytes": lane.block_bytes}
+            for lane in shape.lanes
+        ]
+        places = {name: {"offset": one.offset, "bytes": one.nbytes} for name, one in sections(header).items()}
+        return print_json(
+            described
+            | {"parent": header.parent.hex(), "geometry": asdict(shape.geometry), "layout": shape.layout.to_json()}
+            | {"chunks": shape.chunks, "lanes": lanes, "sections": places}
+        )
+    table = facts()
+    table.add_row("segment", row.id)
+    if row.label:
+        table.add_row("label", printable(row.label))
+    table.add_row("model", _name(contents, row.fingerprint))
+    for name, value in sorted(header.model.items()):
+        if name not in ("name", "class", "dtype"):
+            table.add_row(f"  {printable(name)}", printable(value))
+    table.add_row("fingerprint", row.fingerprint)
+    table.add_row("computed", row.provenance)
+    table.add_row("tokens", f"{row.tokens:,}, from token {row.position:,}")
+    table.add_row("parent link", header.parent.hex())
+    table.add_row("on disk", f"{format_bytes(row.nbytes)} ({row.nbytes:,} bytes)")
+    table.add_row("created", date(row.created))
+    table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")
+    table.add_row("expires", "never" if row.expires is None else date(row.expires))
+    table.add_row("notes", ", ".join(_notes(described)) or "none")
+    table.add_row("cut into", _cut(shape))
+    table.add_row("layers", "; ".join(_layers(shape)))
+    show(table)
+    print()
+    lanes_table = figures("lane", "layers", "holds", "blocks", "of", right=("lane", "blocks", "of"))
+    for lane in shape.lanes:
+        size = format_bytes(lane.block_bytes)
+        lanes_table.add_row(str(lane.index), _ranges(lane.layers), _held(lane), str(shape.chunks), size)
+    show(lanes_table)
+    print()
+    places_table = figures("section", "offset", "size", right=("offset", "size"))
+    for name, section in sections(header).items():
+        places_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
+    show(places_table)
+
+
+def _held(lane: Lane) -> str:
+    """As "keys and values, heads 0-1"."""
+    tensors = " and ".join(f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in lane.parts))
+    heads = {part.first_head + number for part in lane.parts for number in range(part.heads)}
+    return f"{'index of ' if lane.identifies else ''}{tensors}, heads {_ranges(sorted(heads))}"
+
+
+def _cut(shape: SegmentShape) -> str:
+    geometry = shape.geometry
+    heads = "all heads" if geometry.heads_per_block is None else count(geometry.heads_per_block, "head")
+    said = [
+        f"blocks of {count(geometry.chunk_tokens, 'token')} × {count(geometry.layers_per_block, 'layer')} × {heads}",
+        "keys and values apart" if geometry.split_kv else "keys and values together",
+    ]
+    if geometry.lead:
+        said.append(f"the first {count(geometry.lead, 'layer')} alone")
+    if geometry.index is not None:
+        heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
+        said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")
+    if shape.order is not None:
+        said.append("tokens in an order of their own")
+    return ", ".join(said)
+
+
+def _layers(shape: SegmentShape) -> list[str]:
+    """The layers of each kind, as "0-11: keys 2 × 64, values 2 × 64", and the dtype."""
+    kinds: dict[LayerKV | None, list[int]] = {}
+    for number, kind in enumerate(shape.layout.layers):
+        kinds.setdefault(kind, []).append(number)
+    said = [f"{_ranges(numbers)}: {_kind(kind)}" for kind, numbers in kinds.items()]
+    return [*said, str(shape.layout.dtype).removeprefix("torch.")]
+
+
+def _kind(layer: LayerKV | None) -> str:
+    if layer is None:
+        return "nothing"
+    said = f"keys {layer.key_heads} × {layer.key_dim}, values {layer.value_heads} × {layer.value_dim}"
+    if layer.window:
+        said += f", a window of {layer.window:,} tokens"
+    if layer.rotated:
+        said += f", {layer.rotated}s before their rotation"
+    return said if layer.movable else f"{said}, at their own positions only"
+
+
+def _ranges(numbers: tuple[int, ...] | list[int]) -> str:
+    """Ascending numbers, as "0-3, 7"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -1,0 +1,109 @@
+"""`verify`, `gc` and `rm`: looking after a store."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ..store.catalogue import SegmentRow
+from ..units import format_bytes, parse_bytes
+from .contents import Contents, contents_of_open, open_store, unique_length
+from .output import AsJson, Refused, StorePath, confirm, count, figures, print_json, printable, show
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be deleted.")]
+
+
+def verify(
+    store: StorePath,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove the damaged segments.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte of a store and compare every checksum.
+
+    Nothing is changed without --repair. What it removes is computed and stored again when it is next asked for. The
+    exit status is 1 if a segment is damaged, and still there.
+    """
+    with open_store(store) as opened:
+        report = opened.verify(progress=not as_json, repair=repair)
+    if as_json:
+        print_json(report.as_dict())
+    else:
+        verdict = f"{len(report.bad)} damaged" if report.bad else "all whole"
+        read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}, {format_bytes(report.nbytes)}"
+        print(f"{read}: {verdict}")
+        for segment, reason in report.bad.items():
+            print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
+        if not report.ok and not repair:
+            print(f"`hf-tiered-cache verify {store} --repair` removes them")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def gc(
+    store: StorePath,
+    quota: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Also evict until the store fits, e.g. 100GiB.")
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete what no request can use, and make room.
+
+    Expired and damaged segments go, and unfinished files of writers that have died. With --quota the least recently
+    used segments go too, until the store is well below it. Pinned ones stay.
+    """
+    if quota is not None:
+        parse_bytes(quota, "--quota")
+    with open_store(store, disk_quota=quota) as opened:
+        report = opened.gc(dry_run=dry_run)
+    if as_json:
+        return print_json(report.as_dict())
+    print(
+        f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
+        f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
+        f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}"
+    )
+
+
+def rm(
+    store: StorePath,
+    segments: Annotated[list[str] | None, typer.Argument(help="Ids of segments, or beginnings of them.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="All segments of the model of this name, or whose fingerprint begins like this.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All segments, pinned ones too.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.")] = False,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """Delete segments. Programs that have them open finish undisturbed."""
+    if bool(segments) + (model is not None) + everything != 1:
+        raise Refused("name segments, or give --model or --all: one of them")
+    with open_store(store) as opened:
+        contents = contents_of_open(opened)
+        if everything:
+            chosen = contents.rows
+        elif model is not None:
+            chosen = contents.of_model(model)
+        else:
+            chosen = list({row.id: row for row in map(contents.one, segments or ())}.values())
+        nbytes = sum(row.nbytes for row in chosen)
+        what = f"{count(len(chosen), 'segment')}, {format_bytes(nbytes)}"
+        if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all of {store} ({what})?"):
+            raise Refused("nothing was deleted")
+        removed = 0 if dry_run else opened.remove([row.id for row in chosen])
+    if as_json:
+        return print_json({"removed": removed, "bytes": nbytes, "ids": [row.id for row in chosen], "dry_run": dry_run})
+    _show_removed(contents, chosen)
+    print(f"{'would delete' if dry_run else 'deleted'} {what}")
+
+
+def _show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
+    letters = unique_length(row.id for row in contents.rows)
+    table = figures("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
+    for row in rows:
+        name = contents.models.get(row.fingerprint, {}).get("name") or row.fingerprint[:letters]
+        size = format_bytes(row.nbytes)
+        table.add_row(row.id[:letters], f"{row.tokens:,}", size, printable(name), printable(row.label))
+    if rows:
+        show(table)

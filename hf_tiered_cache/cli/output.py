@@ -1,0 +1,84 @@
+"""What all commands share: their arguments, tables, JSON, and a word for what cannot be done."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import humanize
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import TieredCacheError
+
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+
+_UNLIMITED = 100_000
+
+
+class Refused(TieredCacheError):
+    """The command line asks for what is not there, or not wise."""
+
+
+def figures(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
+    """A table without lines. Its columns are never cut; those of `fold` may go on in a second line."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in fold, overflow="fold")
+    return table
+
+
+def facts() -> Table:
+    """A table of names and what they are."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    return table
+
+
+def show(table: Table) -> None:
+    """Print to the terminal's width; in a pipe, nothing is folded."""
+    console = Console(markup=False, highlight=False, emoji=False)
+    if console.is_terminal:
+        console.print(table)
+        return
+    console = Console(markup=False, highlight=False, emoji=False, color_system=None, width=_UNLIMITED)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        print(line.rstrip())
+
+
+def print_json(document: Any) -> None:
+    print(json.dumps(document, indent=2))
+
+
+def printable(text: str) -> str:
+    """In one line, and without what a terminal would take for a command."""
+    return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+
+
+def count(number: int, noun: str) -> str:
+    """As "1 segment" or "2,048 segments"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def ago(moment: float) -> str:
+    """How long ago that was, in words."""
+    return humanize.naturaltime(max(0.0, time.time() - moment))
+
+
+def date(moment: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+
+
+def confirm(question: str) -> bool:
+    """Ask at the terminal. Raises Refused where nobody sits at one."""
+    if not sys.stdin.isatty():
+        raise Refused(f"{question} There is no terminal to ask at: give --yes, or --dry-run to see what would go")
+    return typer.confirm(question, err=True)
