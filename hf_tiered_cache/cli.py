@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .errors import TieredCacheError
+from .integrations import command
 from .kvstore import KVStore, parse_bytes
 from .stats import format_bytes
 from .store.catalogue import SegmentRow
@@ -202,6 +203,9 @@ def calibrate(
         f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
         f"(computing and loading balance at {found.balanced:.3f})"
     )
+
+
+app.command("lm-eval", context_settings=command.PASS_ON)(command.lm_eval)
 
 
 class _Refused(TieredCacheError):
