@@ -73,9 +73,10 @@ class HFTieredLM(HFLM):
             if unknown is None:
                 raise
             raise ConfigError(f"neither hf-tiered nor hf nor the model has an argument {unknown[1]!r}") from error
-        self._folder = tempfile.TemporaryDirectory() if store is None else None  # deleted with this object
-        path = store if self._folder is None else self._folder.name
-        self._store = KVStore(path, host_memory=host_memory, policy=self._method.policy)
+        if store is None:
+            self._folder = tempfile.TemporaryDirectory()  # deleted with this object
+            store = self._folder.name
+        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
