@@ -11,7 +11,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
 def lm_eval(context: typer.Context) -> None:
-    """Run lm-evaluation-harness with stored KV: its own command, and the model type hf-tiered.
+    """Run lm-evaluation-harness with stored KV.
 
     All of lm_eval's options hold; --model is hf-tiered where none is named (--model hf is the same without stored KV).
     What several requests begin with, few-shot examples above all, is computed once and restored for each of them.
