@@ -6,33 +6,38 @@ TORCH ?= torch==2.13.0
 JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALLED := $(VENV)/installed-with-$(subst =,-,$(TORCH))
+# a file for each kind of install: what one needs to run it, and what one needs to work on it
+FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
+FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo test test-thorough test-gpu lint format bench eval clean
+.PHONY: demo test test-thorough test-gpu lint types format bench eval clean
 
-demo: $(INSTALLED)
+demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(INSTALLED)
+test: $(FOR_DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
 
 # more examples of every property, for a quiet machine
-test-thorough: $(INSTALLED)
+test-thorough: $(FOR_DEV)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1800 $(ARGS)
 
 # on a machine with a GPU, and PyTorch already there
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu $(ARGS)
 
-lint: $(INSTALLED)
+lint: $(FOR_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-format: $(INSTALLED)
+types: $(FOR_DEV)
+	$(BIN)/python -m mypy
+
+format: $(FOR_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)
+bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
@@ -43,7 +48,7 @@ EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0
 EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.15,0.3,0.5 --dtype float32 --model eval/reference/xs
 RESULTS := eval/results
 
-eval: $(INSTALLED)
+eval: $(FOR_DEV)
 	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
 	$(EVAL_PASSAGES) --methods $(PASSAGES),cache_tune:ranking=context:across=false --tasks reference --prefix-tokens 512 \
@@ -63,12 +68,14 @@ ifdef DATA
 	$(BIN)/python -m eval.report $(RESULTS)/news-xs
 endif
 
-$(INSTALLED): pyproject.toml
+$(FOR_USE): KIND := .
+$(FOR_DEV): KIND := .[dev]
+$(FOR_USE) $(FOR_DEV): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --upgrade "$(TORCH)"
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable "$(KIND)"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache

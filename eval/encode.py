@@ -112,7 +112,7 @@ def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tu
 
 def _templated(before: str, question: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
     message = [{"role": "user", "content": before + question}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    text = str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
     head, found, tail = text.rpartition(question.strip())
     if not found:
         raise EvalError("the chat template changes the question; run without --chat")

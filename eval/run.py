@@ -6,6 +6,7 @@ python -m eval.run --list
 
 from __future__ import annotations
 
+import itertools
 import json
 import platform
 import sys
@@ -24,6 +25,7 @@ from hf_tiered_cache import METHODS, TieredCacheError
 from .data import Data
 from .encode import encode
 from .errors import EvalError
+from .plots import method_of, metric_label
 from .runner import Run, draw_examples, find_variants
 from .tasks import GROUPS, TASKS, Draw, LongBench, find_tasks
 
@@ -42,11 +44,12 @@ def main(
         ),
     ] = "exact",
     budgets: Annotated[
-        str, typer.Option(help="For methods that have one: shares of the prefix.")
-    ] = "0.05,0.1,0.25,0.5",
+        str, typer.Option(help="For methods that have one: shares of the prefix, 0.05,0.25; default: each method's.")
+    ] = "",
     ratios: Annotated[
-        str, typer.Option(help="For methods that reuse passages: shares of them that are computed anew.")
-    ] = "0.05,0.15,0.3,0.5",
+        str,
+        typer.Option(help="For methods that reuse passages: shares of them computed anew; default: each method's."),
+    ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
     data: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; without it, the hub.")
@@ -81,7 +84,8 @@ def main(
             found = _with_prompts(found, prompts)
         set_seed(seed)
         loaded, tokenizer = _load(model, dtype, device)
-        length = max_length or getattr(loaded.config.get_text_config(), "max_position_embeddings", 4096)
+        limit_of_model: int = getattr(loaded.config.get_text_config(), "max_position_embeddings", 4096)
+        length = max_length or limit_of_model
         prefix_tokens = min(prefix_tokens, length * 3 // 4)
         examples = draw_examples(found, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
         for task, some in examples.items():
@@ -112,7 +116,7 @@ def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(
+        model: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **how
         )
     except (OSError, ValueError, AttributeError) as error:
@@ -151,7 +155,7 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
             raise EvalError(f"{out} holds a run with another {', '.join(changed)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-    versions = {"python": platform.python_version(), "platform": platform.platform()}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
     for package in _PACKAGES:
         try:
             versions[package] = metadata.version(package)
@@ -173,27 +177,51 @@ def _show_all() -> None:
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    table = Table(title="Mean, and 95 % bootstrap interval", title_justify="left")
-    for heading in ("task", "method", "metric", "score", "top-1 as full KV", "KL to full KV", "TTFT"):
-        table.add_column(heading)
+    """A table for each task, of at most 80 columns."""
+    console = Console()
     for task, variants in results.items():
-        for name, row in variants.items():
-            table.add_row(
-                task,
-                name,
-                row["metric"],
-                _figure(row.get("score"), ".1f"),
-                _figure(row.get("top1"), ".1f"),
-                _figure(row.get("kl"), ".2g"),
-                _figure(row.get("ttft"), ".3f"),
-            )
-    Console().print(table)
+        first = next(iter(variants.values()))
+        title = f"\n{task} ({first['examples']} examples)"
+        table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+        table.add_column("method", no_wrap=True)
+        for heading in ("share", metric_label(first["metric"]), "top-1, %", "KL, nats", "TTFT, s"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for method, rows in itertools.groupby(variants.values(), key=method_of):
+            # what does not fit into one line of the method's column goes on beside its next share
+            for name, row in itertools.zip_longest(_in_lines(method), rows):
+                table.add_row(name, *(() if row is None else _cells(row)))
+        console.print(table)
+    console.print(
+        "\nMeans; ± is half of the 95 % bootstrap interval. top-1 and KL compare the first\n"
+        "new token with full KV's. python -m eval.report writes all of it, and plots."
+    )
 
 
-def _figure(value: dict[str, float] | None, form: str) -> str:
+def _cells(row: dict[str, Any]) -> list[str]:
+    share = "" if row["budget"] is None else f"{100 * row['budget']:g} %"
+    score, top1 = _figure(row.get("score"), ".1f", interval=True), _figure(row.get("top1"), ".1f")
+    return [share, score, top1, _figure(row.get("kl"), ".1e"), _figure(row.get("ttft"), ".3g")]
+
+
+_NAME_WIDTH = 28
+
+
+def _in_lines(method: str) -> list[str]:
+    """A method with its options, a new line before one that would make it too long."""
+    first, *options = method.split(":")
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + 1 + len(option) > _NAME_WIDTH:
+            lines.append(" ")
+        lines[-1] += f":{option}"
+    return lines
+
+
+def _figure(value: dict[str, float] | None, form: str, interval: bool = False) -> str:
     if value is None:
         return ""
-    return f"{value['mean']:{form}} ({value['low']:{form}}–{value['high']:{form}})"
+    around = f" ± {(value['high'] - value['low']) / 2:{form}}" if interval else ""
+    return f"{value['mean']:{form}}{around}"
 
 
 if __name__ == "__main__":

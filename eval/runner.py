@@ -45,12 +45,13 @@ class Variant:
         return self.name.replace(":", "-")
 
 
-def find_variants(methods: str, budgets: str, ratios: str = "0.15") -> list[Variant]:
+def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Variant]:
     """Full KV, and every method of a comma-separated list with every budget or ratio. Raises EvalError.
 
     Args:
-        budgets: for methods that attend to a share of what they restore.
-        ratios: for methods that compute a share of what they could restore, where their names do not say which.
+        budgets: for methods that attend to a share of what they restore, where their names do not say which; "" is
+            each method's own default.
+        ratios: the same for methods that compute a share of what they could restore.
     """
     shares = {"budget": _shares("budgets", budgets), "recompute": _shares("ratios", ratios)}
     variants = [Variant(FULL)]
@@ -63,9 +64,11 @@ def find_variants(methods: str, budgets: str, ratios: str = "0.15") -> list[Vari
             raise EvalError(str(error).replace("there are: ", f"there are: {FULL}, ")) from error
         known = {field.name for field in fields(method)}
         option = next((o for o in shares if o in known and f"{o}=" not in name), None)
-        if option is not None:
-            of_each = ((share, replace(method, **{option: share})) for share in shares[option])
-            variants += [Variant(f"{name}@{share:g}", chosen, share) for share, chosen in of_each]
+        default: Any = None if option is None else getattr(method, option)
+        if option is not None and (shares[option] or isinstance(default, float)):
+            for share in shares[option] or [default]:
+                how: dict[str, Any] = {option: share}
+                variants.append(Variant(f"{name}@{share:g}", replace(method, **how), share))
         else:
             variants.append(Variant(name, method))
     return variants

@@ -6,6 +6,7 @@ import copy
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
@@ -77,7 +78,7 @@ class Subject:
     def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
         """Have the KV of passages stored together, if the method reuses such."""
         long_enough = [list(passage) for passage in passages if len(passage) >= LINK_TOKENS]
-        if long_enough and isinstance(self.method, Passages):
+        if long_enough and self.store is not None and isinstance(self.method, Passages):
             self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
@@ -125,14 +126,15 @@ class Subject:
         token = asked.first.argmax().view(1, 1).to(asked.ids.device)
         ids, start = torch.cat([asked.ids, token], dim=1), asked.ids.shape[1]
         if max_new_tokens > 1 and int(token) not in self._ends():
-            ids = self.model.generate(
+            generate: Any = self.model.generate
+            ids = generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=asked.cache,
                 do_sample=False,
                 max_new_tokens=max_new_tokens - 1,
             )
-        return self.tokenizer.decode(ids[0, start:], skip_special_tokens=True)
+        return str(self.tokenizer.decode(ids[0, start:], skip_special_tokens=True))
 
     def _ends(self) -> set[int]:
         ends = self.model.generation_config.eos_token_id

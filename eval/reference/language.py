@@ -89,7 +89,8 @@ class Language:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: np.ndarray) -> None:
         self.text = text
-        self._mark = dict(zip(MARKS, tokenizer.convert_tokens_to_ids(list(MARKS)), strict=True))
+        vocabulary = tokenizer.get_vocab()
+        self._mark = {mark: vocabulary[mark] for mark in MARKS}
         self._keys, self._firsts, self._seconds, self._labels = (
             np.array(tokenizer.convert_tokens_to_ids(list(names))) for names in (KEYS, FIRSTS, SECONDS, LABELS)
         )
@@ -150,7 +151,7 @@ class Language:
     def _ask(
         self, rng: np.random.Generator, said: _Said, count: int, kinds: Mapping[str, float], repeats: bool
     ) -> tuple[Question, ...]:
-        mark, asked = self._mark, []
+        mark, asked = self._mark, list[Question]()
         left = {kind: rng.permutation(len(said.askable.get(kind, ()))).tolist() for kind in kinds if kind != "back"}
         if "shot" in left:
             left["shot"] *= 2  # with other words

@@ -121,7 +121,7 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
 
 def unshared(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
     """The same model in bfloat16 with weights of its own in each layer, as files hold it."""
-    alone = Qwen2ForCausalLM(model.config)
+    alone: Any = Qwen2ForCausalLM(model.config)
     alone.load_state_dict(model.state_dict())
     return alone.to(torch.bfloat16)
 
@@ -229,7 +229,7 @@ class Training:
 
     def _begin(self) -> None:
         """Make model and optimizers, with the layers shared that are."""
-        model = build(self.size, self.tokenizer, self.progress.shared)
+        model: Any = build(self.size, self.tokenizer, self.progress.shared)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
         known = {id(p) for p in inner}

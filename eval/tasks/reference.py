@@ -39,9 +39,9 @@ class Reference(Task):
             documents = (context.documents[0][1:], *context.documents[1:])  # <bos> comes with the encoding
             yield Example(
                 str(number),
-                tuple(tokenizer.decode(list(document)) for document in documents),
-                tokenizer.decode(list(asked.prompt)),
-                answers=(tokenizer.decode(list(asked.answer)),),
+                tuple(str(tokenizer.decode(list(document))) for document in documents),
+                str(tokenizer.decode(list(asked.prompt))),
+                answers=(str(tokenizer.decode(list(asked.answer))),),
             )
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, maintain
+from . import calibrate, listing, lm_eval, maintain
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,9 +56,9 @@ def _top(
     """
 
 
-def _add(name: str, command: Callable[..., None], *examples: str) -> None:
+def _add(name: str, command: Callable[..., None], *examples: str, settings: dict[str, Any] | None = None) -> None:
     lines = "\n".join(f"  hf-tiered-cache {name} {example}" for example in examples)
-    app.command(name, epilog=f"\b\nExamples:\n{lines}")(command)
+    app.command(name, epilog=f"\b\nExamples:\n{lines}", context_settings=settings)(command)
 
 
 _add(
@@ -82,6 +82,13 @@ _add(
     calibrate.calibrate,
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
+)
+_add(
+    "lm-eval",
+    lm_eval.lm_eval,
+    "--tasks rte --num_fewshot 20 --batch_size 1 \\\n"
+    "    --model_args pretrained=Qwen/Qwen2.5-0.5B,method=contiguous_kv,budget=0.1,store=kv-store",
+    settings=lm_eval.PASS_ON,
 )
 
 

@@ -10,10 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from eval import report
+from eval.plots import draw_overview, mean_over, styles_of
+from eval.run import _show as show
 from eval.run import app
 from eval.runner import find_variants
 from eval.tasks import TASKS
-from hf_tiered_cache import KVStore
+from hf_tiered_cache import METHODS, KVStore
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
 
 TASKS_RUN = (
     "sst2,subj,trec,rte,piqa,copa,openbookqa,samsum,musique,musique_cacheblend,2wikimqa,hotpotqa,sharegpt,multi_news,"
@@ -143,7 +146,7 @@ def test_the_list_names_every_task():
 def test_methods_with_a_budget_come_once_for_each(monkeypatch):
     from dataclasses import dataclass
 
-    from hf_tiered_cache import METHODS, Exact
+    from hf_tiered_cache import Exact
 
     @dataclass(frozen=True)
     class Budgeted(Exact):
@@ -153,6 +156,15 @@ def test_methods_with_a_budget_come_once_for_each(monkeypatch):
     variants = find_variants("exact,budgeted", "0.1,0.5")
     assert [variant.name for variant in variants] == ["full", "exact", "budgeted@0.1", "budgeted@0.5"]
     assert [getattr(variant.method, "budget", None) for variant in variants] == [None, None, 0.1, 0.5]
+
+
+def test_without_shares_a_method_has_its_own():
+    variants = find_variants("contiguous_kv,cache_tune,epic,h2o:budget=0.3,cache_tune:recompute=auto")
+    assert [variant.name for variant in variants[1:]] == [
+        *(f"contiguous_kv@{ContiguousKV().budget:g}", f"cache_tune@{CacheTune().recompute:g}", "epic"),
+        *("h2o:budget=0.3", "cache_tune:recompute=auto"),
+    ]
+    assert [variant.method for variant in variants[1:4]] == [ContiguousKV(), CacheTune(), Epic()]
 
 
 def test_methods_with_a_ratio_come_once_for_each():
@@ -226,12 +238,80 @@ def test_the_report_draws_every_task(finished, tmp_path):
     result = CliRunner().invoke(_report_app(), [str(out)])
     assert result.exit_code == 0, result.output
     page = (out / "README.md").read_text()
-    assert "| sst2 | some@0.5 | 4 | accuracy | 60.0 (55.0–65.0) |" in page
+    assert "| method | accuracy, % |" in page
+    assert "| some@0.5 | 60.0 (55.0–65.0) |" in page
     every = json.loads((out / "metrics.json").read_text())
     assert {(row["task"], row["variant"]) for row in every} >= {("sst2", "full"), ("sst2", "some@0.5")}
     for task in {path.parent.name for path in out.glob("*/full")}:
         assert (out / f"{task}.png").stat().st_size > 5_000
         assert f"({task}.png)" in page
+    assert (out / "overview.png").stat().st_size > 5_000
+    assert "(overview.png)" in page
+
+
+def test_a_report_can_be_made_again_from_its_own_metrics(tmp_path):
+    config = {"model": "m", "dtype": "float32", "seed": 1, "prefix_tokens": 64, "max_length": 128}
+    pages = []
+    for name, path in (("first", "sst2/full/metrics.json"), ("again", "metrics.json")):
+        (tmp_path / name / path).parent.mkdir(parents=True)
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        found = row("sst2", "full", None, 90)
+        (tmp_path / name / path).write_text(json.dumps([found] if path == "metrics.json" else found))
+        result = CliRunner().invoke(_report_app(), [str(tmp_path / name)])
+        assert result.exit_code == 0, result.output
+        pages.append([(tmp_path / name / file).read_text() for file in ("README.md", "metrics.json")])
+    assert pages[0] == pages[1]
+    assert "| full | 90.0 (85.0–100.0) |" in pages[0][0]
+
+
+def row(task, variant, budget, score, metric="accuracy"):
+    def figure(mean):
+        return {"mean": mean, "low": mean - 5, "high": mean + 10}
+
+    found = {"task": task, "variant": variant, "budget": budget, "metric": metric, "examples": 100}
+    return found | {"score": figure(score), "top1": figure(99.5), "kl": figure(1.3e-3), "ttft": figure(0.0123)}
+
+
+def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "cache_tune:ranking=high_frequency:across=false"
+    rows = [row("sst2", "full", None, 100), row("sst2", f"{long}@0.05", 0.05, 12), row("sst2", f"{long}@0.5", 0.5, 88)]
+    text = [row("text", "full", None, 1234.5, "perplexity"), row("text", f"{long}@0.05", 0.05, 12345.6, "perplexity")]
+    show({"sst2": {r["variant"]: r for r in rows}, "text": {r["variant"]: r for r in text}})
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    assert [line.split() for line in printed.splitlines() if line.strip()][:7] == [
+        ["sst2", "(100", "examples)"],
+        ["method", "share", "accuracy,", "%", "top-1,", "%", "KL,", "nats", "TTFT,", "s"],
+        ["full", "100.0", "±", "7.5", "99.5", "1.3e-03", "0.0123"],
+        ["cache_tune", "5", "%", "12.0", "±", "7.5", "99.5", "1.3e-03", "0.0123"],
+        [":ranking=high_frequency", "50", "%", "88.0", "±", "7.5", "99.5", "1.3e-03", "0.0123"],
+        [":across=false"],
+        ["text", "(100", "examples)"],
+    ]
+    assert printed.splitlines()[-1].endswith("writes all of it, and plots.")
+
+
+def test_curves_that_coincide_look_different_and_axes_name_the_metric():
+    tasks = {
+        task: [row(task, "full", None, 100), *(row(task, f"{m}@{s}", s, 50) for m in METHODS for s in (0.1, 0.5))]
+        for task in ("sst2", "rte")
+    }
+    styles = styles_of([row for rows in tasks.values() for row in rows])
+    assert len({(s.color, s.marker) for s in styles.values()}) == len(styles)
+    assert len({s.at(0.1) for name, s in styles.items() if name != "full"}) == len(METHODS)
+    figure = draw_overview(tasks, styles)
+    scores, means = figure.axes[0], figure.axes[2]
+    assert scores.get_ylabel() == "accuracy, %"
+    assert means.get_title() == "mean of 2 tasks"
+    assert len(means.containers) == len(METHODS)
+
+
+def test_a_mean_over_tasks_is_of_what_all_of_them_have():
+    tasks = {"a": [row("a", "m@0.1", 0.1, 20), row("a", "n", None, 1)], "b": [row("b", "m@0.1", 0.1, 40)]}
+    (mean,) = mean_over(tasks)
+    assert mean["score"]["mean"] == 30
 
 
 def test_a_report_of_nothing_says_so(tmp_path):

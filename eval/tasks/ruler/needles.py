@@ -7,7 +7,7 @@ import random
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ..base import Draw, Example, Task
 from .haystack import NOISE, filling, scattered, sentences, words
@@ -74,7 +74,7 @@ def _uuid(rng: random.Random) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _task(name: str, about: str, **how: object) -> Needles:
+def _task(name: str, about: str, **how: Any) -> Needles:
     return Needles(name=f"ruler_{name}", about=f"{about} (RULER)", metric="string_match", max_new_tokens=128, **how)
 
 

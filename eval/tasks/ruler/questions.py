@@ -56,7 +56,7 @@ def _squad(rows: Any) -> tuple[list, list[str]]:
 
 
 def _hotpot(rows: Any) -> tuple[list, list[str]]:
-    asked, passages = [], []
+    asked, passages = [], list[str]()
     for row in rows:
         context = row["context"]
         texts = {t: f"{t}\n{''.join(s)}" for t, s in zip(context["title"], context["sentences"], strict=True)}

@@ -1,0 +1,164 @@
+"""lm-evaluation-harness over TieredCache: importing this registers the model type `hf-tiered`.
+
+On the command line it is `hf-tiered-cache lm-eval`; in Python, `lm_eval.simple_evaluate(model="hf-tiered", ...)`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from lm_eval.__main__ import cli_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import register_model
+from lm_eval.models.huggingface import HFLM
+from tqdm.auto import tqdm
+
+from ..cache import TieredCache
+from ..errors import ConfigError
+from ..geometry import LINK_TOKENS
+from ..kvstore import KVStore
+from ..methods import METHODS, Method, Passages, make_method
+from ..units import parse_bytes
+
+Tokens = tuple[int, ...]
+
+
+@register_model("hf-tiered")
+class HFTieredLM(HFLM):
+    """`hf` with stored KV: what several requests begin with is computed once, stored, and restored for each of them.
+
+    With the exact method the scores are those of `hf`. Methods that reuse passages find those that the store holds
+    already (`KVStore.precompute(..., segments=True)`).
+
+    Args:
+        pretrained: a model of the hub, a folder, or a loaded model.
+        method: a name of `METHODS`, with or without options: "contiguous_kv:budget=0.1".
+        store: the store's folder; without it, one that is deleted at the end.
+        host_memory: of the store, such as "4GiB".
+        kwargs: fields of the method (budget=0.1), and all arguments of `hf`.
+
+    Raises:
+        ConfigError: a method, option or size has no meaning, or the model cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        *,
+        method: str = "exact",
+        store: str | None = None,
+        host_memory: int | str = "1GiB",
+        **kwargs: Any,
+    ) -> None:
+        if pretrained is None:
+            raise ConfigError("name a model: --model_args pretrained=NAME (of the hub, or a folder)")
+        names = {field.name for kind in METHODS.values() for field in fields(kind)} - {"geometry"}
+        options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
+        self._method: Method = make_method(":".join([method, *(f"{k}={v}" for k, v in options.items())]))
+        parse_bytes(host_memory, "host_memory")  # loading a model takes long; what is wrong is said before
+        if store is None and isinstance(self._method, Passages):
+            raise ConfigError(f"{method} reuses passages that were stored before; name their store with store=FOLDER")
+        try:
+            super().__init__(pretrained, **kwargs)
+        except OSError as error:
+            raise ConfigError(f"the model cannot be loaded: {str(error).splitlines()[0]}") from error
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None:
+                raise
+            raise ConfigError(f"neither hf-tiered nor hf nor the model has an argument {unknown[1]!r}") from error
+        if store is None:
+            self._folder = tempfile.TemporaryDirectory()  # deleted with this object
+            store = self._folder.name
+        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
+    ) -> list[tuple[float, bool]]:
+        """Requests of one context after the other: it is run once, and each continuation goes on from there."""
+        prompts = [self._split(context, continuation) for _, context, continuation in requests]
+        self._share(context for context, _ in prompts)
+        results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: prompts[i][0])
+        with tqdm(total=len(order), desc="loglikelihoods", disable=disable_tqdm) as bar:
+            for context, group in itertools.groupby(order, key=lambda i: prompts[i][0]):
+                cache = self._cache()
+                first = self._logprobs(context, cache, keep=1)
+                for index in group:
+                    results[index] = self._follow(prompts[index][1], first, cache)
+                    if requests[index][0] is not None:
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], results[index])
+                    bar.update()
+        return results
+
+    def _follow(self, continuation: Tokens, first: torch.Tensor, cache: TieredCache) -> tuple[float, bool]:
+        """How likely the continuation is, and whether it is the likeliest one."""
+        said = first  # [n, vocabulary]
+        if len(continuation) > 1:
+            said = torch.cat([first, self._logprobs(continuation[:-1], cache.fork())])
+        wanted = torch.tensor(continuation, device=said.device)  # [n]
+        likelihood = said.gather(1, wanted.unsqueeze(1)).sum()
+        return float(likelihood), bool((said.argmax(-1) == wanted).all())
+
+    def _logprobs(self, tokens: Tokens, cache: TieredCache, keep: int = 0) -> torch.Tensor:
+        """Log-probabilities of what follows each of the last `keep` tokens (0: of all), `[keep, vocabulary]`."""
+        ids = torch.tensor([tokens], device=self.device)
+        mixed = self.mixed_precision_dtype
+        with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
+            logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+        return logits[0].log_softmax(-1, dtype=self.softmax_dtype)
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        self._share(tuple(self.tok_encode(request.args[0])) for request in requests)
+        return super().generate_until(requests, disable_tqdm)
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs: Any) -> torch.Tensor:
+        return super()._model_generate(context, max_length, stop, past_key_values=self._cache(), **kwargs)
+
+    def _cache(self) -> TieredCache:
+        return TieredCache(self.model, self._store, method=self._method, record=False)
+
+    def _split(self, context: list[int], continuation: list[int]) -> tuple[Tokens, Tokens]:
+        """As `hf` does: what is too long loses its beginning."""
+        whole = (context + continuation)[-(self.max_length + 1) :]
+        cut = len(whole) - len(continuation)
+        return tuple(whole[:cut]), tuple(continuation)
+
+    def _share(self, contexts: Iterable[Tokens]) -> None:
+        """Store what neighbours in the sorted order of contexts begin with."""
+        if isinstance(self._method, Passages):
+            return  # a stored prefix would come back exact, in place of its passages
+        ordered = sorted({context for context in contexts if len(context) <= self.max_length})
+        shared = {_common_links(a, b) for a, b in itertools.pairwise(ordered)}
+        for prefix in sorted(shared - {()}):
+            self._store.precompute(self.model, list(prefix), method=self._method, progress=False)
+
+
+def _common_links(a: Tokens, b: Tokens) -> Tokens:
+    """What both begin with, as far as it can be found again."""
+    count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    return a[: count // LINK_TOKENS * LINK_TOKENS]
+
+
+def run(arguments: list[str]) -> None:
+    """Run lm_eval's own command, with `hf-tiered` as the model type where none is named.
+
+    Raises:
+        ConfigError: there is no such task; or as `HFTieredLM` does.
+    """
+    named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
+    runs = arguments[:1] not in (["ls"], ["validate"])
+    sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if runs and not named else [])]  # what it reads
+    try:
+        cli_evaluate()
+    except ValueError as error:
+        if not str(error).startswith("Tasks not found"):
+            raise
+        raise ConfigError(f"{error}; `hf-tiered-cache lm-eval ls tasks` lists them") from None

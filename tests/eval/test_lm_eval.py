@@ -1,0 +1,150 @@
+"""lm-evaluation-harness: the model type `hf-tiered` scores what `hf` does, in Python and on the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+import lm_eval
+import pytest
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from hf_tiered_cache import ConfigError, KVStore, cli
+from hf_tiered_cache.integrations.lm_eval import HFTieredLM
+from hf_tiered_cache.methods import CacheTune, ContiguousKV
+
+TASK = """
+task: local_{kind}
+dataset_path: json
+dataset_kwargs: {{data_files: {{train: {folder}/sst2/train.jsonl.gz, validation: {folder}/sst2/validation.jsonl.gz}}}}
+test_split: validation
+fewshot_split: train
+fewshot_config: {{sampler: first_n}}
+num_fewshot: 6
+doc_to_text: "{{{{sentence}}}} It was"
+{how}
+"""
+CHOICE = """output_type: multiple_choice
+doc_to_choice: ["terrible", "very great"]
+doc_to_target: label
+metric_list: [{metric: acc}]"""
+GENERATE = """output_type: generate_until
+doc_to_target: "{{['terrible', 'great'][label]}}"
+generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}
+metric_list: [{metric: exact_match}]"""
+
+
+@pytest.mark.parametrize(("kind", "how"), [("choice", CHOICE), ("generate", GENERATE)])
+def test_scores_equal_those_of_hf(saved, folder, tmp_path, kind, how):
+    (tmp_path / "task.yaml").write_text(TASK.format(kind=kind, folder=folder, how=how))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    arguments = {"pretrained": str(saved), "dtype": "float32", "device": "cpu", "batch_size": 1}
+    results = []
+    for model in (HFLM(**arguments), HFTieredLM(**arguments, method="exact", store=str(tmp_path / "kv"))):
+        found = lm_eval.simple_evaluate(model=model, tasks=[f"local_{kind}"], task_manager=manager, bootstrap_iters=0)
+        results.append((found["results"], [s["filtered_resps"] for s in found["samples"][f"local_{kind}"]]))
+    (plain, said), (ours, also) = results
+    scores = [{k: v for k, v in r[f"local_{kind}"].items() if "," in k} for r in (plain, ours)]
+    assert scores[0] == scores[1]
+    assert scores[0]
+    if kind == "generate":
+        assert said == also
+    else:
+        for one, other in zip(said, also, strict=True):
+            for (a, greedy_a), (b, greedy_b) in zip(one, other, strict=True):
+                assert a == pytest.approx(b, abs=1e-4)
+                assert greedy_a == greedy_b
+    assert model._store.stats.segments >= 1  # the few-shot prefix was stored and shared
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Runs `hf-tiered-cache lm-eval` in this process; returns exit status, standard output and error."""
+    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])  # lm_eval adds some
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hf-tiered-cache", "lm-eval", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capfd.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run
+
+
+def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path):
+    (tmp_path / "task.yaml").write_text(TASK.format(kind="choice", folder=folder, how=CHOICE))
+    common = ("--include_path", tmp_path, "--tasks", "local_choice", "--device", "cpu", "--batch_size", 1, "--limit", 8)
+    said = []
+    for model, more in (((), f",store={tmp_path / 'kv'},host_memory=64MiB"), (("--model", "hf"), "")):
+        out = tmp_path / "-".join(("out", *model))
+        arguments = (*model, "--model_args", f"pretrained={saved},dtype=float32{more}", "--output_path", out)
+        status, printed, err = run(*common, *arguments)
+        assert status == 0, err
+        assert "local_choice" in printed
+        (path,) = out.glob("**/results_*.json")
+        found = json.loads(path.read_text())
+        said.append((found["config"]["model"], found["results"]["local_choice"]["acc,none"]))
+    assert [model for model, _ in said] == ["hf-tiered", "hf"]
+    assert said[0][1] == said[1][1]
+    with KVStore(tmp_path / "kv", host_memory=0) as store:
+        assert store.stats.segments >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("method=fancy", "unknown method 'fancy'"),
+        ("method=impress,period=4", "impress has no option 'period'"),
+        ("method=contiguous_kv,budget=2", "budget is a share"),
+        ("method=contiguous_kv,budget=much", "budget of contiguous_kv is of type float"),
+        ("bugdet=0.1", "an argument 'bugdet'"),
+        ("host_memory=lots", "host_memory='lots' is no size"),
+        ("method=cache_tune", "name their store with store=FOLDER"),
+        ("pretrained=nowhere/at-all", "the model cannot be loaded"),
+        ("pretrained=None", "name a model"),
+    ],
+)
+def test_wrong_arguments_are_one_line(saved, arguments, says):
+    with pytest.raises(ConfigError, match=says) as raised:
+        HFTieredLM.create_from_arg_string(f"pretrained={saved},device=cpu,{arguments}")
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_ends_with_one_line_and_exit_status_2(run):
+    status, _, err = run("--tasks", "there_is_none")
+    assert status == 2
+    assert err.splitlines()[-1].startswith("hf-tiered-cache: Tasks not found: there_is_none")
+    assert "Traceback" not in err
+
+
+def test_without_lm_eval_the_command_says_what_to_install(run, monkeypatch):
+    monkeypatch.delitem(sys.modules, "hf_tiered_cache.integrations.lm_eval")
+    monkeypatch.setitem(sys.modules, "lm_eval.api.instance", None)
+    status, _, err = run("--tasks", "rte")
+    assert status == 2
+    assert "pip install 'hf-tiered-cache[eval]'" in err
+
+
+def test_help_shows_the_arguments_and_an_example(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    assert "host_memory=4GiB" in out
+    assert "--num_fewshot 20" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method"),
+    [
+        ("method=contiguous_kv", ContiguousKV()),
+        ("method=contiguous_kv,budget=0.1,period=4", ContiguousKV(budget=0.1, period=4)),
+        ("method=contiguous_kv:budget=0.1,identify=keys", ContiguousKV(budget=0.1, identify="keys")),
+        ("method=cache_tune,recompute=auto,across=false,store={store}", CacheTune(recompute="auto", across=False)),
+    ],
+)
+def test_a_methods_fields_are_arguments_with_its_own_defaults(saved, tmp_path, arguments, method):
+    arguments = arguments.format(store=tmp_path / "kv")
+    model = HFTieredLM.create_from_arg_string(f"pretrained={saved},device=cpu,{arguments}")
+    assert model._method == method
