@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import overload
 
 from torch import nn
@@ -41,12 +42,22 @@ class TieredSession:
     ) -> None:
         self.method = make_method(method)
         self._account = Account()
-        self._was_attached = attachment_of(model) is not None
+        was_attached = attachment_of(model) is not None
         self._attachment = patches.attach(model)
-        self.store = open_store(store, self.method, self._attachment.extras)
-        self._settings = {"method": self.method, "restore": restore, "record": record, "segments": segments}
-        self._label = label
+        if not was_attached:
+            self._attachment.by_session = True
         try:
+            self.store = open_store(store, self.method, self._attachment.extras)
+            self._new_cache = partial(
+                TieredCache,
+                self._attachment.model,
+                self.store,
+                method=self.method,
+                restore=restore,
+                record=record,
+                segments=segments,
+                label=label,
+            )
             self._fresh()  # what cannot be served is refused here, not in the first generate()
         except BaseException:
             self._leave()
@@ -54,7 +65,7 @@ class TieredSession:
         self._attachment.fresh.append(self._fresh)
 
     def _fresh(self) -> TieredCache:
-        cache = TieredCache(self._attachment.model, self.store, label=self._label, **self._settings)
+        cache = self._new_cache()
         cache.count_into(self._account)
         return cache
 
@@ -75,8 +86,9 @@ class TieredSession:
             self._leave()
 
     def _leave(self) -> None:
-        if not self._was_attached:
-            patches.detach(self._attachment.model)
+        attachment = self._attachment
+        if attachment.active and attachment.by_session and not attachment.fresh:  # the last session goes
+            patches.detach(attachment.model)
 
     def __enter__(self) -> TieredSession:
         return self

@@ -63,6 +63,8 @@ class Attachment:
         self.compiled = False
         self.fresh: list[Callable[[], ServedCache]] = []
         """Make the cache of a `generate()` that brings none; the last one is in force."""
+        self.by_session = False
+        """Whether it lasts no longer than the sessions that use it."""
         self._devices: list[torch.device] = []
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
