@@ -319,7 +319,7 @@ class TieredCache(Cache, ServedCache):
         if self._asks_for_all(request.kwargs):
             return reasons.ALL_STATES
         if request.must_compute >= request.columns:
-            return reasons.SHORT if request.columns <= LINK_TOKENS else reasons.ALL_LOGITS
+            return reasons.SHORT if request.columns < LINK_TOKENS else reasons.ALL_LOGITS
         return ""
 
     def _why_nothing(self, request: Request) -> str:

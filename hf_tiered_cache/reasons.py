@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing is stored that begins with these tokens"
 SWITCHED_OFF = "the cache was made with restore=False"
-SHORT = f"the prompt is shorter than {LINK_TOKENS + 1} tokens, and KV is stored and restored {LINK_TOKENS} at a time"
+SHORT = f"the prompt is shorter than {LINK_TOKENS} tokens, and KV is stored and restored {LINK_TOKENS} at a time"
 NO_ROOM = (
     "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
     "store.stats.dropped_writes"
@@ -59,7 +59,7 @@ def of_a_miss(
         regime: of the prompt's RoPE.
         passages: for methods that reuse passages the provenance they look for, and the sink token.
     """
-    if len(tokens) <= LINK_TOKENS:
+    if len(tokens) < LINK_TOKENS:
         return SHORT
     known = store.disk.ask(Catalogue.models, {})
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
