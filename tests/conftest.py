@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -30,3 +31,19 @@ def _quiet_and_reproducible():
         warnings.simplefilter("ignore", UserWarning)
         yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs the command in this process; returns exit status, standard output and error."""
+
+    def run(*arguments):
+        from hf_tiered_cache import cli
+
+        monkeypatch.setattr(sys, "argv", ["hf-tiered-cache", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return run

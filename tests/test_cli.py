@@ -44,20 +44,6 @@ def store(tmp_path):
     return tmp_path / "store", headers
 
 
-@pytest.fixture
-def run(monkeypatch, capsys):
-    """Runs the command in this process; returns exit status, standard output and error."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["hf-tiered-cache", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        out, err = capsys.readouterr()
-        return ended.value.code or 0, out, err
-
-    return run
-
-
 def files(root):
     return {path: path.read_bytes() for path in (root / "segments").iterdir()}
 

@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, lm_eval, maintain
+from . import calibrate, listing, lm_eval, maintain, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,7 +40,7 @@ def _top(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look into a KV store, check it, clean it up.
+    """Look into a KV store, check it, clean it up; serve and evaluate models with one.
 
     A store is the folder that was given to KVStore(...) or TieredCache(model, ...):
 
@@ -50,9 +50,10 @@ def _top(
       hf-tiered-cache verify kv-store             whether every byte is whole
       hf-tiered-cache gc kv-store --quota 100GiB  make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
+      hf-tiered-cache serve MODEL --store kv-store  an OpenAI-compatible server
 
-    All of it may be done while programs use the store. Every command takes --json for scripts, and says more with
-    --help.
+    All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
+    says more with --help.
     """
 
 
@@ -82,6 +83,12 @@ _add(
     calibrate.calibrate,
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
+)
+_add(
+    "serve",
+    serve.serve,
+    "Qwen/Qwen2.5-0.5B-Instruct --store kv-store",
+    "./my-model --store kv-store --method contiguous_kv:budget=0.1 --host-memory 16GiB",
 )
 _add(
     "lm-eval",

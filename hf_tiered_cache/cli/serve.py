@@ -1,0 +1,78 @@
+"""`serve`: an OpenAI-compatible server with a store."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import ConfigError
+
+
+class LogLevel(str, Enum):
+    """What the server logs."""
+
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A causal LM: a name on the hub, or a folder. Without: each request names its model."),
+    ] = None,
+    *,
+    store: Annotated[Path, typer.Option(help="The store's folder; made if missing.")],
+    method: Annotated[str, typer.Option(help='How KV is restored, such as "contiguous_kv:budget=0.1".')] = "exact",
+    host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory for KV.")] = "1GiB",
+    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each GPU for KV.")] = "0",
+    disk_quota: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the store may take on disk, e.g. 100GiB.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    device: Annotated[str, typer.Option(help="Of the model, such as cuda:0.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="bnb-4bit or bnb-8bit.")] = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="Such as flash_attention_2.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
+    model_timeout: Annotated[int, typer.Option(help="Seconds until an idle model is unloaded; not MODEL.")] = 300,
+    enable_cors: Annotated[bool, typer.Option("--enable-cors", help="Let browsers ask from anywhere.")] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="Of the server and the store.")] = LogLevel.info,
+) -> None:
+    """Run transformers' OpenAI-compatible server with a store: prompts that begin alike are computed once.
+
+    Clients change nothing. `usage` says how many tokens of a prompt were restored (`cached_tokens`), and the log what
+    each request restored and computed. Ctrl-C ends it.
+    """
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise ConfigError("the server needs more packages: pip install 'hf-tiered-cache[serve]'")
+    from ..integrations.serve import serve as run
+    from ..kvstore import KVStore
+    from ..methods import make_method
+
+    chosen = make_method(method)
+    with KVStore(
+        store, host_memory=host_memory, device_memory=device_memory, disk_quota=disk_quota, policy=chosen.policy
+    ) as opened:
+        run(
+            model,
+            opened,
+            chosen,
+            host=host,
+            port=port,
+            log_level=log_level.value,
+            enable_cors=enable_cors,
+            device=device,
+            dtype=dtype,
+            quantization=quantization,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            model_timeout=model_timeout,
+        )

@@ -1,0 +1,238 @@
+"""transformers' own server, with a store behind its models: `hf-tiered-cache serve MODEL --store DIR`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, Protocol
+
+import uvicorn
+import uvicorn.config
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.transcription import TranscriptionHandler
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
+
+from ..cache import TieredCache
+from ..errors import ConfigError, UnsupportedModelError
+from ..kvstore import KVStore
+from ..methods import Method
+from ..stats import RequestStats
+
+try:
+    from transformers.cli.serving.systemone import SystemOneHandler
+except ImportError:  # before transformers 5.23
+    SystemOneHandler = None  # type: ignore[assignment, misc]
+
+logger = logging.getLogger("hf_tiered_cache")
+
+NewCache = Callable[[PreTrainedModel], TieredCache]
+
+_asked: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_asked")
+"""The accounts of the caches that the HTTP request under way is given."""
+
+
+class TieredGenerateManager(GenerateManager):
+    """Gives each request a cache of ours.
+
+    Args:
+        new_cache: makes the cache of a request to a model.
+    """
+
+    def __init__(self, new_cache: NewCache) -> None:
+        super().__init__()
+        self._new_cache = new_cache
+
+    def generate_streaming(
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: GenerationConfig,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> tuple[asyncio.Queue, DirectStreamer]:
+        inputs = self._with_cache(model, inputs, gen_config)
+        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+
+    async def generate_non_streaming(
+        self,
+        model: PreTrainedModel,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: GenerationConfig,
+        request_id: str,
+    ) -> Any:
+        inputs = self._with_cache(model, inputs, gen_config)
+        return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+    def _with_cache(
+        self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig
+    ) -> dict[str, Any]:
+        """The inputs of `generate()`, with a cache where none else is asked for and the model can be served."""
+        configs = (gen_config, model.generation_config)
+        if gen_config.use_cache is False or any(config.cache_implementation for config in configs):
+            return inputs
+        try:
+            cache = self._new_cache(model)
+        except UnsupportedModelError as error:
+            logger.warning("%s is served without the store: %s", model.name_or_path, error)
+            return inputs
+        _asked.get([]).append(cache.stats)
+        return {**inputs, "past_key_values": cache}
+
+
+class TieredGenerationState(GenerationState):
+    """Generates with caches of ours, one request after the other: continuous batching keeps pages of its own."""
+
+    def __init__(self, new_cache: NewCache) -> None:
+        super().__init__(continuous_batching=False)
+        self._new_cache = new_cache
+        self._managers: dict[str, TieredGenerateManager] = {}
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> TieredGenerateManager:
+        if model_id not in self._managers:
+            self._managers[model_id] = TieredGenerateManager(self._new_cache)
+        return self._managers[model_id]
+
+
+class _Handler(Protocol):
+    async def handle_request(self, body: dict, request_id: str) -> Response: ...
+
+
+class ReportsCachedTokens:
+    """Answers as another handler does, and says in `usage` how many tokens of the prompt were restored.
+
+    Args:
+        handler: of the server.
+    """
+
+    def __init__(self, handler: _Handler) -> None:
+        self.handler = handler
+
+    async def handle_request(self, body: dict, request_id: str) -> Response:
+        asked: list[RequestStats] = []
+        _asked.set(asked)
+        response = await self.handler.handle_request(body, request_id)
+        if isinstance(response, StreamingResponse):
+            response.body_iterator = _events(response.body_iterator, asked)
+        elif asked and isinstance(response, JSONResponse):
+            response = JSONResponse(_with_cached_tokens(json.loads(bytes(response.body)), asked))
+        return response
+
+
+async def _events(events: Any, asked: list[RequestStats]) -> AsyncIterator[str]:
+    """Server-sent events, with cached tokens in the one that has `usage`."""
+    try:
+        async for several in events:
+            lines = str(several).split("\n")
+            yield "\n".join(_event(line, asked) if '"usage":' in line else line for line in lines)
+    finally:
+        await events.aclose()
+
+
+def _event(line: str, asked: list[RequestStats]) -> str:
+    field, _, data = line.partition(" ")
+    return f"{field} {json.dumps(_with_cached_tokens(json.loads(data), asked), ensure_ascii=False)}"
+
+
+def _with_cached_tokens(document: dict[str, Any], asked: list[RequestStats]) -> dict[str, Any]:
+    """The body of a response or of an event, as OpenAI's API has it."""
+    usage = document.get("usage") or (document.get("response") or {}).get("usage")
+    if usage:
+        details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
+        cached = sum(stats.tokens_restored for stats in asked)
+        usage[details] = (usage.get(details) or {}) | {"cached_tokens": cached}
+    return document
+
+
+def build_app(models: ModelManager, new_cache: NewCache, *, enable_cors: bool = False) -> FastAPI:
+    """transformers' server, all endpoints, for models that get their caches from `new_cache`."""
+    state = TieredGenerationState(new_cache)
+    handlers: dict[str, Any] = {
+        "chat_handler": ReportsCachedTokens(ChatCompletionHandler(models, state)),
+        "completion_handler": ReportsCachedTokens(CompletionHandler(models, state)),
+        "response_handler": ReportsCachedTokens(ResponseHandler(models, state)),
+        "transcription_handler": TranscriptionHandler(models, state),
+    }
+    if SystemOneHandler is not None:
+        handlers["systemone_handler"] = SystemOneHandler(models, state)
+    return build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
+
+
+def serve(
+    model: str | None,
+    store: KVStore,
+    method: Method,
+    *,
+    host: str,
+    port: int,
+    log_level: str = "info",
+    enable_cors: bool = False,
+    **options: Any,
+) -> None:
+    """Serve until Ctrl-C or SIGTERM.
+
+    Args:
+        model: the one model that is served, a name on the hub or a folder; None loads what requests name.
+        store, method: of every request.
+        host, port: where to listen.
+        log_level: of the server and of this library, which logs what each request restored at "info".
+        enable_cors: whether browsers may ask from anywhere.
+        options: of transformers' `ModelManager`.
+
+    Raises:
+        ConfigError: the address cannot be had, the model cannot be loaded, or the method does not suit it.
+        UnsupportedModelError: the model keeps state that is no KV of single tokens.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what was computed is stored
+    new_cache = partial(TieredCache, store=store, method=method)
+    with suppress(KeyboardInterrupt), _listen(host, port) as listener:
+        models = _load(model, **options)
+        for loaded in models.loaded_models.values():
+            new_cache(loaded.model)  # what cannot be served is refused now
+        config = uvicorn.Config(
+            build_app(models, new_cache, enable_cors=enable_cors), log_level=log_level, log_config=_logging(log_level)
+        )
+        logger.info("%s on http://%s:%d/v1, KV in %s; Ctrl-C ends", model or "any model", host, port, store.path)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens, before anything is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or --host"
+        ) from error
+
+
+def _load(model: str | None, **options: Any) -> ModelManager:
+    """The server's models, with `model` loaded already."""
+    try:
+        return ModelManager(force_model=model, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise ConfigError(f"the model {model!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def _logging(level: str) -> dict[str, Any]:
+    """uvicorn's way to log, for this library too."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["hf_tiered_cache"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
+    return config
