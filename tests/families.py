@@ -11,6 +11,12 @@ from transformers import PreTrainedModel
 
 VOCABULARY = 160
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }} : {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+)
+"""For the reference model, whose tokenizer has none."""
+
 _COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,

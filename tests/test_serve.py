@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from families import CHAT_TEMPLATE
 from transformers.utils.import_utils import is_serve_available
 
 from hf_tiered_cache import KVStore, cli
@@ -23,10 +24,6 @@ openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "eval" / "reference" / "xs"
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }} : {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant :{% endif %}"
-)
 SYSTEM = "the old man saw a small house near the river , and went in to see who was there . " * 6
 QUESTIONS = ("who went in ?", "what did he see ?", "where was it ?")
 
@@ -36,7 +33,7 @@ def model(tmp_path_factory):
     """A folder: the reference model, with a chat template."""
     folder = tmp_path_factory.mktemp("model") / "xs"
     shutil.copytree(REFERENCE, folder, ignore=shutil.ignore_patterns("curve.*", "check.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config["response_template"] = {
         "defaults": {"role": "assistant"},
