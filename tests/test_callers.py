@@ -105,8 +105,6 @@ def test_lm_evals_hf_model_on_a_generating_task(model, tokenizer, store):
             "task": "questions",
             "dataset_path": "json",
             "custom_dataset": lambda **_: {"test": questions},
-                "test": Dataset.from_list([{"question": q, "answer": "in"} for q in QUESTIONS])
-            },
             "test_split": "test",
             "output_type": "generate_until",
             "doc_to_text": TEXT + "{{question}}",
