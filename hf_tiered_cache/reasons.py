@@ -61,7 +61,8 @@ def of_a_miss(
     """
     if len(tokens) < LINK_TOKENS:
         return SHORT
-    known = store.disk.ask(Catalogue.models, {})
+    nobody: dict[str, dict[str, str]] = {}
+    known = store.disk.ask(Catalogue.models, nobody)
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
         begin = store.chain(other, EXACT, regime).links(tokens[:LINK_TOKENS])
@@ -77,7 +78,8 @@ def of_a_miss(
 def _other_rankings(
     store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> Iterator[str]:
-    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), []):
+    none: list[str] = []
+    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), none):
         if other not in (EXACT, provenance):
             chain = store.chain(fingerprint, f"{other} {sink}", regime)
             if find_passages(tokens, chain, store.disk.find):

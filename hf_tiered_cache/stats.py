@@ -121,11 +121,10 @@ class RequestStats:
         summary = Table(title="TieredCache", title_justify="left", show_header=False)
         summary.add_column(justify="left")
         summary.add_column(justify="right")
-        for name, *values in (
+        rows: list[tuple[object, ...]] = [
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
             ("tokens attended, of the restored", self.tokens_attended),
-            *([("tokens dropped", self.tokens_dropped)] if self.tokens_dropped else []),
             ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
             (
                 "read to choose by / on a wrong guess",
@@ -139,8 +138,11 @@ class RequestStats:
             ),
             ("assembly, stall included", _ms(self.assemble_seconds)),
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
-        ):
-            summary.add_row(name, " / ".join(map(str, values)))
+        ]
+        if self.tokens_dropped:
+            rows.append(("tokens dropped", self.tokens_dropped))
+        for name, *values in rows:
+            summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, times in self.reasons.items():
             summary.add_row("reason" if times == 1 else f"reason, {times} times", reason)
         tiers = Table()

@@ -29,7 +29,9 @@ class _Reduce:
         self.clean = clean
 
     def __call__(self, protocol: Any) -> Any:
-        function, arguments, state, *rest = type(self.module).__reduce_ex__(self.module, protocol)
+        reduced = type(self.module).__reduce_ex__(self.module, protocol)
+        assert isinstance(reduced, tuple)  # a string names a global, which no module instance is
+        function, arguments, state, *rest = reduced
         if isinstance(state, dict):
             state = {name: value for name, value in state.items() if name != _NAME}
             self.clean(state)

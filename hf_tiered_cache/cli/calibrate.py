@@ -78,7 +78,8 @@ def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
     if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
         raise Refused(f"--dtype {dtype} is none; write auto, float32, bfloat16 or float16")
     try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
+        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
+        loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers declares nothing of it
     except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
         raise
     except Exception as error:  # what hub, files and other people's code may raise has no common base
