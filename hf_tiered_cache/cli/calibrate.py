@@ -12,7 +12,7 @@ from ..units import parse_bytes
 from .output import AsJson, Refused, figures, print_json, show
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from torch import nn
 
 
 def calibrate(
@@ -70,7 +70,7 @@ def calibrate(
     )
 
 
-def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
+def _load(name: str, dtype: str, device: str) -> nn.Module:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -78,11 +78,10 @@ def _load(name: str, dtype: str, device: str) -> PreTrainedModel:
     if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
         raise Refused(f"--dtype {dtype} is none; write auto, float32, bfloat16 or float16")
     try:
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval()
-        loaded.to(torch.device(device))  # type: ignore[arg-type]  # transformers declares nothing of it
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        return loaded.to(device).eval()
     except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
         raise
     except Exception as error:  # what hub, files and other people's code may raise has no common base
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise Refused(f"the model {name!r} cannot be loaded: {reason}") from error
-    return loaded

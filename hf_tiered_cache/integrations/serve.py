@@ -28,7 +28,7 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
 
 from ..cache import TieredCache
-from ..errors import ConfigError, UnsupportedModelError
+from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..methods import Method
 from ..stats import RequestStats
@@ -89,7 +89,7 @@ class TieredGenerateManager(GenerateManager):
             return inputs
         try:
             cache = self._new_cache(model)
-        except UnsupportedModelError as error:
+        except ConfigError as error:
             logger.warning("%s is served without the store: %s", model.name_or_path, error)
             return inputs
         _asked.get([]).append(cache.stats)
@@ -196,8 +196,7 @@ def serve(
         options: of transformers' `ModelManager`.
 
     Raises:
-        ConfigError: the address cannot be had, the model cannot be loaded, or the method does not suit it.
-        UnsupportedModelError: the model keeps state that is no KV of single tokens.
+        ConfigError: the address cannot be had, the model cannot be loaded, or it cannot be served with this method.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what was computed is stored
     new_cache = partial(TieredCache, store=store, method=method)

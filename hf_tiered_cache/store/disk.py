@@ -41,6 +41,7 @@ _LOCK_SECONDS = 30.0
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _LOCK_POLL_SECONDS = 0.005
 _T = TypeVar("_T")
+_Default = TypeVar("_Default")
 
 
 class SegmentStore:
@@ -108,7 +109,7 @@ class SegmentStore:
 
     def scan(self) -> None:
         """Bring the catalogue in line with the files: read headers it lacks, drop rows whose file is gone."""
-        known = self.ask(Catalogue.ids, set())
+        known: set[str] = self.ask(Catalogue.ids, set())
         present = {path.stem: path for path in self.segment_files()}
         self.ask(lambda c: c.remove(known - present.keys()), None)
         strangers = [present[i] for i in present.keys() - known]
@@ -173,13 +174,14 @@ class SegmentStore:
         the segment from this process alone.
         """
         damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NewerFormatError)
+        whole_links = error.whole_links if isinstance(error, IntegrityError) else 0
         newer = isinstance(error, NewerFormatError)
         self.counters.add("newer_files" if newer else "verification_failures" if damaged else "read_errors")
         self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
         with self._lock:
             self._readers.pop(segment_id, None)
-        if damaged and getattr(error, "whole_links", 0):
-            self.ask(lambda c: c.limit(segment_id, error.whole_links), None)
+        if whole_links:
+            self.ask(lambda c: c.limit(segment_id, whole_links), None)
         elif isinstance(error, FileNotFoundError):
             self.ask(lambda c: c.remove([segment_id]), None)
         else:
@@ -239,7 +241,7 @@ class SegmentStore:
             offset = header.blocks.offset
             for blocks in lanes:
                 digests.append(block_digests(blocks))
-                write_all(fd, memoryview(blocks.numpy()).cast("B"), offset)
+                write_all(fd, blocks.numpy().data.cast("B"), offset)
                 offset += blocks.numel()
             write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
@@ -371,7 +373,7 @@ class SegmentStore:
 
     # --- faults
 
-    def ask(self, action: Callable[[Catalogue], _T], default: _T) -> _T:
+    def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
         """Run `action` on the catalogue; if the database fails, rebuild it once, then do without."""
         try:
             return action(self.catalogue)

@@ -88,7 +88,8 @@ def coalesce(ops: Sequence[ReadOp]) -> list[Call]:
             offset = op.offset + start
             gap = offset - (call.offset + call.nbytes) if call is not None and call.file is op.file else -1
             room = MAX_CALL_BYTES - call.nbytes - gap if call is not None else 0
-            if not (0 <= gap <= READ_THROUGH_BYTES and room > 0 and len(call.pieces) + 2 <= MAX_IOVECS):
+            fits = 0 <= gap <= READ_THROUGH_BYTES and room > 0
+            if call is None or not fits or len(call.pieces) + 2 > MAX_IOVECS:
                 call = Call(op.file, offset)
                 calls.append(call)
                 gap, room = 0, MAX_CALL_BYTES

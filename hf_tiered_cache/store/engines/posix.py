@@ -10,7 +10,7 @@ import errno
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from ...errors import EngineUnavailableError
 from ...geometry import ALIGNMENT
@@ -92,9 +92,9 @@ class PosixEngine(Engine):
 
 def _read(call: Call) -> int:
     """The kernel may return less than asked."""
-    file = call.file
-    gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else None
-    buffers = [gap[:piece] if isinstance(piece, int) else memoryview(piece.numpy()) for piece in call.pieces]
+    file = cast(PosixFile, call.file)
+    gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else memoryview(b"")
+    buffers = [gap[:piece] if isinstance(piece, int) else piece.numpy().data for piece in call.pieces]
     done = 0
     while done < call.nbytes:
         got = os.preadv(file.fd, buffers, call.offset + done)
