@@ -1,0 +1,105 @@
+"""What "bit for bit" means: restored prefixes against the same passes, and against one single pass.
+
+    python bench/bits.py --out bench/results
+
+Of each prompt the prefix is stored and the rest is new. The answer is compared with a DynamicCache filled by the same
+two passes, and with one pass over the whole prompt, which such a DynamicCache does not equal either.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import build, load, machine, save, table
+from tqdm.auto import tqdm
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from hf_tiered_cache import KVStore, TieredCache
+
+REFERENCE = Path(__file__).parent.parent / "eval" / "reference" / "xs"
+PREFIX, SUFFIX = 208, 37
+
+
+def answer(model: PreTrainedModel, ids: torch.Tensor, cache: Cache, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first logits, `[1, vocabulary]`, and the greedy tokens, `[1, n]`."""
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        do_sample=False,
+        max_new_tokens=tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.logits[0].float(), out.sequences
+
+
+def compare(model: PreTrainedModel, prompts: int, tokens: int, store: KVStore) -> dict[str, Any]:
+    """How often, and by how much, answers differ."""
+    pairs = {"tiered_and_same_passes": 0, "tiered_and_single_pass": 0, "same_passes_and_single_pass": 0}
+    differ, greedy, most = dict(pairs), dict(pairs), dict.fromkeys(pairs, 0.0)
+    vocabulary = model.config.get_text_config().vocab_size
+    for number in tqdm(range(prompts), desc=f"{type(model).__name__} {model.dtype}", unit="prompt"):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(3, vocabulary, (1, PREFIX + SUFFIX), generator=generator)
+        store.precompute(model, ids[:, :PREFIX], progress=False)
+        tiered = TieredCache(model, store, record=False)
+        ours = answer(model, ids, tiered, tokens)
+        if tiered.stats.tokens_restored != PREFIX:
+            raise RuntimeError(f"{tiered.stats.tokens_restored} of {PREFIX} tokens were restored")
+        filled = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :PREFIX], past_key_values=filled, use_cache=True)
+        same = answer(model, ids, filled, tokens)
+        single = answer(model, ids, DynamicCache(config=model.config), tokens)
+        for name, (one, other) in zip(pairs, ((ours, same), (ours, single), (same, single)), strict=True):
+            differ[name] += not torch.equal(one[0], other[0])
+            greedy[name] += not torch.equal(one[1], other[1])
+            most[name] = max(most[name], float((one[0] - other[0]).abs().max()))
+    return {"prompts": prompts, "logits_differ": differ, "answers_differ": greedy, "largest_difference": most}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=60)
+    parser.add_argument("--tokens", type=int, default=24, help="of each greedy answer")
+    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    arguments = parser.parse_args()
+    cpu, results = torch.device("cpu"), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for name, model in (("tiny", build("tiny", dtype, cpu)), ("reference xs", load(REFERENCE, dtype, cpu))):
+            model.generation_config.pad_token_id = 0
+            with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
+                found = compare(model, arguments.prompts, arguments.tokens, store)
+            results[f"{name}, {str(dtype).removeprefix('torch.')}"] = found
+    headings = [
+        "model",
+        "compared",
+        "first logits differ",
+        "by at most",
+        f"answers of {arguments.tokens} tokens differ",
+    ]
+    rows = [
+        [
+            model,
+            pair.replace("_", " "),
+            f"{found['logits_differ'][pair]} of {found['prompts']}",
+            f"{found['largest_difference'][pair]:.1e}",
+            f"{found['answers_differ'][pair]} of {found['prompts']}",
+        ]
+        for model, found in results.items()
+        for pair in found["logits_differ"]
+    ]
+    page = "# What bit for bit means\n\n" + __doc__.split("\n\n", 2)[2] + "\n" + table(headings, rows)
+    if arguments.out is None:
+        print(page)
+    else:
+        save(arguments.out, "bits-cpu", {"machine": machine(cpu, Path()), "results": results}, page)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Benchmarks run, in their smallest form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parent.parent / "bench"
+sys.path.append(str(BENCH))
+
+
+def test_bits(tmp_path, monkeypatch):
+    import bits
+
+    monkeypatch.setattr(sys, "argv", ["bits.py", "--prompts", "1", "--tokens", "2", "--out", str(tmp_path)])
+    bits.main()
+    results = json.loads((tmp_path / "bits-cpu.json").read_text())["results"]
+    assert len(results) == 4
+    assert not any(found["logits_differ"]["tiered_and_same_passes"] for found in results.values())
+    assert "same passes" in (tmp_path / "bits-cpu.md").read_text()
