@@ -10,10 +10,14 @@ BIN := $(VENV)/bin
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo test test-thorough test-gpu lint types format bench eval clean
+.PHONY: demo notebooks test test-thorough test-gpu lint types format bench eval clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
+
+# runs every notebook of examples/notebooks, and writes its outputs into it
+notebooks: $(FOR_DEV)
+	$(BIN)/python examples/notebooks/make.py $(ARGS)
 
 test: $(FOR_DEV)
 	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)

@@ -1,0 +1,58 @@
+"""Every notebook runs on the reference model, and what is committed of it is fit to be shown."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks need nbclient and ipykernel")
+pytest.importorskip("nbclient", reason="notebooks need nbclient and ipykernel")
+pytest.importorskip("ipykernel", reason="notebooks need nbclient and ipykernel")
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "examples" / "notebooks"
+NOTEBOOKS = pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda path: path.stem)
+REPOSITORY = "hf-tiered-cache/hf-tiered-cache"
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", ())]
+
+
+def printed(notebook):
+    return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
+
+
+@NOTEBOOKS
+def test_it_runs_on_the_reference_model(path):
+    spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    done = make.execute(path, model=str(ROOT / "eval" / "reference" / "xs"))
+    restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(done))]
+    assert max(restored) > 64
+    assert any("image/png" in output.get("data", {}) for output in outputs(done))
+
+
+@NOTEBOOKS
+def test_what_is_committed_was_run_and_names_no_machine(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    kinds = {output.output_type for output in outputs(notebook)}
+    assert kinds <= {"stream", "execute_result", "display_data"}
+    assert all(output.name == "stdout" for output in outputs(notebook) if output.output_type == "stream")
+    assert not re.search(r"/(home|root|tmp|usr|work|Users)/", path.read_text())
+    images = [output.data["image/png"] for output in outputs(notebook) if "image/png" in output.get("data", {})]
+    assert all(len(image) * 3 // 4 < 60_000 for image in images)
+
+
+@NOTEBOOKS
+def test_its_badge_opens_this_notebook_in_colab(path):
+    first = nbformat.read(path, as_version=4).cells[0].source
+    address = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/examples/notebooks/{path.name}"
+    assert f"]({address})" in first
