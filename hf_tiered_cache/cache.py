@@ -361,7 +361,7 @@ class TieredCache(Cache, ServedCache):
             if now.records:
                 self._recorder.begin(self._history.columns + first)
             if plan is not None:
-                kwargs = request.only(plan.computed[0], plan.base, self._history.pads)
+                kwargs = request.only(plan.computed[0], plan.base, self._history.pads, plan.suffix is not None)
                 now.restoring = Restoring(
                     plan, self.layers, scope, self._attachment, self.store, self.method, self._account
                 )

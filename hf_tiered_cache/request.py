@@ -58,16 +58,17 @@ class Request:
     def columns(self) -> int:
         return self.ids.shape[1]
 
-    def only(self, columns: np.ndarray, base: int, pads: list[int]) -> dict[str, Any]:
+    def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
         """The arguments for computing only some of the columns.
 
         Args:
             columns: int64, ascending.
             base: columns that the cache holds already.
             pads: of each row.
+            suffix: whether every layer computes just these, and all that follow the first of them.
         """
         kwargs = dict(self.kwargs)
-        if len(columns) < self.columns - columns[0]:  # of a suffix the model knows positions and length itself
+        if not suffix:  # of a suffix the model knows positions and length itself
             device = self.ids.device
             if kwargs.get("position_ids") is None:
                 positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)
