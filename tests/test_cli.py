@@ -409,7 +409,8 @@ def test_help_of_the_whole_names_every_command_and_typical_use(run):
     status, out, _ = run("--help")
     assert status == 0
     assert "..." not in out.split("Commands:")[1]  # what each does fits its line
-    assert all(f"\n  {command} " in out for command in ("ls", "stat", "verify", "gc", "rm", "calibrate"))
+    commands = ("ls", "stat", "verify", "gc", "rm", "calibrate", "serve", "lm-eval")
+    assert all(f"\n  {command} " in out for command in commands)
     assert "hf-tiered-cache gc kv-store --quota 100GiB  make room\n" in out
 
 
@@ -463,9 +464,9 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
 def test_public_names_are_the_same_for_people_and_type_checkers():
     tree = ast.parse(Path(hf_tiered_cache.__file__).read_text())
     (checked,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {node.names[0].name: node.module for node in checked.body}
-    assert seen == hf_tiered_cache._MODULES
-    assert set(hf_tiered_cache.__all__) == set(seen) <= set(dir(hf_tiered_cache))
+    seen = {alias.name: node.module for node in checked.body for alias in node.names}
+    assert {name: hf_tiered_cache._ELSEWHERE.get(name, "errors") for name in hf_tiered_cache.__all__} == seen
+    assert set(seen) <= set(dir(hf_tiered_cache))
     assert all(getattr(hf_tiered_cache, name) is not None for name in seen)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = hf_tiered_cache.Nothing

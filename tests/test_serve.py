@@ -16,7 +16,7 @@ import pytest
 from families import CHAT_TEMPLATE
 from transformers.utils.import_utils import is_serve_available
 
-from hf_tiered_cache import KVStore, cli
+from hf_tiered_cache import KVStore
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)
@@ -182,7 +182,7 @@ def test_serve_refuses_a_model_that_is_not_there(run, tmp_path):
 
 
 def test_serve_names_the_packages_it_misses(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "is_serve_available", lambda: False)
+    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
     status, _, err = run("serve", "model", "--store", tmp_path / "store")
     assert status == 2
     assert "pip install 'hf-tiered-cache[serve]'" in err

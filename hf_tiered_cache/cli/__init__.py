@@ -50,7 +50,7 @@ def _top(
       hf-tiered-cache verify kv-store             whether every byte is whole
       hf-tiered-cache gc kv-store --quota 100GiB  make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
-      hf-tiered-cache serve MODEL --store kv-store  an OpenAI-compatible server
+      hf-tiered-cache serve MODEL --store DIR     an OpenAI-compatible server
 
     All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
     says more with --help.

@@ -44,10 +44,11 @@ def serve(
     enable_cors: Annotated[bool, typer.Option("--enable-cors", help="Let browsers ask from anywhere.")] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Of the server and the store.")] = LogLevel.info,
 ) -> None:
-    """Run transformers' OpenAI-compatible server with a store: prompts that begin alike are computed once.
+    """Run an OpenAI-compatible server with a store.
 
-    Clients change nothing. `usage` says how many tokens of a prompt were restored (`cached_tokens`), and the log what
-    each request restored and computed. Ctrl-C ends it.
+    It is transformers' own server; prompts that begin alike are computed once, also those of different clients. Clients
+    change nothing. `usage` says how many tokens of a prompt were restored (`cached_tokens`), and the log what each
+    request restored and computed. Ctrl-C ends it.
     """
     from transformers.utils.import_utils import is_serve_available
 
