@@ -180,8 +180,10 @@ class TieredCache(Cache, ServedCache):
             reason = reasons.DAMAGED if failed else self._why_nothing(request) if plan is None and self._untold else ""
             if request.text < request.columns:
                 reason = reasons.IMAGES
+            kept = self._history.columns * self._history.rows
             self._note(request, plan)
             if self._untold:
+                self._account.add(tokens_kept=kept)
                 self._tell(reason)
             return output
 
@@ -543,7 +545,7 @@ class TieredCache(Cache, ServedCache):
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
-        return f"TieredCache({model}, {self.store!r}, {self.method}, {self.get_seq_length()} tokens)"
+        return f"TieredCache({model}, {self.store!r}, {type(self.method).__name__}, {self.get_seq_length()} tokens)"
 
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()

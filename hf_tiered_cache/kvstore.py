@@ -85,8 +85,10 @@ class KVStore:
         free_space_floor: int | str = "256MiB",
         queue_memory: int | str = "2GiB",
     ) -> None:
-        if ttl is not None and ttl <= 0:
-            raise ConfigError(f"ttl must be positive seconds, not {ttl!r}")
+        if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
+            raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
+        if not os.fspath(path):
+            raise ConfigError("the path of a store is empty; name a folder, or '.' for this one")
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
@@ -394,7 +396,10 @@ class KVStore:
         ids = list(ids)
         unknown = set(ids) - self.disk.ask(Catalogue.ids, set(ids))
         if pinned and unknown:
-            raise ConfigError(f"no segment is called {min(unknown)!r}; store.segments() lists them")
+            raise ConfigError(
+                f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
+                "store.precompute(model, input_ids, pin=True) pins a prompt"
+            )
         self.disk.pin(ids, pinned)
 
 

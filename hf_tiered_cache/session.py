@@ -97,7 +97,7 @@ class TieredSession:
         self.close()
 
     def __repr__(self) -> str:
-        return f"TieredSession({type(self.model).__name__}, {self.store!r}, {self.method})"
+        return f"TieredSession({type(self.model).__name__}, {self.store!r}, {type(self.method).__name__})"
 
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()

@@ -20,7 +20,7 @@ TIERS = ("device", "host", "disk")
 
 def render(table: Table) -> str:
     """The table as plain text."""
-    console = Console(width=100, color_system=None, force_terminal=False)
+    console = Console(width=80, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().rstrip().splitlines())
@@ -68,6 +68,8 @@ class RequestStats:
     tokens_computed: int = 0
     tokens_stored: int = 0
     """Handed to the store; what it then has no room for does not count."""
+    tokens_kept: int = 0
+    """Held by a cache that went on, and standing in its next prompt."""
     tokens_dropped: int = 0
     """Held by a cache that went on with a prompt in which they do not stand."""
     tokens_attended: int = 0
@@ -124,13 +126,7 @@ class RequestStats:
         rows: list[tuple[object, ...]] = [
             ("requests", self.requests),
             ("tokens restored / computed / stored", self.tokens_restored, self.tokens_computed, self.tokens_stored),
-            ("tokens attended, of the restored", self.tokens_attended),
             ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
-            (
-                "read to choose by / on a wrong guess",
-                format_bytes(self.bytes_identifying),
-                format_bytes(self.bytes_guessed),
-            ),
             ("read amplification", f"{self.read_amplification:.2f}"),
             (
                 "match / choice / I/O / stall",
@@ -139,12 +135,16 @@ class RequestStats:
             ("assembly, stall included", _ms(self.assemble_seconds)),
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
         ]
-        if self.tokens_dropped:
-            rows.append(("tokens dropped", self.tokens_dropped))
+        if self.tokens_kept or self.tokens_dropped:
+            rows.insert(2, ("tokens kept / dropped where a cache went on", self.tokens_kept, self.tokens_dropped))
+        if self.tokens_attended != self.tokens_restored:
+            read = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
+            rows.insert(2, ("tokens attended, of the restored", self.tokens_attended))
+            rows.append(("scoring reads / mis-speculated reads", *read))
         for name, *values in rows:
             summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, times in self.reasons.items():
-            summary.add_row("reason" if times == 1 else f"reason, {times} times", reason)
+            summary.add_row("reason" if self.requests < 2 else f"reason, {times} of {self.requests} requests", reason)
         tiers = Table()
         for heading in ("tier", "blocks", "bytes", "hits", "misses"):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")

@@ -101,6 +101,35 @@ def test_a_store_is_a_store_or_a_path(wrong):
         TieredCache(build("llama"), wrong)
 
 
+def test_an_empty_path_is_no_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="path of a store is empty"):
+        KVStore("")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", ["10%", None, True, 0, 1.5])
+def test_shares_are_numbers(wrong):
+    for method in (ContiguousKV, Impress, H2O):
+        with pytest.raises(ConfigError, match="budget is a share"):
+            method(wrong)
+    if wrong not in (0, None):
+        for passages in (CacheTune, CacheBlend, Epic):
+            with pytest.raises(ConfigError, match="recompute is a share"):
+                passages(wrong)
+
+
+@pytest.mark.parametrize("wrong", [ContiguousKV, 3])
+def test_a_method_is_a_method_or_a_name(wrong, store):
+    with pytest.raises(ConfigError, match="method is a Method, or the name of one"):
+        TieredCache(build("llama"), store, method=wrong)
+
+
+def test_seconds_to_live_are_a_number(tmp_path):
+    with pytest.raises(ConfigError, match="ttl is a number of seconds"):
+        KVStore(tmp_path, ttl="7d")
+
+
 def test_a_session_without_a_store_is_none():
     with pytest.raises(ConfigError, match="also needs store="):
         attach(build("llama"), method="h2o")

@@ -148,9 +148,19 @@ def test_one_line_a_request(store, caplog):
 
 def test_the_reason_stands_in_the_table_in_json_and_in_notebooks(store):
     stats = ask(build("llama"), store)
-    assert reasons.NOTHING in str(stats)
+    assert "nothing is stored" in str(stats)
     assert stats.as_dict()["reason"] == reasons.NOTHING
     page = stats._repr_html_()
     assert reasons.NOTHING in page
     assert page.count("<table>") == 2
     assert "<table>" in store._repr_html_()
+    assert max(map(len, str(stats).splitlines())) <= 80
+
+
+def test_a_cache_that_goes_on_counts_what_it_keeps(store):
+    model = build("llama")
+    cache = TieredCache(model, store)
+    said = model.generate(prompt(80), past_key_values=cache, **GREEDY)
+    model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
+    assert cache.stats.tokens_kept == 83
+    assert "1 of 2 requests" in str(cache.stats)

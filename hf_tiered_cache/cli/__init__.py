@@ -108,7 +108,7 @@ def main() -> None:
             sys.stdout.flush()
     except BrokenPipeError:  # whoever read, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        raise SystemExit(141) from None  # as if the signal had ended it
     except TieredCacheError as error:
         reason = str(error)
     except OSError as error:

@@ -18,7 +18,7 @@ def lm_eval(context: typer.Context) -> None:
 
     \b
     --model_args takes all that the model type hf takes, and with commas between:
-      method=NAME         how stored KV is restored (default: exact, with the scores of hf)
+      method=NAME         how stored KV is restored (default: exact, with the scores of hf up to rounding)
       budget=0.1 ...      any field of the method; NAME:budget=0.1 is the same
       store=FOLDER        the store (default: one that is deleted at the end)
       host_memory=4GiB    of the store (default: 1GiB)

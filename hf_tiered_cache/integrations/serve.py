@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import socket
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -110,6 +111,24 @@ class TieredGenerationState(GenerationState):
         return self._managers[model_id]
 
 
+class TieredModelManager(ModelManager):
+    """The server's models. Where it serves one alone, it lists that one, and needs no cache of the hub.
+
+    Args:
+        model: the one model, or None.
+        options: of `ModelManager`.
+    """
+
+    def __init__(self, model: str | None, **options: Any) -> None:
+        super().__init__(force_model=model, **options)
+        self._only = model
+
+    def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
+        if self._only is None:
+            return ModelManager.get_gen_models(cache_dir)
+        return [{"id": self._only, "object": "model", "owned_by": "", "created": int(time.time())}]
+
+
 class _Handler(Protocol):
     async def handle_request(self, body: dict, request_id: str) -> Response: ...
 
@@ -127,7 +146,13 @@ class ReportsCachedTokens:
     async def handle_request(self, body: dict, request_id: str) -> Response:
         asked: list[RequestStats] = []
         _asked.set(asked)
-        response = await self.handler.handle_request(body, request_id)
+        try:
+            response = await self.handler.handle_request(body, request_id)
+        except ValueError as error:
+            if "chat_template" not in str(error):
+                raise
+            reason = "the model's tokenizer has no chat template; ask /v1/completions, or serve a chat model"
+            return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, status_code=400)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _events(response.body_iterator, asked)
         elif asked and isinstance(response, JSONResponse):
@@ -225,7 +250,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _load(model: str | None, **options: Any) -> ModelManager:
     """The server's models, with `model` loaded already."""
     try:
-        return ModelManager(force_model=model, **options)
+        return TieredModelManager(model, **options)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"the model {model!r} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
 

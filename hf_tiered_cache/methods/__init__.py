@@ -56,6 +56,9 @@ def make_method(method: Method | str | None) -> Method:
         return Exact()
     if isinstance(method, Method):
         return method
+    if not isinstance(method, str):
+        kind = f"; write {method.__name__}()" if isinstance(method, type) else ""
+        raise ConfigError(f"method is a Method, or the name of one, not {method!r}{kind}")
     name, *options = method.split(":")
     if name not in METHODS:
         raise ConfigError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")

@@ -64,5 +64,5 @@ class H2O(Method):
 
 def check_budget(budget: float) -> None:
     """Raises ConfigError if it is no share."""
-    if not 0 < budget <= 1:
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
         raise ConfigError(f"budget is a share of the prefix, above 0 and at most 1, not {budget!r}")

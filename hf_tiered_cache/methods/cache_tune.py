@@ -201,5 +201,5 @@ def importance_of(piece: Piece) -> np.ndarray:
 
 def check_share(recompute: float) -> None:
     """Raises ConfigError if it is no share."""
-    if isinstance(recompute, str) or not 0 <= recompute <= 1:
+    if isinstance(recompute, bool) or not isinstance(recompute, int | float) or not 0 <= recompute <= 1:
         raise ConfigError(f"recompute is a share of each passage, between 0 and 1, not {recompute!r}")
