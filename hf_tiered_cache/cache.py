@@ -18,8 +18,8 @@ from transformers import Cache, PreTrainedModel
 from . import reasons
 from .calibrate import calibrated_ratio
 from .errors import CacheMismatchError, RestoreError, StoreClosedError
-from .fingerprint import Fingerprinter, rope_regime, rows_have_adapters
 from .geometry import LINK_TOKENS, LayerKV
+from .identity import Fingerprinter, Identity, rope_regime
 from .kvstore import KVStore, open_store
 from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
@@ -27,7 +27,7 @@ from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.rotary import RotaryTap
 from .patches.scope import Scope, current, entered
 from .record import Names, Recorder
-from .request import Request, count_tokens, placeholder_tokens, understand
+from .request import DecodingCheck, Request, count_tokens, placeholder_tokens, understand
 from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
@@ -73,6 +73,8 @@ class TieredCache(Cache, ServedCache):
         strict: what happens when the cache is given a prompt that does not begin with what it holds. False crops it to
             what the two have in common, restores what the store has, and goes on; True raises CacheMismatchError.
         label: stands in the header of the segments that this cache stores, for `hf-tiered-cache ls`.
+        tag: a name for what the model computes, where that has none of its own (a hook that steers it, a replaced
+            forward, an attention function of the user's). KV is shared only under the same tag.
 
     Raises:
         ConfigError: an argument is not valid, or the model's attention does not suit the method.
@@ -90,6 +92,7 @@ class TieredCache(Cache, ServedCache):
         segments: Sequence[int] | None = None,
         strict: bool = False,
         label: str = "",
+        tag: str = "",
     ) -> None:
         self.method = make_method(method)
         inner = base_model(model)
@@ -98,6 +101,7 @@ class TieredCache(Cache, ServedCache):
         self._attachment = attach(inner)
         self.store = open_store(store, self.method, self._attachment.extras)
         self._restores, self._records, self._strict, self._label = restore, record, strict, label
+        self._tag = tag
         self._segments = None if segments is None else tuple(segments)
         self._placeholders = placeholder_tokens(self.model.config)
         self._account = Account()
@@ -108,6 +112,8 @@ class TieredCache(Cache, ServedCache):
         self._recorder: Recorder | None = None
         self._finish: Callable[[], None] | None = None
         self._regime = ""
+        self._identity: Identity | None = None  # of the model, as of the pass under way
+        self._check = DecodingCheck()
         self._plain = ""  # why what this cache holds can be neither stored nor restored, if so
         self._approximate = False  # whether what it holds is what no exact cache would
         self._untold = True  # whether a prompt has begun of which nothing was said yet
@@ -192,9 +198,10 @@ class TieredCache(Cache, ServedCache):
         if self._plain:
             return None
         columns = self.get_seq_length()
-        request = self._unusual(columns)
+        ids = kwargs.get("input_ids")
+        request = self._unusual(columns, closely=self._untold or ids is None or ids.shape[-1] > 1)
         pads = None if self._history is None else self._history.pads
-        request = request or understand(kwargs, columns, pads, self._placeholders)
+        request = request or understand(kwargs, columns, pads, self._placeholders, self._check)
         reason = request if isinstance(request, str) else self._changed(request, columns)
         if not reason:
             return request
@@ -238,15 +245,23 @@ class TieredCache(Cache, ServedCache):
             return reasons.LENGTH_ROPE
         if self._history is None:
             self._open(request, regime)
-        elif request.columns > 1 and self._fingerprint() != self._recorder.fingerprint:
+        elif self._identity.fingerprint != self._recorder.fingerprint:
             return reasons.MODEL_CHANGED
         return ""
 
-    def _unusual(self, columns: int) -> str:
+    def _unusual(self, columns: int, closely: bool) -> str:
+        """Why a pass is none whose KV can be stored or restored, seen from the model and the cache, or ""."""
         if self.model.training:
             return reasons.TRAINING
-        if columns == 0 and rows_have_adapters(self.model):
+        if self._fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
+        identity = self._identity = self._fingerprinter.look(self._tag, closely)
+        if identity.training:
+            return reasons.TRAINING
+        if identity.looks_ahead:
+            return reasons.LOOKS_AHEAD
+        if identity.nameless:
+            return reasons.nameless(identity.nameless)
         if columns != (0 if self._history is None else self._history.columns):
             return reasons.FILLED_ELSEWHERE
         return ""
@@ -254,7 +269,7 @@ class TieredCache(Cache, ServedCache):
     def _open(self, request: Request, regime: str) -> None:
         """The first pass of a sequence: from here on its tokens are known."""
         self._regime = regime
-        fingerprint = self._fingerprint()
+        fingerprint = self._identity.fingerprint
         found = partial(calibrated_ratio, self.store, fingerprint, self.model.device, request.columns)
         self.method = self.method.tuned(found)
         recorder = self._new_recorder(fingerprint, request.pads)
@@ -274,17 +289,15 @@ class TieredCache(Cache, ServedCache):
             self._records,
             account=self._account,
             names=self._names(),
+            check=self._check,
         )
 
     def _names(self) -> Names:
-        return Names(self._fingerprinter.facts, self._label)
+        return Names(self._identity.facts, self._label)
 
     @property
     def _fingerprinter(self) -> Fingerprinter:
         return self._attachment.extras.setdefault("fingerprinter", Fingerprinter(self.model))
-
-    def _fingerprint(self) -> str:
-        return self._fingerprinter()
 
     def _follow(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -332,11 +345,11 @@ class TieredCache(Cache, ServedCache):
         passages = (self.method.passages, sink_token(self._attachment.config)) if self.method.passages else None
         tokens = request.ids[0, self._history.pads[0] :].to("cpu", torch.int64).numpy()
         fingerprint = self._recorder.fingerprint
-        return reasons.of_a_miss(self.store, tokens, fingerprint, self._fingerprinter.facts, self._regime, passages)
+        return reasons.of_a_miss(self.store, tokens, fingerprint, self._identity.facts, self._regime, passages)
 
     def _finder(self) -> PassageFinder:
         """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
-        config, fingerprint = self._attachment.config, self._fingerprint()
+        config, fingerprint = self._attachment.config, self._identity.fingerprint
         sink = sink_token(config)
         regimes = dict.fromkeys((self._regime, rope_regime(config, 1)))
         chains = tuple(self.store.chain(fingerprint, f"{self.method.passages} {sink}", regime) for regime in regimes)
@@ -530,13 +543,14 @@ class TieredCache(Cache, ServedCache):
             segments=self._segments,
             strict=self._strict,
             label=self._label,
+            tag=self._tag,
         )
         twin.count_into(self._account.total)
         twin.layers = [layer.fork() if isinstance(layer, TieredLayer) else layer for layer in self.layers]
         twin._plain, twin._regime, twin._approximate = self._plain, self._regime, self._approximate
-        twin._untold, twin._in_prompt = self._untold, self._in_prompt
+        twin._untold, twin._in_prompt, twin._identity = self._untold, self._in_prompt, self._identity
         if self._recorder is not None:
-            twin._follow(self._recorder.fork(twin._account))
+            twin._follow(self._recorder.fork(twin._account, twin._check))
             twin._history = twin._recorder.history
         return twin
 

@@ -20,7 +20,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
-from .fingerprint import Fingerprinter
+from .identity import Fingerprinter
 from .methods import CacheTune
 from .restore.recompute import LOWEST, Costs, fastest_ratio
 

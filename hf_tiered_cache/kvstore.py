@@ -211,6 +211,8 @@ class KVStore:
         segments: bool = False,
         progress: bool = True,
         pin: bool = False,
+        label: str = "",
+        tag: str = "",
     ) -> PrecomputeReport:
         """Compute and store the KV of prompts ahead of time.
 
@@ -224,6 +226,7 @@ class KVStore:
                 before one another, so give together what is asked for together; what is stored keeps its ranking.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
+            label, tag: as for `TieredCache`.
 
         Returns:
             How many tokens were computed and how many were stored already.
@@ -232,29 +235,40 @@ class KVStore:
         if segments:
             from .passages import precompute_passages  # its caches know their store
 
-            return precompute_passages(self, model, input_ids, method=method, progress=progress, pin=pin)
-        return precompute(self, model, input_ids, method=method, progress=progress, pin=pin)
+            return precompute_passages(
+                self, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
+            )
+        return precompute(self, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag)
 
-    def lookup(self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None) -> Lookup:
+    def lookup(
+        self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""
+    ) -> Lookup:
         """How much of a prompt is stored, and in which tier, without computing anything.
 
         Args:
             model: any causal LM of transformers.
             input_ids: one prompt, `[tokens]` or `[1, tokens]`.
             method: by which it would be restored.
+            tag: as for `TieredCache`.
         """
         self._check()
         from .lookup import lookup
 
-        return lookup(self, model, input_ids, method)
+        return lookup(self, model, input_ids, method, tag)
 
     def warm(
-        self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, progress: bool = True
+        self,
+        model: torch.nn.Module,
+        input_ids: Any,
+        *,
+        method: Method | str | None = None,
+        tag: str = "",
+        progress: bool = True,
     ) -> Lookup:
         """Bring what is stored of a prompt into memory, as far as the budgets have room, without computing anything.
 
         Args:
-            model, input_ids, method: as for `lookup`.
+            model, input_ids, method, tag: as for `lookup`.
             progress: whether to show a progress bar.
 
         Returns:
@@ -263,7 +277,7 @@ class KVStore:
         self._check()
         from .lookup import warm
 
-        return warm(self, model, input_ids, method, progress)
+        return warm(self, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
         """Let go of all blocks in host and device memory.

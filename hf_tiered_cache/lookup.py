@@ -45,14 +45,16 @@ class Lookup:
         return f"{self.stored} of {self.tokens} tokens stored" + (f": {where}" if where else f"; {self.reason}")
 
 
-def lookup(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None) -> Lookup:
+def lookup(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> Lookup:
     """See `KVStore.lookup`."""
-    return _Prompt(store, model, input_ids, method).describe()
+    return _Prompt(store, model, input_ids, method, tag).describe()
 
 
-def warm(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, progress: bool) -> Lookup:
+def warm(
+    store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
+) -> Lookup:
     """See `KVStore.warm`."""
-    prompt, account = _Prompt(store, model, input_ids, method), Account()
+    prompt, account = _Prompt(store, model, input_ids, method, tag), Account()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
@@ -71,11 +73,11 @@ def warm(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str 
 class _Prompt:
     """One prompt, and the blocks that a request would restore of it."""
 
-    def __init__(self, store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None) -> None:
+    def __init__(self, store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> None:
         prompts = as_prompts(input_ids)
         if len(prompts) != 1:
             raise ConfigError(f"one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
-        cache = TieredCache(model, store, method=method, record=False)
+        cache = TieredCache(model, store, method=method, record=False, tag=tag)
         plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
         self._store, self._attachment = store, attach(model)
         self._tokens, self._restored = len(prompts[0]), 0

@@ -15,8 +15,8 @@ from torch import nn
 
 from .cache import TieredCache
 from .errors import ConfigError
-from .fingerprint import rope_regime
 from .geometry import LINK_TOKENS, TokenOrder
+from .identity import rope_regime
 from .kvstore import KVStore
 from .methods import Method, Passages, make_method
 from .precompute import PrecomputeReport, as_prompts, bar_over, fill
@@ -32,7 +32,15 @@ CONTEXT_TOKENS = 512
 
 
 def precompute_passages(
-    store: KVStore, model: nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
+    store: KVStore,
+    model: nn.Module,
+    input_ids: Any,
+    *,
+    method: Method | str | None,
+    progress: bool,
+    pin: bool,
+    label: str,
+    tag: str,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(segments=True)`."""
     distinct = {tuple(passage.tolist()): passage for passage in as_prompts(input_ids)}
@@ -42,7 +50,7 @@ def precompute_passages(
     report = PrecomputeReport(len(passages))
     with bar_over(passages, progress) as bar:
         for number, passage in enumerate(passages):
-            cache = PassageCache(model, store, method=method)
+            cache = PassageCache(model, store, method=method, label=label, tag=tag)
             restored = cache.stored_tokens(passage)
             if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
                 restored = 0
@@ -52,7 +60,7 @@ def precompute_passages(
                             "a passage by itself is ranked by its own second half; store several in one call"
                         )
                     others = neighbours(passages, number, cache.positions)
-                    cache.elsewhere = kv_behind(model, store, method, passage, others)
+                    cache.elsewhere = kv_behind(model, store, method, passage, others, tag)
                 fill(cache, torch.cat([cache.lead, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
@@ -69,9 +77,16 @@ class PassageCache(TieredCache):
     """
 
     def __init__(
-        self, model: nn.Module, store: KVStore, *, method: Passages, context: torch.Tensor | None = None
+        self,
+        model: nn.Module,
+        store: KVStore,
+        *,
+        method: Passages,
+        context: torch.Tensor | None = None,
+        label: str = "",
+        tag: str = "",
     ) -> None:
-        super().__init__(model, store, method=method, restore=False)
+        super().__init__(model, store, method=method, restore=False, label=label, tag=tag)
         sink = sink_token(self._attachment.config)
         self.lead = torch.tensor([] if sink is None else [sink], dtype=torch.int64)
         """What is computed before the passage: the sink, if the model has such a token, and the context."""
@@ -91,6 +106,7 @@ class PassageCache(TieredCache):
     def stored_tokens(self, passage: torch.Tensor) -> int:
         """How many tokens of a passage, int `[tokens]`, are stored already."""
         self._regime = rope_regime(self._attachment.config, len(passage)) or ""
+        self._identity = self._fingerprinter.look(self._tag)
         pieces = replace(self._finder(), begins=(0,))(passage.cpu().numpy(), 0)
         return pieces[0].count if pieces else 0
 
@@ -111,6 +127,7 @@ class PassageCache(TieredCache):
             rank=rank,
             account=self._account,
             names=self._names(),
+            check=self._check,
         )
 
     def _keep(self, layers: Iterable[KV], count: int) -> TokenOrder | None:
@@ -123,10 +140,10 @@ def _drop(draft: object, wait: bool = True) -> None:
 
 
 def kv_behind(
-    model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor
+    model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor, tag: str
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""
-    cache = PassageCache(model, store, method=method, context=context)
+    cache = PassageCache(model, store, method=method, context=context, tag=tag)
     fill(cache, torch.cat([cache.lead, passage]), pin=False)
     return cache.computed
 

@@ -10,7 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .errors import ConfigError
-from .fingerprint import varying_rope
+from .identity import varying_rope
 from .methods import Exact, Method, make_method
 
 if TYPE_CHECKING:
@@ -57,7 +57,15 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
 
 
 def precompute(
-    store: KVStore, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None, progress: bool, pin: bool
+    store: KVStore,
+    model: torch.nn.Module,
+    input_ids: Any,
+    *,
+    method: Method | str | None,
+    progress: bool,
+    pin: bool,
+    label: str,
+    tag: str,
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
     from .cache import TieredCache  # a cache knows its store; only here does the store make caches
@@ -66,7 +74,7 @@ def precompute(
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:
-            cache = TieredCache(model, store, method=exact)
+            cache = TieredCache(model, store, method=exact, label=label, tag=tag)
             fill(cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
     store.flush()

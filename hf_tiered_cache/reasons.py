@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .fingerprint import differing_facts
 from .geometry import LINK_TOKENS
+from .identity import differing_facts
 from .restore.passages import find_passages
 from .store.catalogue import Catalogue
 from .store.format import EXACT
@@ -29,6 +29,9 @@ APPROXIMATE = "the cache holds a selection of its prompt; what follows is comput
 TRAINING = "the model is in training mode, so nothing is restored or stored; call model.eval()"
 ROW_ADAPTERS = "the rows of the batch have adapters of their own, so nothing is restored or stored"
 FILLED_ELSEWHERE = "the cache was filled outside of the model's passes, so nothing is restored or stored"
+ODD_MASK = "an attention mask is more than left padding, so nothing is restored or stored from there on"
+ODD_POSITIONS = "positions do not count the tokens, so nothing is restored or stored from there on"
+LOOKS_AHEAD = "tokens attend to those behind them (is_causal, bidirectional attention), so no prefix can be reused"
 LENGTH_ROPE = "the RoPE frequencies depend on the length of the prompt, so nothing is restored or stored"
 MODEL_CHANGED = "the model has changed since the cache was begun; make a new cache"
 IMAGES = "the prompt holds images, and what follows the first of them is neither restored nor stored"
@@ -36,6 +39,14 @@ DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
 _EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE})
+
+
+def nameless(what: str) -> str:
+    """Why a model with something that has no name runs plain."""
+    return (
+        f"{what} changes what is computed and has no name, so nothing is restored or stored; name the model with "
+        "TieredCache(..., tag='...')"
+    )
 
 
 def is_expected(reason: str) -> bool:

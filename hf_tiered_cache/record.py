@@ -15,7 +15,8 @@ import torch
 
 from .errors import StoreClosedError
 from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
-from .reasons import NO_ROOM
+from .reasons import NO_ROOM, ODD_MASK
+from .request import DecodingCheck
 from .restore.history import History
 from .stats import Account
 from .store.format import EXACT, SegmentHeader, segment_id
@@ -66,6 +67,7 @@ class Recorder:
         enabled: whether anything is recorded; if not, only the history is kept.
         account: counts the tokens that are stored.
         names: the facts of the model, and the user's label, for the headers of segments.
+        check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
         rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how its tokens
             are ordered in its blocks; None leaves them as they are.
     """
@@ -82,6 +84,7 @@ class Recorder:
         rank: Rank | None = None,
         account: Account | None = None,
         names: Names = Names(),
+        check: DecodingCheck | None = None,
     ) -> None:
         self.history = history
         self.fingerprint = fingerprint
@@ -91,6 +94,7 @@ class Recorder:
         self.rank = rank
         self.account = account or Account()
         self._names = names
+        self._check = check or DecodingCheck()
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
@@ -214,6 +218,9 @@ class Recorder:
         with self._lock:
             if self._in_pass or not self._count or not self._layers:
                 return 0
+            if self._check.odd():
+                self._drop_odd()
+                return 0
             self._come_after()
             self._follow_rows()
             layout = self._layout()
@@ -242,16 +249,27 @@ class Recorder:
             self._mark()
             return sealed
 
+    def _drop_odd(self) -> None:
+        """Among what was caught is a pass that was not plain: from there on this cache's KV is of another kind."""
+        self._forget()
+        self._first = self.history.columns
+        self.enabled = False
+        self.account.explain(ODD_MASK)
+
     def segments(self, row: int) -> tuple[str, ...]:
         """The segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
-    def fork(self, account: Account) -> Recorder:
-        """A recorder that goes on from here on its own, with its own account; what is caught is sealed or shared."""
+    def fork(self, account: Account, check: DecodingCheck) -> Recorder:
+        """A recorder that goes on from here on its own; what is caught so far is sealed or shared.
+
+        Args:
+            account, check: the other cache's.
+        """
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.account = account
+            twin.account, twin._check = account, check
             twin._lock = threading.RLock()
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from .reasons import IMAGES
+from .reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
 
 _UNDERSTOOD = frozenset(
     {
@@ -82,8 +82,61 @@ class Request:
         return kwargs
 
 
+class DecodingCheck:
+    """Whether passes of one token had plain masks and positions: compared where the tensors are, and asked for later.
+
+    Waiting for the answer at every token would stop a GPU each time.
+    """
+
+    def __init__(self) -> None:
+        self._odd: dict[torch.device, torch.Tensor] = {}  # bool scalars
+        self._expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
+        """Note a pass behind `base` columns of rows with these `pads`. Returns what is odd at first sight, or ""."""
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is None and any(pads):
+            return ODD_MASK
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.shape != (len(pads), base + 1):
+                return ODD_MASK
+            present = self._mask(pads, base + 1, mask.device)  # [rows, columns]
+            self._note((mask != 0) != present)
+        if positions is None and any(pads):
+            return ODD_POSITIONS
+        if positions is not None:
+            if positions.ndim not in (2, 3) or positions.shape[-1] != 1:
+                return ODD_POSITIONS
+            numbers = self._mask(pads, 0, positions.device)  # [rows, 1]
+            self._note(positions != base - numbers)
+        return ""
+
+    def odd(self) -> bool:
+        """Whether any pass since the last time was odd."""
+        found = any(bool(odd) for odd in self._odd.values())
+        self._odd.clear()
+        return found
+
+    def _mask(self, pads: list[int], columns: int, device: torch.device) -> torch.Tensor:
+        """bool `[rows, columns]`, what a plain mask looks like; with no columns the pads, int64 `[rows, 1]`."""
+        key = (tuple(pads), device)
+        if key not in self._expected:
+            self._expected[key] = torch.tensor(pads, device=device).unsqueeze(1)
+        numbers = self._expected[key]
+        return torch.arange(columns, device=device) >= numbers if columns else numbers
+
+    def _note(self, differs: torch.Tensor) -> None:
+        odd = differs.any()
+        known = self._odd.get(odd.device)
+        self._odd[odd.device] = odd if known is None else known | odd
+
+
 def understand(
-    kwargs: dict[str, Any], base: int, pads: list[int] | None, placeholders: frozenset[int] = frozenset()
+    kwargs: dict[str, Any],
+    base: int,
+    pads: list[int] | None,
+    placeholders: frozenset[int] = frozenset(),
+    check: DecodingCheck | None = None,
 ) -> Request | str:
     """Read a pass's arguments.
 
@@ -92,6 +145,7 @@ def understand(
         base: columns that the cache holds already.
         pads: of the rows, known from earlier passes; None for the first.
         placeholders: tokens that stand for images (see `placeholder_tokens`).
+        check: takes masks and positions of passes of one token, which are read later; without it they are read now.
 
     Returns:
         The request, or why its KV can neither be stored nor restored.
@@ -109,14 +163,19 @@ def understand(
         text = _text_columns(kwargs, placeholders)
     if not text or (text < columns and (base or kwargs.get("position_ids") is None)):
         return IMAGES
-    decoding = pads is not None and columns == 1
-    found = pads if decoding else _padding(kwargs.get("attention_mask"), ids, base)
-    if found is None:
-        return "the attention mask is more than left padding, so nothing is restored or stored"
-    if pads is not None and found != pads:
-        return "the attention mask has changed, so nothing more is restored or stored"
-    if not decoding and not _counts_on(kwargs.get("position_ids"), base, found, columns, text):
-        return "the positions do not count the tokens, so nothing is restored or stored"
+    if kwargs.get("is_causal") is False:
+        return LOOKS_AHEAD
+    if check is not None and pads is not None and columns == 1:
+        if odd := check.add(kwargs, base, pads):
+            return odd
+        found = pads
+    else:
+        read = _padding(kwargs.get("attention_mask"), ids, base)
+        if read is None or (pads is not None and read != pads):
+            return ODD_MASK
+        found = read
+        if not _counts_on(kwargs.get("position_ids"), base, found, columns, text):
+            return ODD_POSITIONS
     keep = kwargs.get("logits_to_keep", 0)
     known = isinstance(keep, int) and keep > 0
     must_compute = max(min(keep, columns) if known else columns, columns - text)

@@ -26,7 +26,7 @@ class TieredSession:
     are. As a context manager it is closed at the end.
 
     Args:
-        model, store, method, restore, record, segments, label: as for `TieredCache`.
+        model, store, method, restore, record, segments, label, tag: as for `TieredCache`.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class TieredSession:
         record: bool = True,
         segments: Sequence[int] | None = None,
         label: str = "",
+        tag: str = "",
     ) -> None:
         self.method = make_method(method)
         self._account = Account()
@@ -57,6 +58,7 @@ class TieredSession:
                 record=record,
                 segments=segments,
                 label=label,
+                tag=tag,
             )
             self._fresh()  # what cannot be served is refused here, not in the first generate()
         except BaseException:
@@ -112,18 +114,21 @@ def tiered(
     record: bool = True,
     segments: Sequence[int] | None = None,
     label: str = "",
+    tag: str = "",
 ) -> TieredSession:
     """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
 
     Args:
         model: a causal LM of transformers.
         store: a `KVStore`, or the path of one.
-        method, restore, record, segments, label: as for `TieredCache`.
+        method, restore, record, segments, label, tag: as for `TieredCache`.
 
     Returns:
         The session; `session.stats` sums over its requests.
     """
-    return TieredSession(model, store, method=method, restore=restore, record=record, segments=segments, label=label)
+    return TieredSession(
+        model, store, method=method, restore=restore, record=record, segments=segments, label=label, tag=tag
+    )
 
 
 @overload

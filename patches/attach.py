@@ -83,6 +83,13 @@ class Attachment:
             )
 
     def refresh(self) -> None:
+        """Look at the model anew, at once: its methods, and every byte of its weights."""
+        self.rewrap()
+        for extra in self.extras.values():
+            if hasattr(extra, "refresh"):
+                extra.refresh()
+
+    def rewrap(self) -> None:
         """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
         model = self.model
         self._devices.clear()
@@ -325,7 +332,7 @@ def attach(model: nn.Module) -> Attachment:
     if found is None:
         found = Attachment(model)
         model.__dict__[_ATTRIBUTE] = found
-    found.refresh()
+    found.rewrap()
     return found
 
 

@@ -9,7 +9,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module, remove_hook_f
 from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.fingerprint import fingerprint
+from hf_tiered_cache.identity import fingerprint
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -92,9 +92,9 @@ def test_tables_that_accelerate_copies_between_devices_are_recognised(tmp_path):
     for layer in model.model.layers:
         layer.register_forward_pre_hook(copying, with_kwargs=True)
     with KVStore(tmp_path) as store:
-        store.precompute(model, ids, progress=False)
+        store.precompute(model, ids, tag="copies", progress=False)
         kinds = store.disk.reader(store.segments()[0].id).shape.layout.layers
         assert all(kind.rotated == "key" for kind in kinds)
-        cache = TieredCache(model, store)
+        cache = TieredCache(model, store, tag="copies")
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
         assert cache.stats.tokens_restored == 96

@@ -9,7 +9,7 @@ import torch
 from families import FAMILIES, build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache, UnsupportedModelError
-from hf_tiered_cache.fingerprint import Fingerprinter, fingerprint, rope_regime
+from hf_tiered_cache.identity import Fingerprinter, fingerprint, rope_regime
 
 peft = pytest.importorskip("peft")
 

@@ -1,0 +1,48 @@
+"""Adapters (PEFT): which are switched on, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+
+def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Layers that an adapter wraps, and their paths."""
+    for name, module in model.named_modules():
+        if _is_tuner(module):
+            yield name, module
+
+
+def _is_tuner(module: Any) -> bool:
+    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "active_adapters")
+
+
+def adapter_state(modules: Iterable[Any]) -> tuple[tuple, ...]:
+    """For each layer with an adapter switched on: its number, the active and the merged adapters, and their scales."""
+    states = []
+    layers = (module for module in modules if _is_tuner(module))
+    for number, layer in enumerate(layers):
+        merged = tuple(getattr(layer, "merged_adapters", ()))
+        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        if active or merged:
+            scaling = getattr(layer, "scaling", {})
+            states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
+    return tuple(states)
+
+
+def idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
+    """Where adapters lie that are not switched on: the beginnings of the names of their tensors."""
+    for name, layer in tuner_layers(model):
+        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        for container in layer.adapter_layer_names:
+            for adapter in getattr(layer, container, {}):
+                if adapter not in active:
+                    yield f"{name}.{container}.{adapter}."
+
+
+def rows_have_adapters(layers: Iterable[Any]) -> bool:
+    """Whether the pass under way gives each row an adapter of its own (PEFT's `adapter_names`, activated LoRA)."""
+    hooks = (hook for layer in layers for hook in layer._forward_pre_hooks.values())
+    return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)

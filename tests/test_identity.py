@@ -1,0 +1,383 @@
+"""Whatever changes what a model computes, between any two passes, is noticed: its KV is never taken for another's."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+from functools import lru_cache
+
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
+from hf_tiered_cache.identity import Fingerprinter, Identity, fingerprint
+from hf_tiered_cache.identity import weights as weights_module
+
+TOKENS = 100
+GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+
+
+# --- changes, each a context that undoes it
+
+
+@contextmanager
+def written(model, place, way):
+    """One element of any tensor but the head's, which makes no KV."""
+    tensors = [t for n, t in (*model.named_parameters(), *model.named_buffers()) if not n.startswith("lm_head")]
+    tensor = tensors[place % len(tensors)]
+    index = place % tensor.numel()
+    before = tensor.detach().clone()
+    with torch.no_grad():
+        if way == "in place":
+            tensor.view(-1)[index] += 1.0
+        elif way == "data":
+            tensor.data.view(-1)[index] += 1.0
+        elif way == "copy_":
+            changed = before.clone()
+            changed.view(-1)[index] += 1.0
+            tensor.copy_(changed)
+        elif way == "numpy":
+            tensor.detach().numpy().reshape(-1)[index] += 1.0
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.copy_(before)
+
+
+@contextmanager
+def attribute(owner, name, value):
+    before = owner.__dict__.get(name, None)
+    there = name in owner.__dict__
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if there:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+@contextmanager
+def hooked(register, hook, **arguments):
+    handle = register(hook, **arguments)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def steer(module, args, output):
+    first = output[0] if isinstance(output, tuple) else output
+    return (first + 0.3, *output[1:]) if isinstance(output, tuple) else first + 0.3
+
+
+@contextmanager
+def child(owner, name, module):
+    before = getattr(owner, name)
+    setattr(owner, name, module)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def implementation(model):
+    def sharp(module, query, key, value, mask, scaling=None, **kwargs):
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling * 20, **kwargs)
+
+    AttentionInterface.register("sharp", sharp)
+    AttentionMaskInterface.register("sharp", sdpa_mask)
+    model.set_attn_implementation("sharp")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def rope(model):
+    table = model.model.rotary_emb
+    before = table.inv_freq.clone()
+    table.inv_freq.mul_(0.5)
+    try:
+        yield
+    finally:
+        table.inv_freq.copy_(before)
+
+
+def replaced(layer):
+    inner = layer.forward
+
+    def forward(hidden_states, *args, **kwargs):
+        return inner(hidden_states * 1.5, *args, **kwargs)
+
+    return attribute(layer, "forward", forward)
+
+
+@contextmanager
+def configured(config, name, value):
+    before = getattr(config, name)
+    setattr(config, name, value)
+    try:
+        yield
+    finally:
+        setattr(config, name, before)
+
+
+def layer(model, n=2):
+    return model.model.layers[n]
+
+
+CHANGES = {
+    "nothing": lambda model: nullcontext(),
+    "hook": lambda model: hooked(layer(model).register_forward_hook, steer),
+    "pre-hook": lambda model: hooked(
+        layer(model).self_attn.o_proj.register_forward_pre_hook, lambda module, args: (args[0] * 0.5,)
+    ),
+    "global hook": lambda model: hooked(
+        nn.modules.module.register_module_forward_hook,
+        lambda module, args, output: output * 1.1 if isinstance(module, nn.Linear) else None,
+    ),
+    "forward": lambda model: replaced(layer(model)),
+    "activation": lambda model: child(layer(model).mlp, "act_fn", nn.ReLU()),
+    "scaling": lambda model: attribute(layer(model).self_attn, "scaling", 1.0),
+    "epsilon": lambda model: attribute(layer(model).input_layernorm, "variance_epsilon", 0.5),
+    "module": lambda model: child(layer(model).mlp, "up_proj", nn.Linear(64, 96, bias=False)),
+    "layers swapped": lambda model: attribute(
+        model.model.layers, "_modules", dict(zip("012345", [*model.model.layers][::-1], strict=True))
+    ),
+    "attention function": implementation,
+    "frequencies": rope,
+    "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
+    "dropout": lambda model: attribute(layer(model).self_attn, "attention_dropout", 0.5),
+}
+WAYS = ("in place", "data", "copy_", "numpy")
+any_change = st.one_of(
+    st.sampled_from(sorted(CHANGES)).map(lambda name: (name, CHANGES[name])),
+    st.tuples(st.integers(0, 1 << 30), st.sampled_from(WAYS)).map(
+        lambda drawn: (f"weight {drawn}", lambda model: written(model, *drawn))
+    ),
+)
+
+
+@lru_cache
+def models():
+    return build("llama"), build("llama")
+
+
+def first_logits(model, ids, cache=None):
+    output = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **GREEDY)
+    return output.logits[0]
+
+
+def asks_right(model, store, ids):
+    cache = TieredCache(model, store, record=False)
+    ours, plain = first_logits(model, ids, cache), first_logits(model, ids)
+    torch.testing.assert_close(ours, plain, rtol=0, atol=1e-4 if ours.dtype == torch.float32 else 5e-2)
+    return cache.stats
+
+
+def decode(model, cache, ids):
+    """A pass for each token of `ids`, int `[1, n]`."""
+    for token in ids.split(1, dim=1):
+        if token.shape[1]:
+            model(input_ids=token, past_key_values=cache)
+
+
+property_settings = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@property_settings
+@given(change=any_change)
+def test_a_change_between_two_requests(tmp_path_factory, change):
+    (model, _), ids, (_, changed) = models(), prompt(TOKENS), change
+    with KVStore(tmp_path_factory.mktemp("kv")) as store:
+        store.precompute(model, ids, progress=False)
+        with changed(model):
+            asks_right(model, store, ids)
+        assert asks_right(model, store, ids).tokens_restored == 96
+
+
+@property_settings
+@given(change=any_change)
+def test_a_change_while_it_was_stored(tmp_path_factory, change):
+    """What another process with the model as it was restores is not what was computed under the change."""
+    (model, other), ids, (_, changed) = models(), prompt(TOKENS), change
+    with KVStore(tmp_path_factory.mktemp("kv")) as store:
+        with changed(model):
+            store.precompute(model, ids, progress=False)
+        asks_right(other, store, ids)
+
+
+@property_settings
+@given(
+    change=any_change.filter(lambda drawn: "'data'" not in drawn[0] and "'numpy'" not in drawn[0]),
+    at=st.integers(1, 30),
+    back=st.booleans(),
+)
+def test_a_change_between_two_tokens(tmp_path_factory, change, at, back):
+    """Edits that leave no trace are found at the next request."""
+    (model, other), ids, (_, changed) = models(), prompt(TOKENS), change
+    with KVStore(tmp_path_factory.mktemp("kv")) as store:
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            model(input_ids=ids[:, :40], past_key_values=cache, logits_to_keep=1)
+            decode(model, cache, ids[:, 40 : 40 + at])
+            with changed(model):
+                decode(model, cache, ids[:, 40 + at : 41 + at if back else TOKENS])
+            decode(model, cache, ids[:, cache.get_seq_length() :])
+        del cache
+        store.flush()
+        asks_right(other, store, ids)
+
+
+# --- passes that are not plain
+
+
+def hole(n):
+    mask = torch.ones(1, n + 1, dtype=torch.int64)
+    mask[:, 8:30] = 0
+    return {"attention_mask": mask}
+
+
+ODD = {
+    "a mask with a hole": hole,
+    "a 4-D mask": lambda n: {"attention_mask": torch.zeros(1, 1, 1, n + 1).index_fill(3, torch.arange(8, 30), -1e9)},
+    "shifted positions": lambda n: {"position_ids": torch.tensor([[n + 500]])},
+    "a short mask": lambda n: {"attention_mask": torch.ones(1, n, dtype=torch.int64)},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("passes", [range(40, 100), range(55, 56), range(99, 100)])
+def test_odd_passes_of_one_token_are_not_stored(tmp_path, odd, passes):
+    (model, other), ids = models(), prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            model(input_ids=ids[:, :40], past_key_values=cache, logits_to_keep=1)
+            for n in range(40, TOKENS):
+                arguments = ODD[odd](n) if n in passes else {}
+                if odd == "a short mask" and arguments:
+                    continue
+                model(input_ids=ids[:, n : n + 1], past_key_values=cache, **arguments)
+        del cache
+        store.flush()
+        asks_right(other, store, ids)
+
+
+def test_plain_masks_and_positions_while_decoding_are_stored(tmp_path):
+    model, ids = models()[0], prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            model(input_ids=ids[:, :40], past_key_values=cache, logits_to_keep=1)
+            for n in range(40, TOKENS):
+                mask, positions = torch.ones(1, n + 1, dtype=torch.int64), torch.tensor([[n]])
+                model(input_ids=ids[:, n : n + 1], past_key_values=cache, attention_mask=mask, position_ids=positions)
+        del cache
+        store.flush()
+        assert asks_right(model, store, ids).tokens_restored == 96
+
+
+def test_going_on_with_a_mask_that_hides_the_middle(tmp_path):
+    (model, other), ids = models(), prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        said = model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=6)
+        mask = torch.ones_like(said)
+        mask[:, 5:90] = 0
+        said = model.generate(said, attention_mask=mask, past_key_values=cache, do_sample=False, max_new_tokens=60)
+        del cache
+        store.flush()
+        asks_right(other, store, said)
+
+
+# --- names
+
+
+def test_what_has_no_name_runs_plain_and_says_so_until_it_is_named(tmp_path):
+    model, ids = build("llama"), prompt(TOKENS)
+    with KVStore(tmp_path) as store, hooked(layer(model).register_forward_hook, steer):
+        store.precompute(model, ids, progress=False)
+        assert "a hook on model.layers.2" in asks_right(model, store, ids).reason
+        assert store.stats.segments == 0
+        store.precompute(model, ids, tag="steered", progress=False)
+        cache = TieredCache(model, store, tag="steered", record=False)
+        torch.testing.assert_close(first_logits(model, ids, cache), first_logits(model, ids), rtol=0, atol=1e-4)
+        assert cache.stats.tokens_restored == 96
+        other = TieredCache(model, store, tag="steered otherwise", record=False)
+        first_logits(model, ids, other)
+        assert other.stats.tokens_restored == 0
+
+
+def test_tokens_that_look_ahead_are_not_reused(tmp_path):
+    model, ids = build("gemma3"), prompt(TOKENS)
+    with KVStore(tmp_path) as store:
+        with configured(model.config, "use_bidirectional_attention", True):
+            for _ in range(2):
+                assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
+        with pytest.raises(ConfigError, match="attend to those behind them"):
+            TieredCache(build("gemma3", use_bidirectional_attention=True), store)
+
+
+def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatch):
+    """A model larger than what one look reads again: found within size / REREAD_BYTES looks, or at once."""
+    monkeypatch.setattr(weights_module, "REREAD_BYTES", 4096)
+    monkeypatch.setattr(weights_module, "BLOCK_BYTES", 4096)
+    model = build("llama")
+    size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    name = Fingerprinter(model)
+    before = name()
+    weight = model.model.layers[5].mlp.down_proj.weight
+    kept = float(weight.data.view(-1)[1500])
+    weight.data.view(-1)[1500] = 7
+    looks = 0
+    while name() == before:
+        looks += 1
+        assert looks <= 2 * size // 4096
+    weight.data.view(-1)[1500] = kept
+    name.refresh()
+    assert name() == before
+    weight.data.view(-1)[1500] = 7
+    name.refresh()
+    assert name() != before
+
+
+def test_int8_layers_are_told_apart():
+    def quantized(seed):
+        return torch.ao.quantization.quantize_dynamic(build("llama", seed=seed), {nn.Linear}, dtype=torch.qint8)
+
+    assert fingerprint(quantized(0)) == fingerprint(quantized(0))
+    assert fingerprint(quantized(0)) != fingerprint(build("llama"))
+    one, other = quantized(0), quantized(0)
+    other.model.layers[3].mlp.up_proj = quantized(1).model.layers[3].mlp.up_proj
+    assert fingerprint(one) != fingerprint(other)
+
+
+def test_transposed_weights_are_watched():
+    model = build("llama")
+    linear = model.model.layers[1].self_attn.q_proj
+    linear.weight = nn.Parameter(linear.weight.detach().t().contiguous().t())
+    name = Fingerprinter(model)
+    before = name()
+    with torch.no_grad():
+        linear.weight[3, 5] += 1
+    assert name() != before
+
+
+def test_looking_changes_nothing():
+    model = build("llama")
+    name = Fingerprinter(model)
+    assert isinstance(name.look(), Identity)
+    seen = {name.look(closely=closely).fingerprint for closely in (True, False) for _ in range(20)}
+    assert seen == {fingerprint(build("llama"))}
