@@ -50,10 +50,12 @@ class NewerFormatError(FormatError):
 class IntegrityError(StoreError):
     """The bytes of a block are not those that were written."""
 
-    def __init__(self, message: str, whole_links: int = 0) -> None:
+    def __init__(self, message: str, whole_links: int = 0, file: tuple[int, int] | None = None) -> None:
         super().__init__(message)
         self.whole_links = whole_links
         """Links of the segment's hash chain that stand before the first bad block."""
+        self.file = file
+        """Device and inode of the file that was read."""
 
 
 class QuotaError(StoreError):

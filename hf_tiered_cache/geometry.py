@@ -24,6 +24,9 @@ ALIGNMENT = 4096
 LINK_TOKENS = 16
 """Tokens that one link of the hash chain covers. The index does not depend on the geometry of a segment."""
 
+_MOST = 1 << 18
+"""No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""
+
 TensorName = Literal["key", "value"]
 
 
@@ -81,9 +84,26 @@ class KVLayout:
         try:
             dtype = getattr(torch, data["dtype"])
             kinds = [LayerKV(*row[:7], movable=bool(row[7])) for row in data["kinds"]]
-            return cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
+            layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
+        layout.check()
+        return layout
+
+    def check(self) -> None:
+        """Raises FormatError for what no model keeps, so that lanes can be made without more ado."""
+        if not isinstance(self.dtype, torch.dtype):
+            raise FormatError(f"{self.dtype!r} is no dtype")
+        kept = [layer for layer in self.layers if layer is not None]
+        for layer in set(kept):
+            heads, dims = (layer.key_heads, layer.value_heads), (layer.key_dim, layer.value_dim)
+            numbers = (*heads, *dims, layer.window, layer.rotary_dims)
+            if any(type(number) is not int or not 0 <= number <= _MOST for number in numbers):
+                raise FormatError(f"no layer has these heads and dimensions: {layer}")
+            if layer.rotated not in ("", "key", "value"):
+                raise FormatError(f"no layer stores {layer.rotated!r} before its rotation")
+        if not kept or sum(layer.key_heads + layer.value_heads for layer in kept) > _MOST:
+            raise FormatError(f"no model keeps KV in {len(kept)} such layers")
 
     @property
     def bytes_per_token(self) -> int:
@@ -183,9 +203,12 @@ class Geometry:
         try:
             chunk, layers, heads, split, *more = data
             index, lead = [*more, *[None, 0][len(more) :]]
-            return cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead)
+            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
+        if chunk > _MOST:
+            raise FormatError(f"no geometry has chunks of {chunk} tokens")
+        return cut
 
 
 def _check_count(name: str, value: int | None) -> None:

@@ -61,7 +61,8 @@ class KVStore:
         ttl: seconds a segment lives, or None.
         watermarks: shares of the quota to which eviction goes, and at which it begins.
         free_space_floor: bytes of the file system that always stay free.
-        queue_memory: bytes of KV that may wait to be written before a request waits for the disk.
+        queue_memory: bytes of KV that may wait to be written before a request waits for the disk. What a cache
+            leaves when it is collected cannot wait: without room it is not stored, and counted.
 
     Raises:
         ConfigError: an argument has no meaning.
@@ -94,7 +95,7 @@ class KVStore:
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
         limits = Limits(quota, high, low, floor)
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
         self.salt = salt
         self.ttl = ttl
         self.policy = policy
@@ -118,7 +119,15 @@ class KVStore:
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._close = weakref.finalize(
-            self, _close, self._recorders, self.upkeep, self.writer, self.disk, self._engine, self.residency.scores
+            self,
+            _close,
+            self._pid,
+            self._recorders,
+            self.upkeep,
+            self.writer,
+            self.disk,
+            self._engine,
+            self.residency.scores,
         )
 
     # --- for caches
@@ -449,6 +458,7 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
 
 
 def _close(
+    pid: int,
     recorders: weakref.WeakSet[Recorder],
     upkeep: Upkeep,
     writer: Writer,
@@ -456,6 +466,8 @@ def _close(
     engine: Engine,
     scores: ScoreTable,
 ) -> None:
+    if os.getpid() != pid:
+        return  # threads, files and held locks are the parent's
     for recorder in list(recorders):
         recorder.finish()
     upkeep.close()

@@ -246,7 +246,7 @@ class StoreStats:
     duplicate_writes: int = 0
     """Segments another process had written first."""
     dropped_writes: int = 0
-    """Segments not stored: disk full, quota, or an unwritable folder."""
+    """Segments not stored: disk full, quota, an unwritable folder, a full queue, or a lock that is not to be had."""
     evicted_segments: int = 0
     expired_segments: int = 0
     damaged_files: int = 0
@@ -284,7 +284,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._stats = StoreStats()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # finalizers count too
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:

@@ -31,7 +31,7 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     geometry = Geometry(chunk, 2, heads, split)
     header, chain, blocks = segment(links(count), geometry=geometry)
     assert store.publish(header, chain, blocks)
-    found, table, digests, nbytes = read_head(store.path(header.id))
+    found, table, digests, nbytes, _ = read_head(store.path(header.id))
     assert found.shape == header.shape
     assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
@@ -104,7 +104,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     path.write_bytes(data)
     with pytest.raises((FormatError, IntegrityError)):
         reader = SegmentReader(path, store.engine, verify=True)
-        store._readers[header.id] = reader
+        store.readers.keep(reader)
         read_back(store, header.id)
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from segments import links, open_store, read_back, segment
 
-from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreError
+from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
 from hf_tiered_cache.store import disk, maintain, quota
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
@@ -129,10 +129,10 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    store.catalogue._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.catalogue._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
-    store.catalogue._db.execute("PRAGMA shrink_memory")
+    store.catalogue._run(lambda db: db.execute("PRAGMA shrink_memory"))
     found = store.find(links(4)[:1]) or store.find(links(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
@@ -292,12 +292,12 @@ import os, signal, sys
 sys.path.insert(0, {os.path.dirname(__file__)!r})
 from pathlib import Path
 from segments import *
-import hf_tiered_cache.store.disk as disk
+from hf_tiered_cache.store.catalogue import Catalogue
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 step = {step!r}
 store = open_store(Path({str(tmp_path)!r}))
 header, chain, blocks = segment(links(3, "new"))
-writes, pwrite, link, add = 0, os.pwrite, os.link, disk.Catalogue.add
+writes, pwrite, link, add = 0, os.pwrite, os.link, Catalogue.add
 def counting(fd, data, offset):
     global writes
     writes += 1
@@ -313,7 +313,7 @@ def linking(*paths):
 def adding(self, *row):
     add(self, *row)
     if step == "catalogued": die()
-os.pwrite, os.link, disk.Catalogue.add = counting, linking, adding
+os.pwrite, os.link, Catalogue.add = counting, linking, adding
 store.publish(header, chain, blocks)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
@@ -715,7 +715,8 @@ def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, m
         raise OSError(errno.EROFS, "read-only file system")
 
     monkeypatch.setattr(type(tmp_path), "unlink", refuse)
-    store.report(header.id, FormatError("planted"))
+    flip(store.path(header.id), 100)
+    assert store.reader(header.id) is None
     assert store.find(links(4)) == []
 
 
@@ -735,7 +736,7 @@ def test_room_of_segments_that_others_deleted_is_given_back(tmp_path):
     assert ours.reader(header.id) is not None
     theirs.remove([header.id])
     publish(ours, seed="b")
-    assert header.id not in ours._readers
+    assert header.id not in ours.readers
 
 
 def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):

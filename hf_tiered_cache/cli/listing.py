@@ -124,7 +124,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     from ..store.segment import read_head
 
     path = store / "segments" / f"{row.id}.kv"
-    header, *_ = read_head(path)
+    header = read_head(path).header
     shape, described = header.shape, contents.describe(row)
     if as_json:
         lanes = [

@@ -7,29 +7,22 @@ a lost or damaged catalogue costs a scan and no KV.
 from __future__ import annotations
 
 import json
-import logging
-import os
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from . import LINK_BYTES
+from .database import Database, connect_read_only
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-logger = logging.getLogger("hf_tiered_cache")
-
 SCHEMA_VERSION = 4
-_BUSY_SECONDS = 10.0
 _MOST_PARAMETERS = 500
-_CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
-_WAL_PAGES = 32  # small, since the log counts against the quota
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     "DROP TABLE IF EXISTS scores",
@@ -51,6 +44,8 @@ _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
     "label"
 )
+_FROM_THE_FUTURE = """UPDATE segments
+    SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
 _T = TypeVar("_T")
 
 
@@ -115,58 +110,27 @@ class Catalogue:
 
     def __init__(self, path: Path | None, read_only: bool = False) -> None:
         self.path = path
-        self._lock = threading.Lock()
-        if path is not None and read_only:
-            self._db = _connect_read_only(path)
-            return
-        try:
-            self._db = self._connect()
-        except sqlite3.DatabaseError as error:
-            if path is None or isinstance(error, sqlite3.OperationalError):
-                raise
-            logger.warning("the catalogue %s is damaged (%s); rebuilding it from the segments", path, error)
-            self._discard()
-            self._db = self._connect()
+        self._reading = connect_read_only(path, SCHEMA_VERSION) if path is not None and read_only else None
+        self._database: Database | None = None
+        if self._reading is None:
+            self._database = Database(None, _create_tables) if path is None else Database.shared(path, _create_tables)
 
-    def _connect(self) -> sqlite3.Connection:
-        if self.path is not None:  # created by us, for its owner only; SQLite gives -wal and -shm the same mode
-            with suppress(FileExistsError):  # to open and close one that is there would drop this process's locks on it
-                os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        db = sqlite3.connect(
-            self.path if self.path is not None else ":memory:",
-            timeout=_BUSY_SECONDS,
-            check_same_thread=False,
-            isolation_level=None,
-        )
-        try:
-            _enter_wal_mode(db)
-            small = self.path is not None and self.path.stat().st_size <= _CHECKED_BYTES
-            if small and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
-                raise sqlite3.DatabaseError("quick_check failed")
-            self._create_tables(db)
-        except BaseException:
-            db.close()
-            raise
-        return db
+    @property
+    def generation(self) -> int:
+        """How often the database was opened anew: then the files are to be looked at again."""
+        return 0 if self._database is None else self._database.generation
 
-    def _create_tables(self, db: sqlite3.Connection) -> None:
-        if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
-            return
-        db.execute("BEGIN IMMEDIATE")
-        try:  # another process may have been faster
-            if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
-                for statement in _SCHEMA:
-                    db.execute(statement)
-        finally:
-            db.execute("COMMIT")
-
-    def _discard(self) -> None:
-        for suffix in ("", "-wal", "-shm"):
-            Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+    def rebuild(self, generation: int) -> None:
+        """Begin anew with an empty table, unless that was done since `generation`."""
+        if self._database is not None:
+            self._database.rebuild(generation)
 
     def _run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
-        with self._lock:
-            return action(self._db)
+        if self._reading is not None:
+            return action(self._reading)
+        if self._database is None:
+            raise sqlite3.ProgrammingError("the catalogue is closed")
+        return self._database.run(action)
 
     def _query(self, where: str, args: tuple = ()) -> list[SegmentRow]:
         rows = self._run(lambda db: db.execute(f"SELECT {_COLUMNS} FROM segments {where}", args).fetchall())
@@ -223,13 +187,26 @@ class Catalogue:
 
     # --- writing
 
-    def add(self, row: SegmentRow, model: Mapping[str, str] | None = None) -> None:
-        """Enter a segment, and what is known of the model that computed it."""
+    def add(
+        self, row: SegmentRow, model: Mapping[str, str] | None = None, publish: Callable[[], None] = lambda: None
+    ) -> None:
+        """Enter a segment, and what is known of the model that computed it.
+
+        Args:
+            publish: gives the segment's file its name. Both happen, or neither: nobody would find a file without a
+                row, or reckon with it.
+        """
         marks = ", ".join("?" * len(row.values()))
-        if model:
-            facts = (row.fingerprint, json.dumps(dict(model)))
-            self._run(lambda db: db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", facts))
-        self._run(lambda db: db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values()))
+
+        def enter(db: sqlite3.Connection) -> None:
+            with _transaction(db):
+                if model:
+                    facts = json.dumps(dict(model))
+                    db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (row.fingerprint, facts))
+                db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
+                publish()
+
+        self._run(enter)
 
     def remove(self, ids: Iterable[str]) -> None:
         pairs = [(i,) for i in ids]
@@ -240,7 +217,17 @@ class Catalogue:
         """Note a use of these segments."""
         now = time.time() if now is None else now
         pairs = [(now, i) for i in ids]
-        self._run(lambda db: db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs))
+
+        def note(db: sqlite3.Connection) -> None:
+            with _transaction(db):
+                db.execute(_FROM_THE_FUTURE, (max(now, time.time()),))
+                db.executemany("UPDATE segments SET used = ?, uses = uses + 1 WHERE id = ?", pairs)
+
+        self._run(note)
+
+    def set_right_clocks(self) -> None:
+        """What a clock that is ahead has written counts as written now, and lives as long from now on."""
+        self._run(lambda db: db.execute(_FROM_THE_FUTURE, (time.time(),)))
 
     def scores(self) -> list[tuple[str, int, bytes]]:
         """Segment, lane, and what eviction policies know of its chunks (see `ScoreTable`)."""
@@ -258,36 +245,30 @@ class Catalogue:
         self._run(lambda db: db.execute(query, (links, segment_id)))
 
     def close(self) -> None:
-        self._run(lambda db: db.close())
+        if self._reading is not None:
+            self._reading.close()
+        elif self._database is not None:
+            database, self._database = self._database, None
+            database.release() if self.path is not None else database.close()
 
 
-def _connect_read_only(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=ro",
-        uri=True,
-        timeout=_BUSY_SECONDS,
-        check_same_thread=False,
-        isolation_level=None,
-    )
-    try:
+def _create_tables(db: sqlite3.Connection) -> None:
+    if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA_VERSION:
+        return
+    with _transaction(db):  # another process may have been faster
         if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA_VERSION:
-            raise sqlite3.DatabaseError("the catalogue is of another version")
+            for statement in _SCHEMA:
+                db.execute(statement)
+
+
+@contextmanager
+def _transaction(db: sqlite3.Connection) -> Iterator[None]:
+    """All of the body, or nothing of it."""
+    db.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        db.execute("COMMIT")
     except BaseException:
-        db.close()
+        with suppress(sqlite3.Error):
+            db.execute("ROLLBACK")
         raise
-    return db
-
-
-def _enter_wal_mode(db: sqlite3.Connection) -> None:
-    """Two processes that open a new database at once can see `locked` here, without SQLite's own waiting."""
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.02)

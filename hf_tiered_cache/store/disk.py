@@ -6,16 +6,13 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import sqlite3
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,24 +24,23 @@ from . import quota
 from .catalogue import Catalogue, SegmentRow
 from .digest import block_digests
 from .engines import Engine
-from .files import allocate, fsync, lock_beside, publish_name, write_all
+from .files import allocate, fsync, is_of_the_process, lock_beside, out_of_descriptors, publish_name, write_all
+from .folder import Folder
 from .format import SegmentHeader, encode_head, lay_out
-from .segment import SegmentReader, read_head
+from .process import OpenSegments
+from .segment import SegmentReader, is_there, read_head
 
-logger = logging.getLogger("hf_tiered_cache")
-
-SUFFIX = ".kv"
-_OPEN_SEGMENTS = 256
 _LOCK_SECONDS = 30.0
 """How long to wait for the store's lock, which nobody needs for more than a moment; once in vain, then no longer than
 `_LOCK_SECONDS_AFTERWARDS` until it was had again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _LOCK_POLL_SECONDS = 0.005
-_T = TypeVar("_T")
-_Default = TypeVar("_Default")
+_HIDDEN_SECONDS = 60.0
+"""How long a segment that failed to be read is left alone."""
+_MOST_UNSYNCED = 1000
 
 
-class SegmentStore:
+class SegmentStore(Folder):
     """The segments under one folder, shared with any number of processes.
 
     Args:
@@ -62,141 +58,99 @@ class SegmentStore:
     def __init__(
         self, root: Path, *, engine: Engine, verify: bool, limits: quota.Limits, ttl: float | None, counters: Counters
     ) -> None:
-        self.root = root
-        self.segments_dir, self.tmp_dir, self.pins_dir = root / "segments", root / "tmp", root / "pins"
-        self._lock_path = root / "lock"
+        super().__init__(root, counters)
         self.engine = engine
         self.verify_reads = verify
         self.limits = limits
         self.ttl = ttl
-        self.counters = counters
-        self._readers: OrderedDict[str, SegmentReader] = OrderedDict()
+        self.readers = OpenSegments()
         self._lock = threading.RLock()
-        self._unsynced: list[Path] = []
-        self._hidden: set[str] = set()  # segments whose file failed to read in this process
-        self.unlisted: list[Path] = []
-        """Files among the segments that are none: damaged, or of a newer format."""
-        self._warned: set[str] = set()
+        self._unsynced: dict[Path, None] = {}
+        self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
         self._lock_seconds = _LOCK_SECONDS
-        self.writable = self._make_folders()
-        self.catalogue = self._open_catalogue()
-        self.scan()
-
-    # --- opening
-
-    def _make_folders(self) -> bool:
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(f"{self.root} is a file; give KVStore the path of a folder")
-        try:
-            for folder in (self.root, self.segments_dir, self.tmp_dir, self.pins_dir):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            return True
-        except OSError as error:
-            if not self.root.is_dir():
-                raise StoreError(f"{self.root} cannot be made ({error.strerror}); choose another folder") from error
-            self.warn("unwritable", f"{self.root} cannot be written ({error.strerror}): nothing new is stored")
-            return False
-
-    def _open_catalogue(self) -> Catalogue:
-        if self.writable:
-            try:
-                return Catalogue(self.root / "catalogue.sqlite")
-            except (sqlite3.Error, OSError) as error:
-                self.counters.add("catalogue_errors")
-                self.warn("catalogue", f"the catalogue cannot be opened ({error}); this process keeps one in memory")
-        return Catalogue(None)
-
-    def scan(self) -> None:
-        """Bring the catalogue in line with the files: read headers it lacks, drop rows whose file is gone."""
-        known: set[str] = self.ask(Catalogue.ids, set())
-        present = {path.stem: path for path in self.segment_files()}
-        self.ask(lambda c: c.remove(known - present.keys()), None)
-        strangers = [present[i] for i in present.keys() - known]
-        self.unlisted = [path for path in strangers if not self._adopt(path)]
-
-    def segment_files(self) -> Iterator[Path]:
-        with suppress(OSError):
-            for entry in os.scandir(self.segments_dir):
-                if entry.name.endswith(SUFFIX):
-                    yield Path(entry.path)
-
-    def _adopt(self, path: Path) -> bool:
-        """Enter a file that the catalogue does not know. Returns whether it is a segment we can read."""
-        try:
-            header, chain, _, nbytes = read_head(path)
-            if header.id != path.stem:
-                raise FormatError(f"{path.name} calls itself {header.id}")
-        except NewerFormatError as error:
-            self.counters.add("newer_files")
-            self.warn("newer", f"{path.name}: {error}")
-        except FormatError as error:
-            self.counters.add("damaged_files")
-            self.warn("damaged", f"{path.name} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
-        except OSError as error:
-            self.counters.add("read_errors")
-            self.warn("unreadable", f"{path.name} cannot be read ({error.strerror})")
-        else:
-            self.ask(lambda c: c.add(SegmentRow.of(header, chain, nbytes), header.model), None)
-            return True
-        return False
 
     # --- finding and reading
 
     def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
         """The live segments whose chain begins with one of `links`; none if the catalogue fails."""
-        return [row for row in self.ask(lambda c: c.beginning_with(links), []) if row.id not in self._hidden]
+        return [row for row in self.ask(lambda c: c.beginning_with(links), []) if not self._is_hidden(row.id)]
+
+    def _is_hidden(self, segment_id: str) -> bool:
+        return self._hidden.get(segment_id, 0.0) > time.monotonic()
 
     def reader(self, segment_id: str) -> SegmentReader | None:
-        """An open segment, or None (counted, and forgotten) if its file is gone or damaged."""
-        with self._lock:
-            reader = self._readers.get(segment_id)
-            if reader is not None:
-                self._readers.move_to_end(segment_id)
-                return reader
+        """An open segment, or None (counted, and reported) if its file cannot be used."""
+        reader = self.readers.get(segment_id)
+        if reader is None:
+            try:
+                reader = self._open(segment_id)
+            except (FormatError, OSError, MemoryError) as error:
+                self.report(segment_id, error)
+                return None
+            self.readers.keep(reader)
+        return reader
+
+    def _open(self, segment_id: str) -> SegmentReader:
         try:
             reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads)
-            if reader.id != segment_id:
-                raise FormatError(f"{segment_id} calls itself {reader.id}")
-        except (FormatError, OSError) as error:
-            self.report(segment_id, error)
-            return None
-        with self._lock:
-            self._readers[segment_id] = reader
-            while len(self._readers) > _OPEN_SEGMENTS:
-                self._readers.popitem(last=False)
+        except OSError as error:
+            if not out_of_descriptors(error):
+                raise
+            self.readers.close_others()
+            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads)
+        if reader.id != segment_id:
+            raise FormatError(f"{segment_id} calls itself {reader.id}")
         return reader
 
     def report(self, segment_id: str, error: BaseException) -> None:
         """Note that a segment could not be used: from now on only what stands before the fault is offered.
 
-        One without a whole beginning is deleted, so that it can be stored anew. A read error may pass, so it hides
-        the segment from this process alone.
+        One that was read and found without a whole beginning is deleted, so that it can be stored anew. A read error
+        may pass, so it hides the segment from this process alone, and for a while. What is no fault of the file has no
+        consequence for it.
         """
         damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NewerFormatError)
-        whole_links = error.whole_links if isinstance(error, IntegrityError) else 0
         newer = isinstance(error, NewerFormatError)
         self.counters.add("newer_files" if newer else "verification_failures" if damaged else "read_errors")
         self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
-        with self._lock:
-            self._readers.pop(segment_id, None)
-        if whole_links:
-            self.ask(lambda c: c.limit(segment_id, whole_links), None)
+        self.readers.drop(segment_id)
+        if damaged:
+            self._judge(segment_id, error)
         elif isinstance(error, FileNotFoundError):
-            self.ask(lambda c: c.remove([segment_id]), None)
-        else:
-            self._hidden.add(segment_id)
-            if damaged and self.writable:
-                with suppress(OSError):  # a disk that has become read-only
-                    self.remove([segment_id])
-                    self._hidden.discard(segment_id)
+            if self.segments_dir.is_dir():
+                self.ask(lambda c: c.remove([segment_id]), None)
+        elif not is_of_the_process(error):
+            self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
+
+    def _judge(self, segment_id: str, error: BaseException) -> None:
+        """Limit or delete a damaged segment, unless another process has put a whole one in its place."""
+        whole_links = error.whole_links if isinstance(error, IntegrityError) else 0
+        try:
+            if not self._is_damaged(segment_id, error):
+                return
+            if whole_links:
+                self.ask(lambda c: c.limit(segment_id, whole_links), None)
+                return
+            self._hidden[segment_id] = inf
+            if self.writable:
+                self.remove([segment_id])
+                self._hidden.pop(segment_id, None)
+        except OSError:  # a disk that has become read-only, or no descriptor is left to look
+            self._hidden.setdefault(segment_id, time.monotonic() + _HIDDEN_SECONDS)
+
+    def _is_damaged(self, segment_id: str, error: BaseException) -> bool:
+        """Whether the file that is there now is the one that was found wrong."""
+        if isinstance(error, IntegrityError):
+            return error.file is None or is_there(self.path(segment_id), error.file)
+        try:
+            return read_head(self.path(segment_id)).header.id != segment_id
+        except FormatError:
+            return True
 
     def touch(self, ids: Iterable[str]) -> None:
         """Note a use of these segments, for LRU eviction."""
         self.ask(lambda c: c.touch(ids), None)
-
-    def path(self, segment_id: str) -> Path:
-        return self.segments_dir / f"{segment_id}{SUFFIX}"
+        self.catch_up()
 
     # --- writing
 
@@ -219,6 +173,7 @@ class SegmentStore:
         if not self.writable:
             self.counters.add("dropped_writes")
             return False
+        self.catch_up()
         try:
             self._write(header, links, lanes)
         except FileExistsError:
@@ -228,14 +183,21 @@ class SegmentStore:
         except (OSError, QuotaError, StoreBusyError) as error:
             self.counters.add("dropped_writes")
             self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
+            if out_of_descriptors(error):
+                self.readers.close_others()  # so that the next one is
             return False
         self.touch([*ancestors, header.id])
+        if len(self._unsynced) >= _MOST_UNSYNCED:
+            with suppress(StoreError):
+                self.sync()
         return True
 
     def _write(self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor]) -> None:
         """Write to a temporary file and give it its name; raises FileExistsError where another was first."""
         final = self.path(header.id)
-        self._make_way(final)
+        replace = self._makes_way(final)
+        if not self.shares_catalogue():
+            raise StoreBusyError("the catalogue cannot be opened, so nobody would find it")
         with self._reserved(header.file_bytes) as (fd, tmp):
             digests = []
             offset = header.blocks.offset
@@ -245,32 +207,61 @@ class SegmentStore:
                 offset += blocks.numel()
             write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
-            publish_name(tmp, final)
             # before the temporary name goes, so that its room stays reckoned
-            self.ask(lambda c: c.add(row, header.model), None)
+            self._publish(header, row, tmp, replace)
         self.counters.add("segments_written")
         self.counters.add("bytes_written", row.nbytes)
+        self.readers.drop(header.id)
         with self._lock:
-            self._unsynced.append(final)
+            self._hidden.pop(header.id, None)
+            self._unsynced[final] = None
 
-    def _make_way(self, final: Path) -> None:
-        """Raise FileExistsError for a segment that serves; one that is damaged, expired or failing makes way."""
-        segment_id = final.stem
+    def _publish(self, header: SegmentHeader, row: SegmentRow, tmp: Path, replace: bool) -> None:
+        """Name and row at once. A file that nobody could be told of is none."""
+        final, done = self.path(header.id), False
+
+        def publish() -> None:
+            nonlocal done
+            if not done:  # it may be asked again, of a catalogue that has taken the place of the first
+                publish_name(tmp, final, replace)
+                done = True
+
+        def enter(catalogue: Catalogue) -> bool:
+            catalogue.add(row, header.model, publish)
+            return True
+
         try:
-            expires = read_head(final)[0].expires
-            if segment_id not in self._hidden and (expires is None or expires > time.time()):
-                raise FileExistsError(final)
-        except (FileExistsError, NewerFormatError):
-            raise FileExistsError(final) from None
+            told = self.ask(enter, False)
+        except OSError:
+            told = True
+            raise
+        finally:
+            if done and not told and not replace:
+                final.unlink(missing_ok=True)
+        if not told:
+            raise StoreBusyError("the catalogue cannot be told of it; end the process that keeps it locked")
+
+    def _makes_way(self, final: Path) -> bool:
+        """Whether what stands at `final` is damaged, expired or failing. Raises FileExistsError where it serves."""
+        known = self.ask(lambda c: c.get(final.stem), None)
+        try:
+            header = read_head(final).header
         except FileNotFoundError:
-            return
-        except (FormatError, OSError):
-            pass
-        final.unlink(missing_ok=True)  # not `remove`: a pin on it stays
-        self.ask(lambda c: c.remove([segment_id]), None)
-        with self._lock:
-            self._readers.pop(segment_id, None)
-            self._hidden.discard(segment_id)
+            return False
+        except NewerFormatError:
+            raise FileExistsError(final) from None
+        except FormatError:
+            return True
+        except OSError:
+            if self._is_hidden(final.stem):
+                return True
+            raise
+        expires = header.expires if known is None else known.expires  # a clock that was ahead is set right there
+        if self._is_hidden(final.stem) or (known is not None and not known.usable_links):
+            return True
+        if expires is not None and expires <= time.time():
+            return True
+        raise FileExistsError(final)
 
     @contextmanager
     def _reserved(self, nbytes: int) -> Iterator[tuple[int, Path]]:
@@ -283,18 +274,18 @@ class SegmentStore:
         with ExitStack() as stack:
             with self.locked():
                 quota.make_room(self, nbytes)
-                stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
+                stack.callback(_forget, Path(lock.lock_file))
                 stack.enter_context(lock.acquire(timeout=0))
                 fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
                 stack.callback(os.close, fd)
-                stack.callback(tmp.unlink, missing_ok=True)
+                stack.callback(_forget, tmp)
                 allocate(fd, nbytes)
             yield fd, tmp
 
     def sync(self) -> None:
         """Make what was published durable: data first, then the names."""
         with self._lock:
-            paths, self._unsynced = self._unsynced, []
+            paths, self._unsynced = list(self._unsynced), {}
         done = 0
         try:
             for path in paths:
@@ -305,7 +296,8 @@ class SegmentStore:
                 fsync(self.segments_dir)
         except OSError as error:
             with self._lock:
-                self._unsynced[:0] = paths[done:] or paths[-1:]  # the folder's own is asked for with any file's
+                # the folder's own is asked for with any file's
+                self._unsynced = dict.fromkeys(paths[done:] or paths[-1:]) | self._unsynced
             raise StoreError(
                 f"{self.root} cannot be made durable ({error.strerror}); check the disk and call flush() again"
             ) from error
@@ -313,16 +305,23 @@ class SegmentStore:
     # --- forgetting
 
     def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments. Returns how many files there were."""
-        ids, removed = list(ids), 0
+        """Delete segments. Returns how many files there were. Raises OSError where one could not be deleted."""
+        gone, removed, failed = [], 0, None
         for segment_id in ids:
-            with suppress(FileNotFoundError):
-                self.path(segment_id).unlink()
-                removed += 1
-            (self.pins_dir / segment_id).unlink(missing_ok=True)
+            self.readers.drop(segment_id)
+            try:
+                with suppress(FileNotFoundError):
+                    self.path(segment_id).unlink()
+                    removed += 1
+                gone.append(segment_id)
+                (self.pins_dir / segment_id).unlink(missing_ok=True)
+            except OSError as error:
+                failed = error
             with self._lock:
-                self._readers.pop(segment_id, None)
-        self.ask(lambda c: c.remove(ids), None)
+                self._unsynced.pop(self.path(segment_id), None)
+        self.ask(lambda c: c.remove(gone), None)
+        if failed is not None:
+            raise failed
         return removed
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
@@ -336,14 +335,16 @@ class SegmentStore:
 
     def forget_lost_readers(self) -> None:
         """Let go of segments that another process has deleted: an open file keeps its room on the disk."""
-        with self._lock:
-            for segment_id in [i for i in self._readers if not self.path(i).exists()]:
-                del self._readers[segment_id]
+        for segment_id in self.readers:
+            if not self.path(segment_id).exists():
+                self.readers.drop(segment_id)
 
     def pinned(self) -> set[str]:
-        with suppress(OSError):
+        """Which segments are pinned. Raises OSError: what cannot be listed is not to be taken for none."""
+        try:
             return set(os.listdir(self.pins_dir))
-        return set()
+        except FileNotFoundError:
+            return set()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -367,32 +368,11 @@ class SegmentStore:
             lock.release()
 
     def close(self) -> None:
-        with self._lock:
-            self._readers.clear()
+        self.readers.clear()
         self.catalogue.close()
 
-    # --- faults
 
-    def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
-        """Run `action` on the catalogue; if the database fails, rebuild it once, then do without."""
-        try:
-            return action(self.catalogue)
-        except sqlite3.OperationalError as error:  # locked, full, read-only: may pass
-            self.counters.add("catalogue_errors")
-            self.warn("catalogue", f"the catalogue failed ({error})")
-        except sqlite3.DatabaseError as error:
-            self.counters.add("catalogue_errors")
-            self.warn("catalogue", f"the catalogue is damaged ({error}); rebuilding it")
-            with suppress(sqlite3.Error):
-                self.catalogue.close()
-            self.catalogue = self._open_catalogue()
-            self.scan()
-            with suppress(sqlite3.Error):
-                return action(self.catalogue)
-        return default
-
-    def warn(self, topic: str, message: str) -> None:
-        """Say it the first time; later occurrences are only counted."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            logger.warning("%s", message)
+def _forget(path: Path) -> None:
+    """Delete a temporary file, or leave it to the next who cleans up."""
+    with suppress(OSError):
+        path.unlink()

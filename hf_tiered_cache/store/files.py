@@ -4,11 +4,56 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
 
+from ..errors import FormatError
+
 LOCK_SUFFIX = ".lock"
+_NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
+_OF_THE_PROCESS = _NO_DESCRIPTORS | {
+    *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT)
+}
+
+
+def out_of_descriptors(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
+
+
+def is_of_the_process(error: BaseException) -> bool:
+    """Whether a fault is this process's, or this moment's, and says nothing of the file that was to be read."""
+    if isinstance(error, OSError):
+        return error.errno in _OF_THE_PROCESS
+    return isinstance(error, MemoryError | RuntimeError)
+
+
+@contextmanager
+def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A regular file's descriptor and status. Pipes and devices are not opened, since that may wait or do something.
+
+    Raises:
+        FormatError: it is no regular file. OSError: it cannot be opened.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise FormatError(f"{path.name} is no regular file")
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield fd, os.fstat(fd)
+    finally:
+        os.close(fd)
+
+
+def read_all(fd: int, nbytes: int, offset: int) -> bytes:
+    """`nbytes`, in as many calls as it takes; fewer only where the file ends."""
+    pieces = []
+    while nbytes and (piece := os.pread(fd, nbytes, offset)):
+        pieces.append(piece)
+        nbytes, offset = nbytes - len(piece), offset + len(piece)
+    return b"".join(pieces)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
@@ -33,14 +78,19 @@ def lock_beside(path: Path) -> FileLock:
     return FileLock(f"{path}{LOCK_SUFFIX}", mode=0o600)
 
 
-def publish_name(tmp: Path, final: Path) -> None:
-    """Unlike a rename, a link never goes over a segment that is there: the first writer wins."""
-    try:
-        os.link(tmp, final)
-    except OSError as error:
-        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-            raise
-        os.rename(tmp, final)  # a file system without hard links
+def publish_name(tmp: Path, final: Path, replace: bool = False) -> None:
+    """Give a file its name. Unlike a rename, a link never goes over one that is there: the first writer wins.
+
+    Args:
+        replace: whether what is there is of no use, and gives way in the same moment.
+    """
+    if not replace:
+        try:
+            return os.link(tmp, final)
+        except OSError as error:
+            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.rename(tmp, final)  # or a file system without hard links
 
 
 def fsync(path: Path, data_only: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import FormatError, NewerFormatError
-from ..geometry import ALIGNMENT, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
+from ..errors import ConfigError, FormatError, NewerFormatError
+from ..geometry import ALIGNMENT, LINK_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
 from . import EXACT, LINK_BYTES
 from .digest import DIGEST_DTYPE, xxh3
 
@@ -30,6 +31,8 @@ HEADER_BYTES = ALIGNMENT
 _PLACE_BYTES = _IMPORTANCE_BYTES = 4
 _SECTIONS = ("chain", "digests", "order", "importance", "blocks")
 _OPTIONAL = ("order", "importance")
+_MOST_TOKENS, _MOST_POSITION, _MOST_SECONDS = 1 << 28, 1 << 48, 1e12
+_MOST_BRACKETS = 1000  # a layout has a few, and one for each kind of layer
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
 
 
@@ -183,6 +186,10 @@ def sections(header: SegmentHeader) -> dict[str, Section]:
     return {name: section for name, section in every.items() if section.nbytes or name not in _OPTIONAL}
 
 
+def _places(header: SegmentHeader) -> dict[str, tuple[int, int]]:
+    return {name: (section.offset, section.nbytes) for name, section in sections(header).items()}
+
+
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """Read the first page of a file.
 
@@ -203,30 +210,69 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     if xxh3(bytes(blank)) != digest:
         raise FormatError("the header page fails its checksum")
     try:
-        data = json.loads(page[_PREFIX.size : _PREFIX.size + length])
-        shape = SegmentShape(
-            KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"]), int(data["tokens"])
-        )
-        there = {name: Section(*section) for name, section in data["sections"].items() if name in _SECTIONS}
-        header = SegmentHeader(
-            id=data["id"],
-            fingerprint=data["fingerprint"],
-            shape=shape,
-            parent=bytes.fromhex(data["parent"]),
-            position=int(data["position"]),
-            created=float(data["created"]),
-            provenance=data["provenance"],
-            expires=data["expires"],
-            model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
-            label=str(data.get("label") or ""),
-            **there,
-        )
-        links = int(data["links"])
-    except (KeyError, TypeError, ValueError) as error:
+        header, links = _header_of(page[_PREFIX.size : _PREFIX.size + length])
+        laid = lay_out(header, links)
+    except FormatError:
+        raise
+    except (ConfigError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise FormatError(f"the header cannot be read: {error!r}") from error
-    if lay_out(header, links).blocks != header.blocks:
+    if _places(laid) != _places(header):
         raise FormatError("the header's offsets do not follow from its geometry")
     return header, links
+
+
+def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
+    """Header and number of links from the page's JSON. Whatever exception that raises, the JSON is to blame."""
+    if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text))) > _MOST_BRACKETS:
+        raise FormatError("the header is nested too deeply")
+    data = json.loads(text)
+    tokens, links = _whole(data["tokens"], 1, _MOST_TOKENS), _whole(data["links"], 1, _MOST_TOKENS)
+    if tokens != links * LINK_TOKENS:
+        raise FormatError(f"{links} links do not cover {tokens} tokens")
+    layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
+    expires = data["expires"]
+    header = SegmentHeader(
+        id=_hexadecimal(data["id"]),
+        fingerprint=_text(data["fingerprint"]),
+        shape=SegmentShape(layout, geometry, tokens),
+        parent=bytes.fromhex(_hexadecimal(data["parent"])),
+        position=_whole(data["position"], 0, _MOST_POSITION),
+        created=_seconds(data["created"]),
+        provenance=_text(data["provenance"]),
+        expires=None if expires is None else _seconds(expires),
+        model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
+        label=str(data.get("label") or ""),
+        **{
+            name: Section(*(_whole(number, 0, 1 << 64) for number in section))
+            for name, section in data["sections"].items()
+            if name in _SECTIONS
+        },
+    )
+    return header, links
+
+
+def _whole(value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise FormatError(f"{value!r} is no whole number from {least} to {most}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # NaN neither
+        raise FormatError(f"{value!r} is no time")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise FormatError(f"{value!r} is no text")
+    return value
+
+
+def _hexadecimal(value: Any) -> str:
+    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * LINK_BYTES}}}", value) is None:
+        raise FormatError(f"{value!r} is no name of {2 * LINK_BYTES} hexadecimal digits")
+    return value
 
 
 def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:

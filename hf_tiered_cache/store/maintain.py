@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NewerFormatError
+from ..errors import FormatError, IntegrityError, NewerFormatError, StoreError
 from . import quota
 from .catalogue import Catalogue
 from .disk import SegmentStore
@@ -66,12 +66,19 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         progress: whether to show a progress bar.
         repair: whether damaged segments are removed, to be computed and stored again when they are next asked for.
             What failed to read for another reason than damage stays.
+
+    Raises:
+        StoreError: the folder cannot be listed.
     """
     report = VerifyReport()
     sizes: dict[Path, int] = {}
-    for path in sorted(store.segment_files()):
+    try:
+        files = sorted(store.segment_files())
+    except OSError as error:
+        raise StoreError(f"{store.segments_dir} cannot be listed ({error.strerror}); check the disk") from error
+    for path in files:
         with suppress(FileNotFoundError):
-            sizes[path] = path.stat().st_size
+            sizes[path] = path.lstat().st_size
     bar = tqdm(
         total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
     )
@@ -115,12 +122,18 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     Args:
         store: is brought in line with its files first.
         dry_run: whether nothing is deleted; the report says what would be.
+
+    Raises:
+        StoreError: it is not to be found out what is pinned, or another process does not let go of the store's lock.
     """
     report = GcReport()
     with store.locked():
         report.temporary_bytes = quota.clean_tmp(store, dry_run)
         store.scan()
-        pinned = store.pinned()
+        try:
+            pinned = store.pinned()
+        except OSError as error:
+            raise StoreError(f"{store.pins_dir} cannot be listed ({error.strerror}); check the disk") from error
         rows = {row.id: row for row in store.ask(Catalogue.all, [])}
         expired = [row.id for row in store.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
         damaged = [row.id for row in rows.values() if row.usable_links == 0 and row.id not in expired]
@@ -146,6 +159,8 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
 
 def _is_damaged(path: Path) -> bool:
     """Whether a file can never be read, rather than not by this version or not now."""
+    if path.is_dir() and not path.is_symlink():
+        return False  # not of our making
     try:
         read_head(path)
     except NewerFormatError:

@@ -6,10 +6,10 @@ import os
 import shutil
 import time
 from collections.abc import Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, QuotaError
@@ -48,25 +48,30 @@ class Limits:
 
 
 def used_bytes(store: SegmentStore) -> int:
-    """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may."""
+    """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may.
+
+    Raises:
+        OSError: that cannot be found out.
+    """
     listed = None if store.catalogue.path is None else store.ask(Catalogue.total_bytes, None)
     if listed is None:  # no shared catalogue: it would not know what other processes have written
         total = sum(disk_bytes(path) for path in store.segment_files())
     else:
         total = listed + sum(disk_bytes(path) for path in store.unlisted)
-    total += CATALOGUE_GROWTH
-    for folder in (store.root, store.tmp_dir):
-        with suppress(OSError):
-            total += sum(disk_bytes(path) for path in folder.iterdir() if path.is_file())
-    return total
+    return (
+        total
+        + CATALOGUE_GROWTH
+        + sum(disk_bytes(p) for folder in (store.root, store.tmp_dir) for p in folder.iterdir())
+    )
 
 
 def disk_bytes(path: Path) -> int:
-    """Bytes that a file takes on disk; none if it is gone."""
+    """Bytes that a file takes on disk; none if it is gone, or is no file."""
     try:
-        return path.lstat().st_blocks * 512
-    except OSError:
+        found = path.lstat()
+    except FileNotFoundError:
         return 0
+    return found.st_blocks * 512 if S_ISREG(found.st_mode) else 0
 
 
 def make_room(store: SegmentStore, nbytes: int) -> None:
@@ -115,8 +120,9 @@ def victims(store: SegmentStore, nbytes: int, but: Collection[str] = ()) -> list
 
 def evict(store: SegmentStore, segments: list[tuple[str, int]]) -> None:
     """Delete these, as `victims` returned them."""
-    store.remove([segment_id for segment_id, _ in segments])
-    store.counters.add("evicted_segments", len(segments))
+    for segment_id, _ in segments:
+        store.remove([segment_id])
+        store.counters.add("evicted_segments")
 
 
 def clean_tmp(store: SegmentStore, dry_run: bool = False) -> int:

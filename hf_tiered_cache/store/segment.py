@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,44 +17,72 @@ from ..errors import FormatError, IntegrityError
 from ..geometry import LINK_TOKENS
 from .digest import lin64, rows, xxh3
 from .engines import Engine, EngineFile, ReadOp, ReadReport
+from .files import open_regular, read_all
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables
 
+_LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
+"""Of tables above this size a sixteenth must lie on disk: a sparse file of a few KiB could take all memory."""
+_OPENINGS = 3
 BlockRun = tuple[int, torch.Tensor]
 """First chunk of a run, and where its blocks go: uint8 `[n, block_bytes]`, contiguous."""
 
 
-def read_head(path: Path) -> tuple[SegmentHeader, bytes, np.ndarray, int]:
-    """Read and check everything before the blocks.
+class Head(NamedTuple):
+    """What stands before a segment's blocks."""
 
-    Returns:
-        Header, chain (its links side by side), digests `[lanes, chunks]`, and the bytes the file takes on disk.
+    header: SegmentHeader
+    chain: bytes
+    """Its links side by side."""
+    digests: np.ndarray
+    """`DIGEST_DTYPE` `[lanes, chunks]`."""
+    nbytes: int
+    """What the file takes on disk."""
+    file: tuple[int, int]
+    """Device and inode: which file it was that has been read."""
+
+
+def read_head(path: Path) -> Head:
+    """Read and check everything before the blocks.
 
     Raises:
         FormatError: the file is damaged or cut short. OSError: it cannot be read.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        stat = os.fstat(fd)
-        header, links = decode_header(os.pread(fd, HEADER_BYTES, 0))
+    with open_regular(path) as (fd, stat):
+        header, links = decode_header(read_all(fd, HEADER_BYTES, 0))
         if stat.st_size < header.file_bytes:
             raise FormatError(f"{path.name} is cut short: {stat.st_size} of {header.file_bytes} bytes")
-        tables = os.pread(fd, header.blocks.offset - HEADER_BYTES, HEADER_BYTES)
-    finally:
-        os.close(fd)
+        wanted, on_disk = header.blocks.offset - HEADER_BYTES, stat.st_blocks * 512
+        if wanted > _LARGE_TABLES and wanted > _MOST_HOLES * on_disk:  # some file systems reckon late: no proof
+            raise OSError(errno.EFBIG, f"tables of {wanted} bytes in a file that takes {on_disk}", str(path))
+        tables = read_all(fd, wanted, HEADER_BYTES)
     chain, digests, order = decode_tables(header, links, tables)
     header = replace(header, shape=replace(header.shape, order=order))
-    return header, chain, digests, stat.st_blocks * 512
+    return Head(header, chain, digests, on_disk, (stat.st_dev, stat.st_ino))
+
+
+def is_there(path: Path, file: tuple[int, int]) -> bool:
+    """Whether the file at `path` is this one, by device and inode."""
+    try:
+        stat = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return (stat.st_dev, stat.st_ino) == file
 
 
 class SegmentReader:
     """A segment opened for reading. The open file stays whole even when another process unlinks it."""
 
     def __init__(self, path: Path, engine: Engine, verify: bool) -> None:
-        self.header, self.chain, self.digests, _ = read_head(path)
+        for _ in range(_OPENINGS):
+            self.header, self.chain, self.digests, _, self._inode = read_head(path)
+            self._file: EngineFile = engine.open(str(path))
+            if is_there(path, self._inode):  # else head and blocks may be of two files
+                break
+        else:
+            raise OSError(errno.EAGAIN, "it is replaced again and again", str(path))
         self.id = self.header.id
         self.shape = self.header.shape
         self._engine = engine
-        self._file: EngineFile = engine.open(str(path))
         self._verify = verify
 
     def read(self, lane: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
@@ -93,4 +123,5 @@ class SegmentReader:
             raise IntegrityError(
                 f"segment {self.id}, lane {lane}, chunk {chunk}: the block fails its checksum",
                 whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,
+                file=self._inode,
             )

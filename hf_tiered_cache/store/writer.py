@@ -6,16 +6,22 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from ..errors import StoreClosedError
+from ..errors import StoreBusyError, StoreClosedError
 from .disk import SegmentStore
 from .format import SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
+
+_PATIENCE_SECONDS = 10.0
+"""How long a request waits for a writer that gets nothing done: its disk, or a lock, may be stuck for ever."""
+_MOST_PATIENCE_SECONDS = 60.0
+"""The same for `flush` and `close`, which are asked to lose nothing."""
 
 
 @dataclass
@@ -46,8 +52,8 @@ class Writer:
 
     Args:
         store: where they go.
-        queue_bytes: of drafts that may wait. When there are more, `submit` waits: memory stays bounded, and nothing is
-            lost. A draft that is larger waits for an empty queue.
+        queue_bytes: of drafts that may wait. When there are more, `submit` waits, as long as something gets done;
+            what cannot wait, and has no room, is dropped. A draft that is larger waits for an empty queue.
     """
 
     def __init__(self, store: SegmentStore, queue_bytes: int = 2 << 30) -> None:
@@ -58,25 +64,41 @@ class Writer:
         self._queue_bytes = queue_bytes
         self._waiting_bytes = 0
         self._pending: dict[bytes, Draft] = {}
-        self._closed = False
+        self._closed = self._ended = False
+        self._steps = 0  # that the writer has done, so that who waits sees whether it is stuck
+        self._stuck = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hf-tiered-writer", daemon=True)
         self._thread.start()
 
     def submit(self, draft: Draft, wait: bool = True) -> None:
-        """Queue a segment. With `wait`, not before there is room in the queue.
+        """Queue a segment. With `wait`, not before there is room in the queue; one that gets none is dropped.
 
         Raises:
             StoreClosedError: the writer was closed.
         """
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"{self._store.root} was opened before this process was forked")
         with self._lock:
-            while wait and self._waiting_bytes and self._waiting_bytes + draft.nbytes > self._queue_bytes:
-                self._lock.wait()
-            if self._closed or os.getpid() != self._pid:
-                raise StoreClosedError(f"{self._store.root} was closed, or opened before this process was forked")
-            self._pending[draft.links[0]] = draft
-            self._waiting_bytes += draft.nbytes
-            self._queue.put(draft)
+            if wait:
+                self._wait(lambda: self._has_room(draft))
+            if self._closed:
+                raise StoreClosedError(f"{self._store.root} was closed")
+            if self._has_room(draft):
+                self._pending[draft.links[0]] = draft
+                self._waiting_bytes += draft.nbytes
+                self._queue.put(draft)
+                return
+        self._store.counters.add("dropped_writes")
+        self._store.warn(
+            "queue",
+            f"a segment of {draft.nbytes} bytes was not stored: as much as queue_memory allows was waiting to be "
+            "written; raise it, or choose a faster disk",
+        )
+        draft.refused()
+
+    def _has_room(self, draft: Draft) -> bool:
+        return not self._waiting_bytes or self._waiting_bytes + draft.nbytes <= self._queue_bytes
 
     def later(self, action: Callable[[], None]) -> None:
         """Run something small behind what is queued."""
@@ -85,28 +107,77 @@ class Writer:
                 self._queue.put(action)
 
     def wait_for(self, links: Iterable[bytes]) -> None:
-        """Wait until the queued segments that begin with one of `links` are published."""
+        """Wait until the queued segments that begin with one of `links` are published, unless the writer is stuck."""
         with self._lock:
             drafts = [self._pending[link] for link in links if link in self._pending]
-        for draft in drafts:
-            draft.done.wait()
+            if drafts and not self._wait(lambda: all(draft.done.is_set() for draft in drafts)):
+                self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
 
     def flush(self) -> None:
-        """Wait until everything queued so far is written, and make it durable."""
+        """Wait until everything queued so far is written, and make it durable.
+
+        Raises:
+            StoreBusyError: nothing gets written.
+        """
         written = threading.Event()
-        self.later(written.set)
-        if self._thread.is_alive():
-            written.wait()
+
+        def note() -> None:
+            written.set()
+            self._progress()
+
+        self.later(note)
+        with self._lock:
+            done = self._wait(lambda: written.is_set() or not self._thread.is_alive(), _MOST_PATIENCE_SECONDS)
+        if not done:
+            raise StoreBusyError(f"nothing gets written to {self._store.root}; check the disk and call flush() again")
         self._store.sync()
 
     def close(self) -> None:
-        """Write what is queued and end the thread."""
+        """Write what is queued and end the thread; one that is stuck is left behind."""
+        if os.getpid() != self._pid:
+            return  # the thread is the parent's
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._queue.put(None)
-        self._thread.join()
+            self._lock.notify_all()
+            mine = threading.current_thread() is self._thread
+            ended = mine or self._wait(lambda: self._ended, _MOST_PATIENCE_SECONDS)
+        if mine:  # a finalizer, in the writer's own thread: nobody else will write what is left
+            self._run()
+            self._queue.put(None)
+        elif ended:
+            self._thread.join()
+        else:
+            logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.root)
+
+    def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
+        """Wait, under the lock, until `condition` holds, or nothing has been done for so many seconds.
+
+        Once in vain, requests do not wait at all until something is done again. Returns whether the condition holds.
+        """
+        if os.getpid() != self._pid or threading.current_thread() is self._thread:
+            return condition()
+        if self._stuck and patience is None:
+            return condition()
+        seconds = _PATIENCE_SECONDS if patience is None else patience
+        seen, deadline = self._steps, time.monotonic() + seconds
+        while not condition():
+            self._lock.wait(max(0.0, deadline - time.monotonic()))
+            if self._steps != seen:
+                seen, deadline = self._steps, time.monotonic() + seconds
+            elif time.monotonic() >= deadline:
+                self._stuck = True
+                return condition()
+        return True
+
+    def _progress(self) -> None:
+        """Something has been done: who waits may go on waiting."""
+        with self._lock:
+            self._steps += 1
+            self._stuck = False
+            self._lock.notify_all()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -116,11 +187,13 @@ class Writer:
                 self._store.counters.add("dropped_writes")
                 logger.exception("a segment was not stored")
             item = None  # frees the KV before waiting for the next draft
+        self._ended = True
+        self._progress()
 
     def _write(self, draft: Draft) -> None:
         stored = False
         try:
-            stored = self._store.publish(draft.header, draft.links, draft.lanes(), draft.ancestors)
+            stored = self._store.publish(draft.header, draft.links, self._lanes(draft), draft.ancestors)
         finally:
             if not stored:
                 draft.refused()
@@ -128,5 +201,10 @@ class Writer:
                 if self._pending.get(draft.links[0]) is draft:
                     del self._pending[draft.links[0]]
                 self._waiting_bytes -= draft.nbytes
-                self._lock.notify_all()
             draft.done.set()
+            self._progress()
+
+    def _lanes(self, draft: Draft) -> Iterator[torch.Tensor]:
+        for blocks in draft.lanes():
+            self._progress()
+            yield blocks

@@ -1,0 +1,242 @@
+"""The catalogue's connection: one for each process, which finds its way back when the file was replaced.
+
+POSIX drops all locks that a process holds on a file when it closes any descriptor of it. So nothing here, and nothing
+that uses it, may open the database's files but SQLite; they are only looked at with `stat`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from filelock import FileLock, Timeout
+
+from .files import LOCK_SUFFIX
+from .process import release_database, shared_database
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_BUSY_SECONDS = 10.0
+_BUSY_SECONDS_AFTERWARDS = 0.2
+"""How long to wait for a lock that another process does not let go of: the first time, and until it was had again."""
+_CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
+_WAL_PAGES = 32  # small, since the log counts against the quota
+_MOST_TRIES = 4
+_T = TypeVar("_T")
+_SetUp = Callable[[sqlite3.Connection], None]
+_File = tuple[int, int] | None
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether SQLite found the file to be wrong, rather than locked, full, or not to be read now."""
+    return type(error) is sqlite3.DatabaseError or str(error).startswith("no such table")
+
+
+class Database:
+    """A connection that is used by any number of stores and threads of one process.
+
+    Args:
+        path: the file, or None for a database in memory.
+        set_up: makes the tables, if they are not there.
+
+    Raises:
+        sqlite3.Error: it cannot be opened.
+    """
+
+    def __init__(self, path: Path | None, set_up: _SetUp) -> None:
+        self._path = path
+        self._set_up = set_up
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # finalizers enter it too
+        self._db: sqlite3.Connection | None = None
+        self._identity: tuple[_File, _File] | None = None
+        self._waits = True
+        self._closed = False
+        self.users = 0
+        self.generation = 0
+        """How often it was opened anew; rows that this process wrote may be missing since."""
+        self._open()
+
+    @classmethod
+    def shared(cls, path: Path, set_up: _SetUp) -> Database:
+        """The process's connection to `path`. To be given back with `release`."""
+        resolved = path.resolve()
+        return shared_database(resolved, lambda: cls(resolved, set_up))
+
+    def release(self) -> None:
+        release_database(self)
+
+    def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
+        """Run `action`, and again if the file turns out to have been replaced under it. It must bear that.
+
+        Raises:
+            sqlite3.Error: it failed.
+        """
+        if os.getpid() != self._pid:
+            raise sqlite3.OperationalError("it was opened before this process was forked")
+        with self._lock:
+            for _ in range(_MOST_TRIES):
+                if self._closed:
+                    raise sqlite3.ProgrammingError("it is closed")
+                db = self._db or self._open()
+                try:
+                    result = action(db)
+                    self._wait_for_locks(True)
+                except sqlite3.Error as error:
+                    if self._in_place():
+                        if "locked" in str(error):
+                            self._wait_for_locks(False)
+                        raise
+                else:
+                    if self._in_place():
+                        return result
+                self._open()
+            raise sqlite3.OperationalError("it is replaced again and again")
+
+    def rebuild(self, generation: int) -> None:
+        """Begin anew with an empty database, unless that was done since `generation`."""
+        if os.getpid() != self._pid:
+            raise sqlite3.OperationalError("it was opened before this process was forked")
+        with self._lock:
+            if not self._closed and self.generation == generation:
+                self._open(discard=True)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            if self._db is not None and os.getpid() == self._pid:
+                self._db.close()
+                self._db = None
+
+    # --- opening
+
+    def _open(self, discard: bool = False) -> sqlite3.Connection:
+        """Connect, for the first time or anew. SQLite deletes no file that has taken the place of the old one."""
+        if self._db is not None:
+            self.generation += 1
+            with suppress(sqlite3.Error):
+                self._db.close()
+            self._db = None
+        if self._path is None:
+            self._db = self._connect()
+            return self._db
+        try:
+            with FileLock(f"{self._path}{LOCK_SUFFIX}", timeout=_BUSY_SECONDS, mode=0o600):
+                if discard or self._log_is_lost():
+                    self._discard()
+                try:
+                    self._db = self._connect()
+                except sqlite3.DatabaseError as error:
+                    if not is_damage(error):
+                        raise
+                    logger.warning("the catalogue %s is damaged (%s); rebuilding it", self._path, error)
+                    self._discard()
+                    self._db = self._connect()
+                self._identity = self._identify()
+                return self._db
+        except (OSError, Timeout) as error:
+            raise sqlite3.OperationalError(f"it cannot be opened: {error}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        if self._path is not None:  # made by us, for its owner only; SQLite gives -wal and -shm the same mode
+            with suppress(FileExistsError):  # one that is there must not be opened and closed
+                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        db = sqlite3.connect(
+            self._path if self._path is not None else ":memory:",
+            timeout=_BUSY_SECONDS,
+            check_same_thread=False,
+            isolation_level=None,
+        )
+        self._waits = True
+        try:
+            _enter_wal_mode(db)
+            small = self._path is not None and self._path.stat().st_size <= _CHECKED_BYTES
+            if small and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+                raise sqlite3.DatabaseError("quick_check failed")
+            self._set_up(db)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _discard(self) -> None:
+        for suffix in ("-wal", "-shm", ""):  # the log first: nobody may find it beside a new database
+            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+
+    # --- what stands at the path
+
+    def _identify(self) -> tuple[_File, _File]:
+        """Device and inode of the database and its log."""
+        return _file_at(f"{self._path}"), _file_at(f"{self._path}-wal")
+
+    def _in_place(self) -> bool:
+        """Whether the files that are open are still those that others open."""
+        if self._path is None or self._identity is None:
+            return True
+        with suppress(OSError):  # which says nothing
+            now = self._identify()
+            if self._identity[1] is None:  # the log had not been begun
+                self._identity = self._identity[0], now[1]
+            return now == self._identity
+        return True
+
+    def _log_is_lost(self) -> bool:
+        """Whether the log alone was deleted or replaced: then the database is not to be trusted any more."""
+        if self._identity is None or self._identity[1] is None:
+            return False
+        database, log = self._identify()
+        return database == self._identity[0] and log != self._identity[1]
+
+    def _wait_for_locks(self, waits: bool) -> None:
+        if waits != self._waits and self._db is not None:
+            seconds = _BUSY_SECONDS if waits else min(_BUSY_SECONDS, _BUSY_SECONDS_AFTERWARDS)
+            self._db.execute(f"PRAGMA busy_timeout={int(seconds * 1000)}")
+            self._waits = waits
+
+
+def _file_at(path: str) -> _File:
+    try:
+        stat = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return stat.st_dev, stat.st_ino
+
+
+def _enter_wal_mode(db: sqlite3.Connection) -> None:
+    """Two processes that open a new database at once can see `locked` here, without SQLite's own waiting."""
+    deadline = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            db.execute("PRAGMA synchronous=NORMAL")
+            db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def connect_read_only(path: Path, version: int) -> sqlite3.Connection:
+    """A connection that makes and mends nothing. Raises sqlite3.Error if the database is not of this version."""
+    db = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=ro",
+        uri=True,
+        timeout=_BUSY_SECONDS,
+        check_same_thread=False,
+        isolation_level=None,
+    )
+    try:
+        if db.execute("PRAGMA user_version").fetchone()[0] != version:
+            raise sqlite3.DatabaseError("the catalogue is of another version")
+    except BaseException:
+        db.close()
+        raise
+    return db

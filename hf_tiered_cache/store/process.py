@@ -1,0 +1,117 @@
+"""What this process holds open of all its stores: descriptors are limited, and locks on files lost, by process.
+
+This is the one state that no store owns. It begins anew in a forked child, which must not touch its parent's.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .database import Database
+    from .segment import SegmentReader
+
+_MOST_OPEN_SEGMENTS = 256
+
+
+class _Process:
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()  # of the segments; finalizers enter it too
+        self.opening = threading.RLock()  # of the databases
+        self.databases: dict[Path, Database] = {}
+        self.segments: OrderedDict[tuple[object, str], SegmentReader] = OrderedDict()
+
+
+_ours = _Process()
+_parents: list[_Process] = []  # kept, so that a child closes nothing of theirs
+
+
+def _process() -> _Process:
+    global _ours
+    if _ours.pid != os.getpid():
+        _parents.append(_ours)
+        _ours = _Process()
+    return _ours
+
+
+def shared_database(path: Path, open_it: Callable[[], Database]) -> Database:
+    """The database at a resolved path: opened once, and closed by the last who uses it."""
+    process = _process()
+    with process.opening:
+        database = process.databases.get(path)
+        if database is None:
+            database = process.databases[path] = open_it()
+        database.users += 1
+        return database
+
+
+def release_database(database: Database) -> None:
+    """One user less."""
+    process = _process()
+    with process.opening:
+        database.users -= 1
+        ours = [path for path, each in process.databases.items() if each is database]
+        if ours and not database.users:  # else it is the parent's
+            del process.databases[ours[0]]
+            database.close()
+
+
+class OpenSegments:
+    """The segments that a store keeps open. The bound is the process's, and the least recently used go first."""
+
+    def __init__(self) -> None:
+        self._store = object()
+
+    def __contains__(self, segment_id: str) -> bool:
+        return (self._store, segment_id) in _process().segments
+
+    def __iter__(self) -> Iterator[str]:
+        process = _process()
+        with process.lock:
+            return iter([name for store, name in process.segments if store is self._store])
+
+    def get(self, segment_id: str) -> SegmentReader | None:
+        process = _process()
+        with process.lock:
+            reader = process.segments.get((self._store, segment_id))
+            if reader is not None:
+                process.segments.move_to_end((self._store, segment_id))
+            return reader
+
+    def keep(self, reader: SegmentReader) -> None:
+        process = _process()
+        with process.lock:
+            process.segments[self._store, reader.id] = reader
+        self.close_others(most_open_segments())
+
+    def drop(self, segment_id: str) -> None:
+        process = _process()
+        with process.lock:
+            process.segments.pop((self._store, segment_id), None)
+
+    def clear(self) -> None:
+        for segment_id in self:
+            self.drop(segment_id)
+
+    def close_others(self, but: int = 0) -> None:
+        """Let go of all segments of the process but the last used; those that are being read stay open till then."""
+        process = _process()
+        with process.lock:
+            while len(process.segments) > but:
+                process.segments.popitem(last=False)
+
+    def __del__(self) -> None:
+        self.clear()
+
+
+def most_open_segments() -> int:
+    """A quarter of the descriptors that the process may have, so that the others can do their work."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST_OPEN_SEGMENTS if soft < 0 else max(1, min(_MOST_OPEN_SEGMENTS, soft // 4))

@@ -1,0 +1,163 @@
+"""Files that are named like segments and are none: a counted miss, in bounded time and memory, and the store opens."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segments import links, open_store, read_back, segment
+
+from hf_tiered_cache.errors import FormatError
+from hf_tiered_cache.store import maintain
+from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.format import _PREFIX as PREFIX
+from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, decode_header, lay_out
+from hf_tiered_cache.store.segment import read_head
+
+NAME = "0" * 32
+NUMBERS = [True, -1, 0, 3, 2**31, 2**63, 2**70, 1e300, float("nan"), float("inf")]
+ODD = [*NUMBERS, None, "", "load", "float32", "../../x", [], [[]], {}, [1] * 8, ["a"] * 8, {"a": 1}]
+
+
+def page_of(path):
+    page = path.read_bytes()[:HEADER_BYTES]
+    length = PREFIX.unpack_from(page)[2]
+    return json.loads(page[PREFIX.size : PREFIX.size + length])
+
+
+def forge(path, data, size=None):
+    """Write a page with a right checksum over what stands at `path`, or a sparse file of `size` bytes."""
+    text = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
+    page = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
+    PREFIX.pack_into(page, 0, MAGIC, FORMAT_VERSION, len(text), xxh3(bytes(page)))
+    with open(path, "r+b" if path.exists() else "wb") as file:
+        file.write(page)
+        if size is not None:
+            file.truncate(size)
+
+
+def places(data, found=()):
+    """The way to every value in it."""
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, value in items:
+        yield (*found, key)
+        yield from places(value, (*found, key))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    store = open_store(tmp_path_factory.mktemp("forged"))
+    header, chain, blocks = segment(links(4), model={"name": "small"}, label="a text")
+    assert store.publish(header, chain, blocks)
+    whole = store.path(header.id).read_bytes()
+    store.close()
+    return store.root, header.id, whole
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.data())
+def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
+    root, name, whole = made
+    path = root / "segments" / f"{name}.kv"
+    path.write_bytes(whole)
+    page = page_of(path)
+    for _ in range(data.draw(st.integers(1, 2))):
+        way = data.draw(st.sampled_from(list(places(page))))
+        holder = page
+        for key in way[:-1]:
+            holder = holder[key]
+        holder[way[-1]] = copy.deepcopy(data.draw(st.sampled_from(ODD)))
+    forge(path, page)
+    for suffix in ("", "-wal", "-shm"):
+        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    started = time.monotonic()
+    store = open_store(root)
+    rows = store.find(links(4))
+    if rows:
+        read_back(store, name)  # what still serves is what was there
+    else:
+        stats = store.counters.snapshot()
+        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.catalogue.ids() == {name}
+    assert maintain.verify(store).segments == 1
+    assert time.monotonic() - started < 5
+    store.close()
+
+
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
+def test_json_that_is_nested_deeply_is_no_header(tmp_path, opening):
+    path = tmp_path / f"{NAME}.kv"
+    forge(path, (opening * 4072)[: 4072 // len(opening) * len(opening)], 1 << 20)
+    with pytest.raises(FormatError):
+        read_head(path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link to a segment", "link to nothing", "device", "socket"])
+def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch, kind):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(4))
+    assert store.publish(header, chain, blocks)
+    store.close()
+    path = tmp_path / "segments" / f"{NAME}.kv"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        (path / "in it").mkdir(parents=True)
+    elif kind == "socket":
+        monkeypatch.chdir(path.parent)  # the name of a socket is short
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    else:
+        path.symlink_to({"link to a segment": store.path(header.id), "device": "/dev/zero"}.get(kind, "nothing"))
+    started = time.monotonic()
+    store = open_store(tmp_path)
+    assert store.catalogue.ids() == {header.id}
+    assert store.counters.snapshot().damaged_files == 1
+    assert store.reader(NAME) is None
+    assert list(maintain.verify(store).bad) in ([NAME], [])
+    maintain.gc(store)
+    assert read_back(store, header.id)
+    assert time.monotonic() - started < 5
+
+
+OPEN = """
+import sys, resource
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from segments import *
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+store = open_store(Path(sys.argv[2]))
+after, counted = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, store.counters.snapshot()
+print((after - before) >> 10, counted.read_errors + counted.damaged_files)
+"""
+
+
+def test_a_sparse_file_takes_no_memory(tmp_path):
+    """A page of 4 KiB that promises tables of gigabytes."""
+    store = open_store(tmp_path)
+    header, _chain, _blocks = segment(links(4))
+    assert store.publish(*segment(links(4)))
+    path = store.path(header.id)
+    page = page_of(path)
+    store.close()
+    count = 1 << 28
+    huge = lay_out(replace(header, shape=replace(header.shape, tokens=count // 16 * 16)), count // 16)
+    page |= {"tokens": count // 16 * 16, "links": count // 16}
+    for name in ("chain", "digests", "blocks"):
+        page["sections"][name][:2] = [getattr(huge, name).offset, getattr(huge, name).nbytes]
+    forge(path, page, huge.file_bytes)
+    assert decode_header(path.open("rb").read(HEADER_BYTES))[0].blocks == huge.blocks  # nothing is wrong with the page
+    assert huge.blocks.offset > 300 << 20 > path.stat().st_blocks * 512
+    for suffix in ("", "-wal", "-shm"):
+        (tmp_path / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    arguments = [sys.executable, "-c", OPEN, os.path.dirname(__file__), str(tmp_path)]
+    mebibytes, counted = map(int, subprocess.run(arguments, capture_output=True, check=True, timeout=60).stdout.split())
+    assert mebibytes < 64
+    assert counted == 1

@@ -1,0 +1,441 @@
+"""What is no fault of the stored files has no consequence for them, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from sqlite3 import DatabaseError, OperationalError, connect
+
+import pytest
+import torch
+from segments import links, open_store, read_back, segment
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.errors import QuotaError, StoreBusyError, StoreError
+from hf_tiered_cache.store import database, disk, folder, maintain, process, quota, writer
+from hf_tiered_cache.store.catalogue import Catalogue
+from hf_tiered_cache.store.writer import Draft, Writer
+
+OF_THE_PROCESS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.EAGAIN]
+
+
+def publish(store, count=4, seed="a", **changes):
+    header, chain, blocks = segment(links(count, seed), **changes)
+    assert store.publish(header, chain, blocks)
+    return header
+
+
+@contextmanager
+def failing(name, error, where):
+    """A system call fails, as long as the body runs, for paths that contain `where`."""
+    real = getattr(os, name)
+
+    def call(path, *rest, **options):
+        if where in str(path):
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, name, call)
+        yield
+
+
+# --- faults of the process
+
+
+@pytest.mark.parametrize("error", OF_THE_PROCESS)
+def test_a_segment_that_could_not_be_opened_is_neither_hidden_nor_replaced(tmp_path, error):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(4))
+    assert store.publish(header, chain, blocks)
+    inode = store.path(header.id).stat().st_ino
+    with failing("open", error, ".kv"):
+        assert store.reader(header.id) is None
+        assert not store.publish(header, chain, blocks)
+    assert store.path(header.id).stat().st_ino == inode
+    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert read_back(store, header.id)
+    assert store.counters.snapshot().read_errors == 1
+
+
+def test_a_failing_segment_stays_until_another_takes_its_place(tmp_path):
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(links(4))
+    assert store.publish(header, chain, blocks)
+    store.report(header.id, OSError(errno.EIO, "a bad sector"))
+    with failing("rename", errno.ENOSPC, str(tmp_path)):
+        assert not store.publish(header, chain, blocks)
+    assert store.path(header.id).exists()
+    assert store.publish(header, chain, blocks)
+    assert read_back(store, header.id)
+
+
+def test_a_read_error_hides_a_segment_for_a_while(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    header = publish(store)
+    monkeypatch.setattr(disk, "_HIDDEN_SECONDS", 0.1)
+    store.report(header.id, OSError(errno.EIO, "a cable"))
+    assert store.find(links(4)) == []
+    time.sleep(0.15)
+    assert [row.id for row in store.find(links(4))] == [header.id]
+
+
+def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
+    """Another process has stored anew what this one still has open, and finds wrong."""
+    ours, theirs = open_store(tmp_path), open_store(tmp_path)
+    header, chain, blocks = segment(links(4))
+    assert ours.publish(header, chain, blocks)
+    offset = ours.reader(header.id).header.blocks.offset
+    with open(ours.path(header.id), "r+b") as file:
+        file.seek(offset)
+        file.write(b"\x55" * 100)
+    theirs.report(header.id, OSError(errno.EIO, "a bad sector"))
+    assert theirs.publish(header, chain, blocks)
+    with pytest.raises(Exception, match="checksum") as error:
+        read_back(ours, header.id)
+    ours.report(header.id, error.value)
+    assert read_back(ours, header.id)
+
+
+def test_files_that_could_not_be_read_at_opening_are_entered_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_SCANNING_SECONDS", 0.0)
+    store = open_store(tmp_path)
+    header = publish(store)
+    store.close()
+    (tmp_path / "catalogue.sqlite").unlink()
+    with failing("open", errno.EMFILE, ".kv"):
+        store = open_store(tmp_path)
+    assert store.find(links(4)) == []
+    publish(store, seed="another")
+    assert [row.id for row in store.find(links(4))] == [header.id]
+
+
+def test_open_segments_are_bounded_by_process_and_descriptors(tmp_path):
+    stores = [open_store(tmp_path / str(i)) for i in range(3)]
+    made = [[publish(store, 1, seed=f"s{i}").id for i in range(20)] for store in stores]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = len(os.listdir("/proc/self/fd")) + 30
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    try:
+        for _ in range(2):
+            for store, names in zip(stores, made, strict=True):
+                assert all(store.reader(name) is not None for name in names)
+        assert sum(len(list(store.readers)) for store in stores) <= process.most_open_segments() < limit
+        publish(stores[0], seed="room is left to write")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not any(store.counters.snapshot().read_errors for store in stores)
+
+
+def test_readers_of_a_closed_store_are_closed(tmp_path):
+    for _ in range(3):
+        store = open_store(tmp_path)
+        read_back(store, publish(store).id)
+        store.close()
+    gc.collect()
+    held = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    assert not [path for path in held if path.startswith(str(tmp_path))]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
+def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, error):
+    store = open_store(tmp_path, quota=10_000_000)
+    headers = {publish(store, seed=seed).id for seed in "abc"}
+    with failing("scandir", error, "segments"):
+        other = open_store(tmp_path)
+        maintain.gc(other)
+        with pytest.raises(StoreError, match="cannot be listed"):
+            maintain.verify(other)
+    assert store.catalogue.ids() == headers
+    with failing("listdir", error, "pins"), pytest.raises(StoreError, match="pins cannot be listed"):
+        maintain.gc(store)
+
+
+def test_what_is_pinned_stays_when_pins_cannot_be_listed(tmp_path):
+    store = open_store(tmp_path, quota=1_000_000)
+    header = publish(store, seed="pinned")
+    store.pin([header.id])
+    with failing("listdir", errno.EIO, "pins"):
+        for i in range(20):
+            store.publish(*segment(links(4, f"s{i}")))
+    assert store.path(header.id).exists()
+
+
+# --- the catalogue
+
+
+def test_nothing_opens_a_database_that_is_open(tmp_path, monkeypatch):
+    first = open_store(tmp_path)
+    publish(first)
+    opened, real = [], os.open
+
+    def noting(path, flags, *rest, **options):
+        if "catalogue.sqlite" in str(path) and not str(path).endswith(".lock"):
+            opened.append((str(path), flags))
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", noting)
+    with KVStore(tmp_path) as second:
+        second.gc()
+        second.verify()
+        repr(second.stats)
+    assert opened == []  # of a new one the first is the only one that makes it
+    assert first.find(links(4))
+
+
+def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "store")
+    (tmp_path / "store").mkdir()
+    stores = [open_store(tmp_path / "store"), open_store(tmp_path / "link"), open_store(tmp_path / "store")]
+    assert len({id(store.catalogue._database) for store in stores}) == 1
+    held = [path for path in process._process().databases if str(tmp_path) in str(path)]
+    assert len(held) == 1
+    for store in stores[:2]:
+        store.close()
+    assert stores[2].ask(Catalogue.ids, None) == set()
+    assert stores[0].ask(Catalogue.ids, None) is None
+    stores[2].close()
+    assert held[0] not in process._process().databases
+
+
+OTHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from segments import *
+for i in range(int(sys.argv[3])):
+    store = open_store(Path(sys.argv[2]), quota=int(sys.argv[4]))
+    assert store.publish(*segment(links(4, f"theirs{i}")))
+    store.close()
+"""
+
+
+def other_process(root, rounds, limit=10**9):
+    arguments = [sys.executable, "-c", OTHER, os.path.dirname(__file__), str(root), str(rounds), str(limit)]
+    return subprocess.Popen(arguments)
+
+
+def test_a_process_that_opens_and_closes_leaves_the_log_of_others_alone(tmp_path):
+    ours, again = open_store(tmp_path), open_store(tmp_path)
+    publish(ours)
+    log = (tmp_path / "catalogue.sqlite-wal").stat().st_ino
+    again.close()
+    assert other_process(tmp_path, 2).wait(timeout=60) == 0
+    assert (tmp_path / "catalogue.sqlite-wal").stat().st_ino == log
+    assert len(ours.catalogue.ids()) == 3
+    assert ours.counters.snapshot().catalogue_errors == 0
+
+
+def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone(tmp_path):
+    store = open_store(tmp_path)
+    publish(store)
+    pid = os.fork()
+    if not pid:
+        try:
+            code = 0 if store.ask(Catalogue.ids, None) is None else 1  # the parent's is not used
+            child = open_store(tmp_path)
+            code += 2 * (len(child.catalogue.ids()) != 1)
+            child.close()
+            store.close()
+        except BaseException:
+            code = 9
+        os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    publish(store, seed="b")
+    assert len(store.catalogue.ids()) == 2
+    assert store.counters.snapshot().catalogue_errors == 0
+
+
+@pytest.mark.parametrize("how", ["all", "database", "log", "garbage", "another"])
+def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
+    limit = 1_500_000
+    ours = open_store(tmp_path, quota=limit)
+    before = publish(ours, seed="before")
+    path = tmp_path / "catalogue.sqlite"
+    if how == "garbage":
+        with open(path, "r+b") as file:
+            file.write(b"\xff" * 100)
+    elif how == "another":
+        path.with_name("new").write_bytes(b"")
+        os.replace(path.with_name("new"), path)
+    else:
+        for suffix in {"all": ("", "-wal", "-shm"), "database": ("",), "log": ("-wal",)}[how]:
+            path.with_name(f"{path.name}{suffix}").unlink()
+    other = other_process(tmp_path, 6, limit)
+    for i in range(12):
+        assert ours.publish(*segment(links(4, f"ours{i}")))
+        assert sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv")) <= limit
+    assert other.wait(timeout=60) == 0
+    with KVStore(tmp_path) as fresh:
+        assert {row.id for row in fresh.segments()} == {p.stem for p in (tmp_path / "segments").iterdir()}
+        assert ours.catalogue.ids() == {row.id for row in fresh.segments()}
+    assert ours.find(links(4, "theirs5"))
+    assert ours.path(before.id).exists() == bool(ours.find(links(4, "before")))
+
+
+@pytest.mark.parametrize(
+    "error", [DatabaseError("malformed"), OperationalError("disk I/O error"), OverflowError("big")]
+)
+def test_asking_never_raises_nor_recurses_and_rebuilds_at_most_once(tmp_path, monkeypatch, error):
+    store = open_store(tmp_path)
+    publish(store)
+    asked, rebuilt, real = [], [], database.Database.rebuild
+
+    def run(self, action):
+        asked.append(action)
+        raise error
+
+    monkeypatch.setattr(database.Database, "run", run)
+    monkeypatch.setattr(database.Database, "rebuild", lambda *a: (rebuilt.append(a), real(*a)))
+    for _ in range(5):
+        assert store.find(links(4)) == []
+        store.touch(["x"])
+        assert not store.publish(*segment(links(2, "new")))
+    assert len(rebuilt) == isinstance(error, DatabaseError) - isinstance(error, OperationalError)
+    assert len(asked) < 100
+    monkeypatch.undo()
+    store.scan()
+    assert store.find(links(4))
+
+
+def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, monkeypatch):
+    monkeypatch.setattr(database, "_BUSY_SECONDS", 0.05)
+    store = open_store(tmp_path)
+    db = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
+    db.execute("BEGIN IMMEDIATE")
+    for i in range(5):
+        assert not store.publish(*segment(links(4, f"s{i}")))
+    assert store.segment_files() == []
+    assert store.counters.snapshot().dropped_writes == 5
+    db.execute("ROLLBACK")
+    db.close()
+    publish(store)
+    assert len(store.find(links(4))) == 1
+
+
+def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "_MENDING_SECONDS", 0.0)
+    theirs = open_store(tmp_path)
+    kept = publish(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database.Database, "shared", lambda *_: (_ for _ in ()).throw(OperationalError("locked")))
+        store = open_store(tmp_path)
+        assert [row.id for row in store.find(links(4))] == [kept.id]  # reading goes on
+        assert not store.publish(*segment(links(2, "b")))
+    mine = publish(store, seed="c")
+    assert theirs.catalogue.ids() == {kept.id, mine.id}
+
+
+# --- waiting, paths, clocks, memory
+
+
+def draft(seed, refused=lambda: None):
+    header, chain, blocks = segment(links(4, seed))
+    return Draft(header, chain, lambda: iter(blocks), (), refused)
+
+
+def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(writer, "_MOST_PATIENCE_SECONDS", 0.4)
+    store, hang = open_store(tmp_path), threading.Event()
+    monkeypatch.setattr(store, "publish", lambda *_: hang.wait(60))
+    writing = Writer(store, queue_bytes=1)
+    first, second, refused = draft("a"), draft("b"), []
+    writing.submit(first)
+    started = time.monotonic()
+    writing.wait_for(first.links)
+    assert 0.15 < time.monotonic() - started < 5
+    writing.submit(draft("b", lambda: refused.append(1)))  # no room, and none to be expected
+    writing.wait_for(second.links)
+    with pytest.raises(StoreBusyError, match="nothing gets written"):
+        writing.flush()
+    writing.close()
+    assert time.monotonic() - started < 10
+    assert refused == [1]
+    hang.set()
+
+
+def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "_PATIENCE_SECONDS", 0.4)
+    store = open_store(tmp_path)
+    writing = Writer(store, queue_bytes=1)
+    real = store.publish
+    monkeypatch.setattr(store, "publish", lambda *a: (time.sleep(0.25), real(*a))[1])
+    for i in range(5):
+        writing.submit(draft(f"s{i}"))
+    writing.wait_for(links(4, "s4"))
+    writing.close()
+    assert len(store.catalogue.ids()) == 5
+    assert store.counters.snapshot().dropped_writes == 0
+
+
+def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tmp_path, monkeypatch):
+    store, hang, refused = open_store(tmp_path), threading.Event(), []
+    real = store.publish
+    monkeypatch.setattr(store, "publish", lambda *a: (hang.wait(60), real(*a))[1])
+    bound = 3 * draft("x").nbytes
+    writing = Writer(store, queue_bytes=bound)
+    for i in range(10):
+        writing.submit(draft(f"s{i}", lambda: refused.append(1)), wait=False)
+        assert writing._waiting_bytes <= bound
+    hang.set()
+    writing.close()
+    assert len(refused) == store.counters.snapshot().dropped_writes == 7
+    assert len(store.catalogue.ids()) == 3
+
+
+def test_the_working_directory_may_change(tmp_path, monkeypatch):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "a")
+    with KVStore("store") as store:
+        header = publish(store.disk)
+        store.disk.readers.clear()
+        monkeypatch.chdir(tmp_path / "b")
+        assert read_back(store.disk, header.id)
+        publish(store.disk, seed="b")
+        assert store.stats.segments == 2
+    assert not os.listdir(tmp_path / "b")
+
+
+def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_stored_again(tmp_path):
+    now, ahead = time.time(), time.time() + 1e8
+    store = open_store(tmp_path, quota=1_400_000)
+    publish(store, seed="future", created=ahead, expires=ahead + 100)
+    assert now + 90 < store.find(links(4, "future"))[0].expires < now + 130
+    row = store.find(links(4, "future"))[0]
+    assert row.created <= time.time() >= row.used
+    store.catalogue._run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    publish(store, seed="future", expires=now + 1000)
+    assert store.find(links(4, "future"))[0].expires == now + 1000
+    for i in range(20):
+        publish(store, seed=f"s{i}")
+    assert store.find(links(4, "future")) == []  # and makes room when it is its turn
+
+
+def test_paths_to_be_made_durable_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "_MOST_UNSYNCED", 5)
+    store = open_store(tmp_path)
+    for i in range(20):
+        publish(store, 1, seed=f"s{i}")
+        assert len(store._unsynced) <= 5
+    store.remove(list(store.catalogue.ids()))
+    assert not store._unsynced
+
+
+def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
+    store = open_store(tmp_path, quota=10**9)
+    with (
+        failing("listdir", errno.EIO, "tmp"),
+        failing("scandir", errno.EIO, "tmp"),
+        pytest.raises((OSError, QuotaError)),
+    ):
+        quota.used_bytes(store)
+    assert torch.is_tensor(read_back(store, publish(store).id)[0])
