@@ -32,7 +32,7 @@ from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
-from .restoring import Restoring, check_suits, choosing_layers
+from .restoring import Restoring, check_depth, check_suits, choosing_layers
 from .stats import Account, RequestStats
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -99,6 +99,7 @@ class TieredCache(Cache, ServedCache):
         super().__init__(layers=layers_for(inner))
         check_suits(self.method, inner)
         self._attachment = attach(inner)
+        check_depth(self._attachment)
         self.store = open_store(store, self.method, self._attachment.extras)
         self._restores, self._records, self._strict, self._label = restore, record, strict, label
         self._tag = tag
@@ -161,7 +162,12 @@ class TieredCache(Cache, ServedCache):
         with torch.no_grad():  # stored KV has no gradient
             request = self._understand(kwargs)
             if request is None:
-                output = self._pass(forward, kwargs, None, None)
+                marks = [layer.mark() for layer in self._kv_layers()]
+                try:
+                    output = self._pass(forward, kwargs, None, None)
+                except BaseException:
+                    self._undo(marks)
+                    raise
                 self._account.add(tokens_computed=count_tokens(kwargs))
                 if self._untold:
                     self._tell(self._plain)
@@ -179,9 +185,7 @@ class TieredCache(Cache, ServedCache):
                         raise
                     failed = True
                     self._account.add(recomputed=1)
-                    cause = error.__cause__ or error
-                    if not isinstance(cause, MemoryError | RuntimeError):  # no fault of the segment's
-                        self.store.disk.report(error.segment, cause)
+                    self.store.disk.report(error.segment, error.__cause__ or error)
                     restores = self.store.usable  # closed under way, it has failed this pass, and finds no other plan
             reason = reasons.DAMAGED if failed else self._why_nothing(request) if plan is None and self._untold else ""
             if request.text < request.columns:
@@ -190,7 +194,7 @@ class TieredCache(Cache, ServedCache):
             self._note(request, plan)
             if self._untold:
                 self._account.add(tokens_kept=kept)
-                self._tell(reason)
+                self._tell(self._plain or reason)
             return output
 
     def _understand(self, kwargs: dict[str, Any]) -> Request | None:
@@ -303,7 +307,7 @@ class TieredCache(Cache, ServedCache):
         self._recorder = recorder
         if self._records:
             self.store.register(recorder)
-            self._finish = weakref.finalize(self, recorder.finish)
+            self._finish = weakref.finalize(self, recorder.leave_to, self.store.writer)
 
     def _plan(self, request: Request) -> Plan | None:
         """What this pass restores, or None if that is nothing."""
@@ -402,11 +406,19 @@ class TieredCache(Cache, ServedCache):
         """A pass failed midway: leave no trace of it."""
         for layer, mark in zip(self._kv_layers(), marks, strict=True):
             layer.back_to(mark)
-        self._recorder.abandon()
+        if self._recorder is not None:
+            self._recorder.abandon()
+        if not self.get_seq_length():
+            self._plain = ""  # the next prompt may be another, and plain no more
 
     def _note(self, request: Request, plan: Plan | None) -> None:
         """A pass is done: its tokens are known, and stored if they are many."""
         rows, columns = request.ids.shape
+        if self.get_seq_length() != self._history.columns + columns:
+            self._recorder.abandon()
+            self._run_plain(reasons.OTHER_TOKENS)
+            self._account.add(tokens_computed=rows * columns)
+            return
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self._history.columns) for pad in self._history.pads)
         self._account.add(tokens_restored=restored, tokens_computed=rows * columns - padding - restored)
@@ -529,6 +541,8 @@ class TieredCache(Cache, ServedCache):
     def _start_over(self) -> None:
         if self._finish is not None:
             self._finish()
+        if self._recorder is not None:
+            self._recorder.finish()  # now, so that the next look-up finds it
         super().reset()
         self._begin()
 

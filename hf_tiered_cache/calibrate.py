@@ -162,8 +162,6 @@ def _stored(store: KVStore, model: torch.nn.Module, passages: list[torch.Tensor]
     finally:
         mine = [row.id for row in store.segments() if row.id not in before and row.provenance == method.passages]
         store.remove(mine)
-        for segment in mine:
-            store.residency.forget(segment)
 
 
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:

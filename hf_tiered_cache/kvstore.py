@@ -26,7 +26,7 @@ from .store.catalogue import Catalogue, SegmentRow
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.quota import Limits
-from .store.segment import SegmentReader
+from .store.segment import SegmentReader, content_of
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
@@ -113,22 +113,15 @@ class KVStore:
             self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
         )
         self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
-        self.upkeep = Upkeep(self.disk, self.residency)
-        self.writer = Writer(self.disk, queue_bytes)
+        self.upkeep = Upkeep(self.disk)
+        self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        close = partial(_close, self.upkeep, self.disk, self._engine, self.residency.scores)
+        self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders), close)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._close = weakref.finalize(
-            self,
-            _close,
-            self._pid,
-            self._recorders,
-            self.upkeep,
-            self.writer,
-            self.disk,
-            self._engine,
-            self.residency.scores,
-        )
+        self._close = weakref.finalize(self, self.writer.end)  # it may run anywhere: the writer's thread does the rest
+        self._close.atexit = False  # the writer sees to that
 
     # --- for caches
 
@@ -156,29 +149,24 @@ class KVStore:
             if not lost:
                 break
             rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
-        if used := [run.row.id for run, _ in found]:
-            self.writer.later(lambda: self.disk.touch(used))
+        self._looked_up([run.row.id for run, _ in found])
         return found
 
     def find(self, links: list[bytes]) -> list[SegmentRow]:
         """The stored segments that begin with one of `links`."""
         self._check()
         rows = self.disk.find(links)
-        if rows:
-            used = [row.id for row in rows]
-            self.writer.later(lambda: self.disk.touch(used))
+        self._looked_up([row.id for row in rows])
         return rows
+
+    def _looked_up(self, used: list[str]) -> None:
+        """Behind the request: note what was used, and forget what another process has removed."""
+        self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
     def submit(self, draft: Draft, wait: bool = True) -> None:
         """Queue a segment for writing; its blocks are cached in host memory on the way."""
-        pack = draft.lanes
-
-        def lanes() -> Iterator[torch.Tensor]:
-            for lane, blocks in enumerate(pack()):
-                self.residency.admit((draft.header.id, lane), blocks)
-                yield blocks
-
-        self.writer.submit(replace(draft, lanes=lanes), wait)
+        lanes = partial(_admitted, draft, self.residency)
+        self.writer.submit(replace(draft, lanes=lanes, refused=partial(_refused, draft, self.residency)), wait)
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
@@ -357,9 +345,10 @@ class KVStore:
 
     def close(self) -> None:
         """Write everything that has been computed, and let files, threads and memory go."""
-        if self._close.alive:
+        if self.usable:
             self.seal()
             self._close()
+            self.writer.close()
             self.residency.clear()
 
     def __enter__(self) -> KVStore:
@@ -457,21 +446,32 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
         disk.ask(lambda catalogue: catalogue.keep_scores(changes), None)
 
 
-def _close(
-    pid: int,
-    recorders: weakref.WeakSet[Recorder],
-    upkeep: Upkeep,
-    writer: Writer,
-    disk: SegmentStore,
-    engine: Engine,
-    scores: ScoreTable,
-) -> None:
-    if os.getpid() != pid:
-        return  # threads, files and held locks are the parent's
-    for recorder in list(recorders):
-        recorder.finish()
+def _admitted(draft: Draft, residency: Residency) -> Iterator[torch.Tensor]:
+    """The draft's lanes, each put into memory under what it contains: another file may yet come first."""
+    for lane, blocks in enumerate(draft.lanes()):
+        residency.admit((draft.header.id, lane, content_of(blocks)), blocks)
+        yield blocks
+
+
+def _refused(draft: Draft, residency: Residency) -> None:
+    residency.forget([draft.header.id])
+    draft.refused()
+
+
+def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
+    if used:
+        disk.touch(used)
+    if lost := [segment for segment in residency.segments() if not disk.path(segment).exists()]:
+        disk.let_go(lost)
+
+
+def _seal(recorders: weakref.WeakSet[Recorder]) -> bool:
+    """Queue what live caches have computed. Returns False while another thread holds one of them."""
+    return False not in [recorder.finish() for recorder in list(recorders)]  # none is left out
+
+
+def _close(upkeep: Upkeep, disk: SegmentStore, engine: Engine, scores: ScoreTable) -> None:
     upkeep.close()
-    writer.close()
     engine.close()
     _keep_scores(disk, scores)
     disk.close()

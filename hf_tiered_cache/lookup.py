@@ -93,7 +93,7 @@ class _Prompt:
     def describe(self) -> Lookup:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
-            owner = (unit.reader.id, unit.lane.index)
+            owner = unit.reader.owner(unit.lane.index)
             for tier, blocks in self._store.residency.where(owner, unit.chunks, self.device_of(unit)).items():
                 sizes[tier] += blocks * unit.lane.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from .errors import ConfigError
 from .identity import varying_rope
 from .methods import Exact, Method, make_method
+from .patches.attach import attach
 
 if TYPE_CHECKING:
     from .cache import TieredCache
@@ -97,7 +98,7 @@ def fill(
         chunk_tokens: of each pass; None for one pass.
         done: is told after each pass how many tokens it was about.
     """
-    ids = prompt.unsqueeze(0).to(cache.model.device)  # [1, tokens]
+    ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; an offloaded model's own is `meta`
     with torch.no_grad():
         for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
             cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -32,6 +32,7 @@ FILLED_ELSEWHERE = "the cache was filled outside of the model's passes, so nothi
 ODD_MASK = "an attention mask is more than left padding, so nothing is restored or stored from there on"
 ODD_POSITIONS = "positions do not count the tokens, so nothing is restored or stored from there on"
 LOOKS_AHEAD = "tokens attend to those behind them (is_causal, bidirectional attention), so no prefix can be reused"
+OTHER_TOKENS = "the model computes other tokens than those it is given, so nothing is restored or stored"
 LENGTH_ROPE = "the RoPE frequencies depend on the length of the prompt, so nothing is restored or stored"
 MODEL_CHANGED = "the model has changed since the cache was begun; make a new cache"
 IMAGES = "the prompt holds images, and what follows the first of them is neither restored nor stored"

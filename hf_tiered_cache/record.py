@@ -20,7 +20,7 @@ from .request import DecodingCheck
 from .restore.history import History
 from .stats import Account
 from .store.format import EXACT, SegmentHeader, segment_id
-from .store.writer import Draft
+from .store.writer import Draft, Writer
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
@@ -108,6 +108,7 @@ class Recorder:
         self._ancestors: list[tuple[str, ...]] = [()] * history.rows
         self._catching = False
         self._in_pass = False
+        self._left = False  # whether the cache is gone
         self._streams: dict[torch.device, CopyStream] = {}
         self._computed: dict[torch.device, Event] = {}  # after all that was done to the caught tensors
 
@@ -216,38 +217,46 @@ class Recorder:
             How many tokens these are.
         """
         with self._lock:
-            if self._in_pass or not self._count or not self._layers:
-                return 0
-            if self._check.odd():
-                self._drop_odd()
-                return 0
-            self._come_after()
-            self._follow_rows()
-            layout = self._layout()
-            end = self._first + self._count - self._revocable
-            sealed = 0
-            made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
-            for row, pad in enumerate(self.history.pads):
-                links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
-                first = max(self._sealed[row], self._found[row])
-                while first < len(links) and (segment := made.get(links[first])):
-                    first += 1
-                    if segment not in self._ancestors[row]:
-                        self._ancestors[row] = (*self._ancestors[row], segment)
-                self._sealed[row] = first
-                if first >= len(links) or first * LINK_TOKENS < self._first - pad:
-                    continue  # nothing new, or a gap before it: nothing would lead to such a segment
-                draft = self._draft(row, first, links, layout)
-                self._submit(draft, wait)
-                sealed += draft.header.shape.tokens
-                self.account.add(tokens_stored=draft.header.shape.tokens)
-                made |= dict.fromkeys(draft.links, draft.header.id)
-                self._ancestors[row] = (*self._ancestors[row], draft.header.id)
-                self._sealed[row] = len(links)
-            starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
-            self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
-            self._mark()
-            return sealed
+            drafts = self._drafts()
+        for draft in drafts:  # without the lock where it can be: there may be no room for long
+            self._submit(draft, wait)
+            self.account.add(tokens_stored=draft.header.shape.tokens)
+        return sum(draft.header.shape.tokens for draft in drafts)
+
+    def _drafts(self) -> list[Draft]:
+        """What is caught and not stored, as segments that count as sealed from now on."""
+        if self._left:
+            self._in_pass, self._revocable = False, 0
+        if self._in_pass or not self._count or not self._layers:
+            return []
+        if self._check.odd():
+            self._drop_odd()
+            return []
+        self._come_after()
+        self._follow_rows()
+        layout = self._layout()
+        end = self._first + self._count - self._revocable
+        drafts: list[Draft] = []
+        made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
+        for row, pad in enumerate(self.history.pads):
+            links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
+            first = max(self._sealed[row], self._found[row])
+            while first < len(links) and (segment := made.get(links[first])):
+                first += 1
+                if segment not in self._ancestors[row]:
+                    self._ancestors[row] = (*self._ancestors[row], segment)
+            self._sealed[row] = first
+            if first >= len(links) or first * LINK_TOKENS < self._first - pad:
+                continue  # nothing new, or a gap before it: nothing would lead to such a segment
+            draft = self._draft(row, first, links, layout)
+            drafts.append(draft)
+            made |= dict.fromkeys(draft.links, draft.header.id)
+            self._ancestors[row] = (*self._ancestors[row], draft.header.id)
+            self._sealed[row] = len(links)
+        starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
+        self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
+        self._mark()
+        return drafts
 
     def _drop_odd(self) -> None:
         """Among what was caught is a pass that was not plain: from there on this cache's KV is of another kind."""
@@ -270,7 +279,7 @@ class Recorder:
             self.seal()
             twin = copy.copy(self)
             twin.account, twin._check = account, check
-            twin._lock = threading.RLock()
+            twin._lock, twin._left = threading.RLock(), False
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
             twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
@@ -279,15 +288,23 @@ class Recorder:
             twin._streams, twin._computed = dict(self._streams), dict(self._computed)
             return twin
 
-    def finish(self) -> None:
-        """The cache is gone: store what is left. Runs in finalizers, so it neither waits nor raises."""
-        with self._lock:
-            self._in_pass = False
-            self._revocable = 0
-            try:
-                self.seal(wait=False)
-            except StoreClosedError:
-                logger.debug("the store was closed first")
+    def leave_to(self, writer: Writer) -> None:
+        """The cache is gone: let the writer store what is left. A finalizer: it takes no lock, and never waits."""
+        self._left = True
+        writer.soon(self.finish)
+
+    def finish(self) -> bool:
+        """Store what is left. Returns False, at once, while another thread is at it."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._left = True
+            self.seal(wait=False)
+        except StoreClosedError:
+            logger.debug("the store was closed first")
+        finally:
+            self._lock.release()
+        return True
 
     def _mark(self) -> None:
         """Passes and seals may come from threads with streams of their own: note how far this one's are."""

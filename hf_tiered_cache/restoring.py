@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from .errors import ConfigError, TieredCacheError, UnsupportedModelError
+from .errors import ConfigError, RestoreError, TieredCacheError, UnsupportedModelError
 from .geometry import LayerKV
 from .kvstore import KVStore
 from .layer import TieredLayer
@@ -91,6 +91,7 @@ class Restoring:
             if not can_select(config):
                 raise needs_attention(self.method, self._attachment.model, SELECTING)
             self.scope.attended = self._attended
+            stack.callback(setattr, self.scope, "attended", None)  # a cycle would keep the cache until a collection
             stack.callback(self._selective.cancel)
             self._selective.start()
         self._prefetch.start()
@@ -123,6 +124,9 @@ class Restoring:
         self, index: int, kind: LayerKV, bare: Unrotated, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's computed columns, `[batch, heads, n, dim]`; return all that its queries may see."""
+        if key_states.shape[2] != len(self.plan.computed[index]):
+            reader = self.plan.groups[0].pieces[0].reader
+            raise RestoreError(reader.id, f"layer {index} computes other tokens than those it is given")
         if self._selective is not None and not kind.window:
             check_fit(self.plan, index, kind, bare.keys.dtype)
             if self._deferred or bare.rotated == "value":
@@ -188,6 +192,16 @@ class Restoring:
             keys[:, :, plan.attended :] = key_states
             values[:, :, plan.attended :] = value_states
             return layer.seen_by(key_states.shape[2])
+
+
+def check_depth(attachment: Attachment) -> None:
+    """Raises ConfigError: the model has more or fewer layers than when it was attached, and its KV was identified."""
+    depth = attachment.config.num_hidden_layers
+    if depth != attachment.depth:
+        raise ConfigError(
+            f"{type(attachment.model).__name__} had {attachment.depth} layers when it was attached, and its "
+            f"configuration says {depth} now; call detach(model) first"
+        )
 
 
 def check_suits(method: Method, model: PreTrainedModel) -> None:

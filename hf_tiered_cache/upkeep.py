@@ -15,7 +15,6 @@ from .store.disk import SegmentStore
 from .store.format import EXACT
 from .store.relayout import laid_out_anew
 from .tiers.importance import TokenImportance
-from .tiers.residency import Residency
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -25,11 +24,10 @@ class Upkeep:
 
     Args:
         disk: the segments.
-        residency: forgets the blocks of those that were replaced.
     """
 
-    def __init__(self, disk: SegmentStore, residency: Residency) -> None:
-        self._disk, self._residency = disk, residency
+    def __init__(self, disk: SegmentStore) -> None:
+        self._disk = disk
         self.importance = TokenImportance()
         self._thread = ThreadPoolExecutor(1, "hf-tiered-upkeep")
         self._queued: set[Future[None]] = set()
@@ -88,7 +86,6 @@ class Upkeep:
             self._disk.report(old, error)
             return False
         self._disk.pin([header.id] if pinned else [])
-        self._disk.remove([old])
-        self._residency.forget(old)
         self.importance.rename(old, header.id)
+        self._disk.remove([old])
         return True

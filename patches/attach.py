@@ -65,6 +65,8 @@ class Attachment:
         """Make the cache of a `generate()` that brings none; the last one is in force."""
         self.by_session = False
         """Whether it lasts no longer than the sessions that use it."""
+        self.depth = self.config.num_hidden_layers
+        """How many layers it had when it was attached."""
         self._devices: list[torch.device] = []
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:

@@ -98,3 +98,16 @@ def test_tables_that_accelerate_copies_between_devices_are_recognised(tmp_path):
         cache = TieredCache(model, store, tag="copies")
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))
         assert cache.stats.tokens_restored == 96
+
+
+@pytest.mark.parametrize("way", [dispatched, offloaded_to_host, offloaded_to_disk])
+def test_it_can_be_precomputed_and_asked(tmp_path, way):
+    model = way(build("llama"), tmp_path)
+    with KVStore(tmp_path / "store") as store:
+        store.precompute(model, prompt(100), progress=False)
+        assert store.lookup(model, prompt(100)).stored == 96
+        cache = TieredCache(model, store)
+        found = model.generate(prompt(100), past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 96
+    assert torch.equal(found, model.generate(prompt(100), **GREEDY))
+    detach(model)

@@ -132,8 +132,10 @@ model.generate(prompt(40), past_key_values=cache, do_sample=False, max_new_token
 def test_a_store_that_is_collected_has_written(model, tmp_path):
     store = KVStore(tmp_path)
     model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
+    writer = store.writer
     del store
     gc.collect()
+    writer.close()  # waits for it
     with KVStore(tmp_path) as again:
         assert restored(model, again) == 96
 

@@ -6,10 +6,11 @@ import logging
 
 import pytest
 import torch
+import transformers
 from families import build, prompt
 from peft import LoraConfig, get_peft_model
 
-from hf_tiered_cache import KVStore, TieredCache, reasons
+from hf_tiered_cache import ConfigError, KVStore, TieredCache, detach, reasons
 from hf_tiered_cache.methods import CacheTune, ContiguousKV
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
@@ -45,6 +46,7 @@ def test_training_mode(store, caplog):
 @pytest.mark.parametrize("tokens", [1, 15])
 def test_a_prompt_below_one_block(store, tokens):
     stats = ask(build("llama"), store, prompt(tokens))
+    store.flush()  # what the cache left is stored behind the request
     assert stats.reason == reasons.SHORT
     assert stats.tokens_stored == (tokens + 3) // 16 * 16
 
@@ -164,3 +166,33 @@ def test_a_cache_that_goes_on_counts_what_it_keeps(store):
     model.generate(torch.cat([said, prompt(20, seed=2)], dim=1), past_key_values=cache, **GREEDY)
     assert cache.stats.tokens_kept == 83
     assert "1 of 2 requests" in str(cache.stats)
+
+
+def test_a_model_that_adds_tokens_of_its_own_runs_as_it_is(tmp_path):
+    """CPM-Ant puts a prompt of its own before every pass."""
+    config = transformers.CpmAntConfig(
+        vocab_size=160, hidden_size=64, num_attention_heads=4, dim_head=16, dim_ff=96, num_hidden_layers=4
+    )
+    torch.manual_seed(0)
+    model, ids = transformers.CpmAntForCausalLM(config).eval(), prompt(100)
+    plain = model.generate(ids, do_sample=False, max_new_tokens=2)
+    with KVStore(tmp_path) as store:
+        for _ in range(2):
+            cache = TieredCache(model, store)
+            assert torch.equal(model.generate(ids, past_key_values=cache, do_sample=False, max_new_tokens=2), plain)
+            store.flush()
+            assert cache.stats.reason == reasons.OTHER_TOKENS
+        assert store.stats.segments == 0
+
+
+def test_a_model_of_fewer_layers_than_when_it_was_attached_is_refused(tmp_path):
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        store.precompute(model, prompt(100), progress=False)
+        model.config.num_hidden_layers = 4
+        with pytest.raises(ConfigError, match=r"6 layers .* 4 now"):
+            TieredCache(model, store)
+        detach(model)
+        cache = TieredCache(model, store)
+        model.generate(prompt(100), past_key_values=cache, do_sample=False, max_new_tokens=2)
+        assert cache.stats.tokens_restored == 0

@@ -53,6 +53,16 @@ def fetch(residency, reader, lane, chunks, account=None, release=True):
     return got if release else (got, lease)
 
 
+def fetch_fails(residency, reader, error):
+    """Now, or when it is waited for."""
+    with pytest.raises(error):
+        lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+        try:
+            lease.wait()
+        finally:
+            lease.release()
+
+
 def nothing_is_pinned(residency):
     tiers = [residency.host, *residency.devices.values()]
     return not any(pool.pins.any() for tier in tiers for pool in tier._pools.values())
@@ -66,7 +76,7 @@ def check(got, blocks, reader, lane, chunks):
 
 def tiers_of(residency, reader, lane):
     """In which tiers each chunk lies."""
-    owner, chunks = (reader.id, lane), np.arange(CHUNKS)
+    owner, chunks = reader.owner(lane), np.arange(CHUNKS)
     result = [set() for _ in chunks]
     for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
         for chunk in np.flatnonzero(tier.lookup(owner, chunks) >= 0):
@@ -243,8 +253,7 @@ def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
     for where in ((pool_module.Tier, "own_memory"), (type(reader), "read")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, refuse)
-            with pytest.raises(MemoryError):
-                residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+            fetch_fails(residency, reader, MemoryError)
         assert nothing_is_pinned(residency)
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
 
@@ -254,8 +263,7 @@ def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, range(4))
     store.engine.close()
-    with pytest.raises(RuntimeError):
-        residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    fetch_fails(residency, reader, RuntimeError)
     assert nothing_is_pinned(residency)
 
 
@@ -281,11 +289,11 @@ def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
 
 def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored):
     _, (reader, _), blocks = stored
-    residency, owner = Residency(1 << 20), (reader.id, 0)
+    residency, owner, mine = Residency(1 << 20), reader.owner(0), blocks[reader.id, 0]
     with pytest.raises(RuntimeError):
-        residency.admit(owner, blocks[owner].to("meta"))  # such a copy fails midway
+        residency.admit(owner, mine.to("meta"))  # such a copy fails midway
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
-    residency.admit(owner, blocks[owner])
+    residency.admit(owner, mine)
     assert tiers_of(residency, reader, 0) == [{"host"}] * CHUNKS
 
 
@@ -293,8 +301,8 @@ def test_blocks_that_find_no_slot_are_not_admitted(stored):
     _, (a, b), blocks = stored
     residency = Residency(CHUNKS * a.shape.lanes[0].block_bytes + 4096)
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
-    residency.admit((b.id, 0), blocks[b.id, 0])
-    assert set(residency.host._owners) == {(a.id, 0)}
+    residency.admit(b.owner(0), blocks[b.id, 0])
+    assert set(residency.host._owners) == {a.owner(0)}
     lease.release()
 
 
@@ -305,7 +313,7 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
     residency = Residency(1 << 20)
 
     def admit():
-        residency.admit((b.id, 0), blocks[b.id, 0])
+        residency.admit(b.owner(0), blocks[b.id, 0])
 
     def serve(reader):
         check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
@@ -380,11 +388,11 @@ def test_many_threads_at_once(stored):
 def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
-    residency.admit((reader.id, 0), blocks[reader.id, 0])
+    residency.admit(reader.owner(0), blocks[reader.id, 0])
     account = Account()
     check(fetch(residency, reader, 0, range(CHUNKS), account), blocks, reader, 0, range(CHUNKS))
     assert account.stats.bytes_read == 0
-    residency.admit((reader.id, 0), blocks[reader.id, 0])  # again: nothing happens
+    residency.admit(reader.owner(0), blocks[reader.id, 0])  # again: nothing happens
     assert not any(pool.pins.any() for pool in residency.host._pools.values())
 
 

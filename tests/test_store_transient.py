@@ -18,9 +18,10 @@ import torch
 from segments import links, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.errors import QuotaError, StoreBusyError, StoreError
+from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
 from hf_tiered_cache.store import database, disk, folder, maintain, process, quota, writer
 from hf_tiered_cache.store.catalogue import Catalogue
+from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.writer import Draft, Writer
 
 OF_THE_PROCESS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.EAGAIN]
@@ -92,14 +93,16 @@ def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
     header, chain, blocks = segment(links(4))
     assert ours.publish(header, chain, blocks)
-    offset = ours.reader(header.id).header.blocks.offset
+    damaged = ours.reader(header.id)
+    offset = damaged.header.blocks.offset
     with open(ours.path(header.id), "r+b") as file:
         file.seek(offset)
         file.write(b"\x55" * 100)
     theirs.report(header.id, OSError(errno.EIO, "a bad sector"))
     assert theirs.publish(header, chain, blocks)
-    with pytest.raises(Exception, match="checksum") as error:
-        read_back(ours, header.id)
+    chunk = aligned_bytes(damaged.shape.lanes[0].block_bytes).view(1, -1)
+    with pytest.raises(IntegrityError, match="checksum") as error:
+        damaged.read(0, [(0, chunk)]).result()
     ours.report(header.id, error.value)
     assert read_back(ours, header.id)
 

@@ -140,13 +140,13 @@ class Prefetch:
 
 def units_of(plan: Plan) -> list[Unit]:
     """What a plan restores, in the order in which layers need it."""
-    units: dict[tuple[str, int], Unit] = {}
+    units: dict[tuple[SegmentReader, int], Unit] = {}
     for group in plan.groups:
         for piece in group.pieces:
             for lane in piece.reader.shape.lanes:
                 tokens = plan.wanted_tokens(lane, group, piece)
                 if len(tokens):
-                    unit = units.setdefault((piece.reader.id, lane.index), Unit(piece.reader, lane))
+                    unit = units.setdefault((piece.reader, lane.index), Unit(piece.reader, lane))
                     unit.add(group, piece, tokens)
     return sorted(units.values(), key=lambda unit: unit.lane.layers[0])
 

@@ -89,9 +89,9 @@ class SelectiveRestore:
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [Restored(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
         self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]
-        self._fetches: dict[int, dict[tuple[str, int], LaneFetch]] = {}  # of each period
-        self._keys: dict[int, dict[tuple[str, int], LaneFetch]] = {}  # of each period, in lanes of their own
-        self._coarse: dict[tuple[str, int], CoarseKeys] = {}  # by segment and layer
+        self._fetches: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period
+        self._keys: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period, in lanes of their own
+        self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from. Call `cancel` in the end, also if this fails."""
@@ -202,7 +202,7 @@ class SelectiveRestore:
                 chunks, which = np.unique(shape.places(lane, inside) // step, return_inverse=True)
                 held = np.minimum(step, shape.tokens - chunks * step)  # tokens of each
                 self.residency.note_attention(
-                    (piece.reader.id, lane.index),
+                    piece.reader.owner(lane.index),
                     shape.chunks,
                     chunks,
                     np.bincount(which, choice.mass[tokens[mine]]),
@@ -217,13 +217,13 @@ class SelectiveRestore:
     def _fetch(self, number: int, wanted: bool) -> None:
         """Start to fetch what is chosen for period `number`, or as long as nothing is, guess it."""
         fetches = self._fetches.setdefault(number, {})
-        asked: dict[tuple[str, int], list[np.ndarray]] = {}
+        asked: dict[tuple[SegmentReader, int], list[np.ndarray]] = {}
         for row, chosen in zip(self._rows, self._chosen, strict=True):
             tokens = np.unique(chosen)
             for piece in row.pieces():
                 inside = row.inside(piece, tokens)[1]
                 for lane in self._lanes(piece.reader.shape, number) if len(inside) else ():
-                    name = piece.reader.id, lane.index
+                    name = piece.reader, lane.index
                     fetches.setdefault(name, LaneFetch(piece.reader, lane))
                     asked.setdefault(name, []).append(inside)
         for name in sorted(asked, key=lambda name: fetches[name].lane.layers[0]):
@@ -288,12 +288,12 @@ class SelectiveRestore:
                 if self.selector.resident:
                     tokens = np.arange(piece.reader.shape.tokens)  # the next prompt may share more of the segment
                     if (coarse := self._find_coarse(piece.reader, layer)) is not None:
-                        self._coarse[piece.reader.id, layer] = coarse  # from here on in hand
+                        self._coarse[piece.reader, layer] = coarse  # from here on in hand
                         continue
                 for lane in key_lanes(piece.reader.shape, layer, heads):
                     # what also holds what is attended to is held on to
                     fetches = (self._keys if lane.identifies else self._fetches).setdefault(number, {})
-                    fetch = fetches.setdefault((piece.reader.id, lane.index), LaneFetch(piece.reader, lane))
+                    fetch = fetches.setdefault((piece.reader, lane.index), LaneFetch(piece.reader, lane))
                     fetch.identifies = True
                     self._bring(fetch, tokens, ahead)
 
@@ -303,11 +303,11 @@ class SelectiveRestore:
         layer, every = self._periods[number][0], np.arange(row.tokens)
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
         for piece in row.pieces():
-            if (coarse := self._coarse.get((piece.reader.id, layer))) is not None:
+            if (coarse := self._coarse.get((piece.reader, layer))) is not None:
                 coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
                 continue
             apart, among = (held.get(number, {}) for held in (self._keys, self._fetches))
-            names = [(piece.reader.id, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
+            names = [(piece.reader, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
             fetches = [apart.get(name) or among[name] for name in names]
             self._await(fetches)
             if self.selector.resident:
@@ -325,7 +325,7 @@ class SelectiveRestore:
         return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.device_of(layer))
 
     def _find_coarse(self, reader: SegmentReader, layer: int) -> CoarseKeys | None:
-        return self.residency.resident.get((reader.id, layer), self.device_of(layer))
+        return self.residency.resident.get(reader.key_owner(layer), self.device_of(layer))
 
     def _coarsen(self, reader: SegmentReader, layer: int, fetches: list[LaneFetch]) -> CoarseKeys:
         """Make a segment's keys resident. Also where they have just come whole, the coarse ones choose."""
@@ -334,8 +334,9 @@ class SelectiveRestore:
         for fetch in fetches:
             for part in fetch.parts(layer, "key"):
                 fetch.copy(part, slice(part.first_head, part.first_head + part.heads), tokens, keys, 0)
-        coarse = self._coarse[reader.id, layer] = CoarseKeys.of(keys)
-        self.residency.resident.admit((reader.id, layer), coarse)
+        coarse = self._coarse[reader, layer] = CoarseKeys.of(keys)
+        if not reader.gone:
+            self.residency.resident.admit(reader.key_owner(layer), coarse)
         return coarse
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, StoreBusyError, StoreError
+from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, RestoreError, StoreBusyError, StoreError
 from ..stats import Counters
 from . import quota
 from .catalogue import Catalogue, SegmentRow
@@ -64,6 +64,8 @@ class SegmentStore(Folder):
         self.limits = limits
         self.ttl = ttl
         self.readers = OpenSegments()
+        self.on_gone: list[Callable[[Collection[str]], None]] = []
+        """Told of segments whose file is gone, or another one now."""
         self._lock = threading.RLock()
         self._unsynced: dict[Path, None] = {}
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
@@ -81,6 +83,9 @@ class SegmentStore(Folder):
     def reader(self, segment_id: str) -> SegmentReader | None:
         """An open segment, or None (counted, and reported) if its file cannot be used."""
         reader = self.readers.get(segment_id)
+        if reader is not None and not reader.is_at(self.path(segment_id)):
+            self.let_go([segment_id])
+            reader = None
         if reader is None:
             try:
                 reader = self._open(segment_id)
@@ -109,6 +114,9 @@ class SegmentStore(Folder):
         may pass, so it hides the segment from this process alone, and for a while. What is no fault of the file has no
         consequence for it.
         """
+        if not isinstance(error, OSError | FormatError | IntegrityError | RestoreError):
+            self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
+            return
         damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NewerFormatError)
         newer = isinstance(error, NewerFormatError)
         self.counters.add("newer_files" if newer else "verification_failures" if damaged else "read_errors")
@@ -118,6 +126,7 @@ class SegmentStore(Folder):
             self._judge(segment_id, error)
         elif isinstance(error, FileNotFoundError):
             if self.segments_dir.is_dir():
+                self.let_go([segment_id])
                 self.ask(lambda c: c.remove([segment_id]), None)
         elif not is_of_the_process(error):
             self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
@@ -211,7 +220,8 @@ class SegmentStore(Folder):
             self._publish(header, row, tmp, replace)
         self.counters.add("segments_written")
         self.counters.add("bytes_written", row.nbytes)
-        self.readers.drop(header.id)
+        if replace:
+            self.let_go([header.id])
         with self._lock:
             self._hidden.pop(header.id, None)
             self._unsynced[final] = None
@@ -308,7 +318,6 @@ class SegmentStore(Folder):
         """Delete segments. Returns how many files there were. Raises OSError where one could not be deleted."""
         gone, removed, failed = [], 0, None
         for segment_id in ids:
-            self.readers.drop(segment_id)
             try:
                 with suppress(FileNotFoundError):
                     self.path(segment_id).unlink()
@@ -319,10 +328,20 @@ class SegmentStore(Folder):
                 failed = error
             with self._lock:
                 self._unsynced.pop(self.path(segment_id), None)
+        self.let_go(gone)
         self.ask(lambda c: c.remove(gone), None)
         if failed is not None:
             raise failed
         return removed
+
+    def let_go(self, ids: Collection[str]) -> None:
+        """The files of these segments are gone, or others: so is what this process has of them."""
+        for segment_id in ids:
+            if (reader := self.readers.get(segment_id)) is not None:
+                reader.gone = True
+                self.readers.drop(segment_id)
+        for tell in self.on_gone:
+            tell(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Keep segments from eviction, or let them go again. A pin is a file, so it outlives the catalogue."""
@@ -335,9 +354,10 @@ class SegmentStore(Folder):
 
     def forget_lost_readers(self) -> None:
         """Let go of segments that another process has deleted: an open file keeps its room on the disk."""
-        for segment_id in self.readers:
-            if not self.path(segment_id).exists():
-                self.readers.drop(segment_id)
+        opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
+        lost = [name for name, reader in opened if reader is not None and not reader.is_at(self.path(name))]
+        if lost:
+            self.let_go(lost)
 
     def pinned(self) -> set[str]:
         """Which segments are pinned. Raises OSError: what cannot be listed is not to be taken for none."""

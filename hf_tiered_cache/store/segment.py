@@ -69,6 +69,11 @@ def is_there(path: Path, file: tuple[int, int]) -> bool:
     return (stat.st_dev, stat.st_ino) == file
 
 
+def content_of(blocks: torch.Tensor) -> int:
+    """What `SegmentReader.owner` will say of a lane with these blocks, uint8 `[chunks, block_bytes]`."""
+    return xxh3(np.array([xxh3(row) for row in rows(blocks)], "<u8").tobytes())
+
+
 class SegmentReader:
     """A segment opened for reading. The open file stays whole even when another process unlinks it."""
 
@@ -84,6 +89,24 @@ class SegmentReader:
         self.shape = self.header.shape
         self._engine = engine
         self._verify = verify
+        self._contents = [xxh3(table["xxh3"].tobytes()) for table in self.digests]  # of each lane
+        self.gone = False
+        """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` is still the one that is open here."""
+        try:
+            return is_there(path, self._inode)
+        except OSError:
+            return False
+
+    def owner(self, lane: int) -> tuple[str, int, int]:
+        """Under which name memory keeps blocks of a lane: with what they contain, whatever is stored under the id."""
+        return self.id, lane, self._contents[lane]
+
+    def key_owner(self, layer: int) -> tuple[str, int, int]:
+        """The same for the keys of a layer, in whichever lanes they lie."""
+        return self.id, layer, self.header.digests.digest
 
     def read(self, lane: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
         """Read runs of blocks of one lane, and check every block.

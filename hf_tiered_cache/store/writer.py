@@ -7,21 +7,24 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 
 from ..errors import StoreBusyError, StoreClosedError
+from ..latch import Latch
 from .disk import SegmentStore
 from .format import SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
 
 _PATIENCE_SECONDS = 10.0
-"""How long a request waits for a writer that gets nothing done: its disk, or a lock, may be stuck for ever."""
+"""How long a request waits for a writer that gets nothing done."""
 _MOST_PATIENCE_SECONDS = 60.0
-"""The same for `flush` and `close`, which are asked to lose nothing."""
+"""The same for `flush` and `close`."""
+_POLL_SECONDS = 0.005
 
 
 @dataclass
@@ -39,12 +42,15 @@ class Draft:
     lanes: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[], None] = lambda: None
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Latch = field(default_factory=Latch)
 
     @property
     def nbytes(self) -> int:
         """Memory that its KV takes while it waits."""
         return self.header.shape.blocks_bytes
+
+
+Action = Callable[[], object]
 
 
 class Writer:
@@ -54,22 +60,32 @@ class Writer:
         store: where they go.
         queue_bytes: of drafts that may wait. When there are more, `submit` waits, as long as something gets done;
             what cannot wait, and has no room, is dropped. A draft that is larger waits for an empty queue.
+        seal: is called when the writer is to end, to queue what is left; again until it does not return False.
+        close: is called when all is written.
     """
 
-    def __init__(self, store: SegmentStore, queue_bytes: int = 2 << 30) -> None:
-        self._store = store
-        # finalizers submit too, at any moment and in any thread: this queue and this lock may be entered again
-        self._queue: queue.SimpleQueue[Draft | Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Condition(threading.RLock())
+    def __init__(
+        self,
+        store: SegmentStore,
+        queue_bytes: int = 2 << 30,
+        seal: Action = lambda: None,
+        close: Action = lambda: None,
+    ) -> None:
+        self._store, self._seal, self._close = store, seal, close
+        # finalizers put things in at any moment and in any thread: this queue may be entered again
+        self._queue: queue.SimpleQueue[Draft | Action | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
         self._queue_bytes = queue_bytes
         self._waiting_bytes = 0
         self._pending: dict[bytes, Draft] = {}
-        self._closed = self._ended = False
+        self._closed = False
+        self._ended = Latch()
         self._steps = 0  # that the writer has done, so that who waits sees whether it is stuck
         self._stuck = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hf-tiered-writer", daemon=True)
         self._thread.start()
+        weakref.finalize(self._thread, _end_with_the_interpreter, self._queue, self._ended, self._pid)
 
     def submit(self, draft: Draft, wait: bool = True) -> None:
         """Queue a segment. With `wait`, not before there is room in the queue; one that gets none is dropped.
@@ -78,17 +94,18 @@ class Writer:
             StoreClosedError: the writer was closed.
         """
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"{self._store.root} was opened before this process was forked")
-        with self._lock:
-            if wait:
-                self._wait(lambda: self._has_room(draft))
-            if self._closed:
-                raise StoreClosedError(f"{self._store.root} was closed")
-            if self._has_room(draft):
-                self._pending[draft.links[0]] = draft
-                self._waiting_bytes += draft.nbytes
-                self._queue.put(draft)
-                return
+            raise StoreClosedError(f"{self._store.root} was opened before this process was forked; open it anew")
+        while True:
+            with self._lock:
+                if self._closed:
+                    raise StoreClosedError(f"{self._store.root} was closed")
+                if self._has_room(draft):
+                    self._pending[draft.links[0]] = draft
+                    self._waiting_bytes += draft.nbytes
+                    self._queue.put(draft)
+                    return
+            if not wait or not self._wait(lambda: self._closed or self._has_room(draft)):
+                break
         self._store.counters.add("dropped_writes")
         self._store.warn(
             "queue",
@@ -100,18 +117,24 @@ class Writer:
     def _has_room(self, draft: Draft) -> bool:
         return not self._waiting_bytes or self._waiting_bytes + draft.nbytes <= self._queue_bytes
 
-    def later(self, action: Callable[[], None]) -> None:
-        """Run something small behind what is queued."""
+    def later(self, action: Action) -> bool:
+        """Run something small behind what is queued. Returns whether it will be."""
         with self._lock:
             if not self._closed:
                 self._queue.put(action)
+            return not self._closed
+
+    def soon(self, action: Action) -> None:
+        """The same for finalizers: without a lock. What returns False is run again."""
+        if not self._closed and os.getpid() == self._pid:
+            self._queue.put(action)
 
     def wait_for(self, links: Iterable[bytes]) -> None:
         """Wait until the queued segments that begin with one of `links` are published, unless the writer is stuck."""
         with self._lock:
             drafts = [self._pending[link] for link in links if link in self._pending]
-            if drafts and not self._wait(lambda: all(draft.done.is_set() for draft in drafts)):
-                self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
+        if drafts and not self._wait(lambda: all(draft.done.is_open for draft in drafts)):
+            self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
 
     def flush(self) -> None:
         """Wait until everything queued so far is written, and make it durable.
@@ -119,52 +142,42 @@ class Writer:
         Raises:
             StoreBusyError: nothing gets written.
         """
-        written = threading.Event()
-
-        def note() -> None:
-            written.set()
-            self._progress()
-
-        self.later(note)
-        with self._lock:
-            done = self._wait(lambda: written.is_set() or not self._thread.is_alive(), _MOST_PATIENCE_SECONDS)
-        if not done:
+        written = Latch()
+        if self.later(written.open) and not self._wait(
+            lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
+        ):
             raise StoreBusyError(f"nothing gets written to {self._store.root}; check the disk and call flush() again")
         self._store.sync()
 
+    def end(self) -> None:
+        """Let the thread write what is queued, close what is to be closed, and end. Finalizers may ask for it."""
+        if os.getpid() == self._pid:
+            self._queue.put(None)
+
     def close(self) -> None:
-        """Write what is queued and end the thread; one that is stuck is left behind."""
-        if os.getpid() != self._pid:
-            return  # the thread is the parent's
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._queue.put(None)
-            self._lock.notify_all()
-            mine = threading.current_thread() is self._thread
-            ended = mine or self._wait(lambda: self._ended, _MOST_PATIENCE_SECONDS)
-        if mine:  # a finalizer, in the writer's own thread: nobody else will write what is left
-            self._run()
-            self._queue.put(None)
-        elif ended:
-            self._thread.join()
-        else:
+        """End, and wait for it; a thread that is stuck is left behind."""
+        self.end()
+        if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_open, _MOST_PATIENCE_SECONDS):
             logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.root)
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
-        """Wait, under the lock, until `condition` holds, or nothing has been done for so many seconds.
+        """Wait until `condition` holds, or nothing has been done for so many seconds.
 
-        Once in vain, requests do not wait at all until something is done again. Returns whether the condition holds.
+        Once in vain, requests do not wait at all until something is done again. It sleeps without a lock, which an
+        interrupt could leave taken.
+
+        Returns:
+            Whether the condition holds.
         """
         if os.getpid() != self._pid or threading.current_thread() is self._thread:
             return condition()
         if self._stuck and patience is None:
             return condition()
-        seconds = _PATIENCE_SECONDS if patience is None else patience
+        seconds, nap = _PATIENCE_SECONDS if patience is None else patience, 0.0002
         seen, deadline = self._steps, time.monotonic() + seconds
         while not condition():
-            self._lock.wait(max(0.0, deadline - time.monotonic()))
+            time.sleep(nap)
+            nap = min(2 * nap, _POLL_SECONDS)
             if self._steps != seen:
                 seen, deadline = self._steps, time.monotonic() + seconds
             elif time.monotonic() >= deadline:
@@ -174,21 +187,42 @@ class Writer:
 
     def _progress(self) -> None:
         """Something has been done: who waits may go on waiting."""
-        with self._lock:
-            self._steps += 1
-            self._stuck = False
-            self._lock.notify_all()
+        self._steps += 1
+        self._stuck = False
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            try:
-                self._write(item) if isinstance(item, Draft) else item()
-            except Exception:
-                self._store.counters.add("dropped_writes")
-                logger.exception("a segment was not stored")
-            item = None  # frees the KV before waiting for the next draft
-        self._ended = True
-        self._progress()
+        try:
+            while (item := self._queue.get()) is not None:
+                self._do(item)
+                item = None  # frees the KV before waiting for the next draft
+            while self._seal() is False:
+                self._drain()
+            with self._lock:
+                self._closed = True
+            self._drain()
+            self._close()
+        except Exception:
+            logger.exception("the store %s was not closed properly", self._store.root)
+        finally:
+            self._closed = True
+            self._ended.open()
+
+    def _drain(self) -> None:
+        while not self._queue.empty():
+            if (item := self._queue.get()) is not None:
+                self._do(item)
+
+    def _do(self, item: Draft | Action) -> None:
+        try:
+            if isinstance(item, Draft):
+                self._write(item)
+            elif item() is False:  # the other thread that is at it may be waiting for room
+                time.sleep(0.001)
+                self._queue.put(item)
+            self._progress()
+        except Exception:
+            self._store.counters.add("dropped_writes")
+            logger.exception("a segment was not stored")
 
     def _write(self, draft: Draft) -> None:
         stored = False
@@ -201,10 +235,16 @@ class Writer:
                 if self._pending.get(draft.links[0]) is draft:
                     del self._pending[draft.links[0]]
                 self._waiting_bytes -= draft.nbytes
-            draft.done.set()
-            self._progress()
+            draft.done.open()
 
     def _lanes(self, draft: Draft) -> Iterator[torch.Tensor]:
         for blocks in draft.lanes():
             self._progress()
             yield blocks
+
+
+def _end_with_the_interpreter(actions: queue.SimpleQueue, ended: Latch, pid: int) -> None:
+    """A writer that still has something to write when the interpreter ends is waited for, but not in a forked child."""
+    if os.getpid() == pid and not ended.is_open:
+        actions.put(None)
+        ended.wait()

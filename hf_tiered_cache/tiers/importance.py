@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 
@@ -54,6 +55,14 @@ class TokenImportance:
         with self._lock:
             known = self._mass.get(segment)
             return None if known is None else TokenOrder.by_importance(known)
+
+    def forget(self, segments: Collection[str]) -> None:
+        """These segments are gone."""
+        with self._lock:
+            for segment in self._mass.keys() & set(segments):
+                self._nbytes -= self._mass.pop(segment).nbytes
+            for segment in segments:
+                self._prompts.pop(segment, None)
 
     def rename(self, old: str, new: str) -> None:
         """A segment is called otherwise from now on."""

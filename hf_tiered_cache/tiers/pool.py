@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,8 @@ SLAB_BYTES, LEAST_SLAB_BYTES = 64 << 20, 1 << 20
 """Memory is taken in slabs, so that budgets need not be paid at start and pools can trade: an eighth of a small budget,
 for blocks of several sizes. Powers of two, alignment included: PyTorch page-locks whole powers of two."""
 
-FREE, RESERVED, GONE = -1, -2, -3
-"""States of a slot that holds no block: free, being filled, its memory given back."""
+FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
+"""States of a slot that holds no block: free, being filled, its memory given back, its block forgotten while in use."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
@@ -63,12 +64,15 @@ class SlotPool:
                 self.slabs[index] = memory
                 self.owner[self.starts[index] : self.starts[index + 1]] = FREE
                 return
-        self.slabs.append(memory)
-        self.starts.append(self.starts[-1] + count)
-        self.owner = np.concatenate([self.owner, np.full(count, FREE, np.int64)])
+        grown: dict[str, Any] = {
+            "slabs": [*self.slabs, memory],
+            "starts": [*self.starts, self.starts[-1] + count],
+            "owner": np.concatenate([self.owner, np.full(count, FREE, np.int64)]),
+        }
         for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
             known = getattr(self, name)
-            setattr(self, name, np.concatenate([known, np.zeros(count, known.dtype)]))
+            grown[name] = np.concatenate([known, np.zeros(count, known.dtype)])
+        self.__dict__.update(grown)  # all at once: an interrupt finds arrays of one length
 
     def drop_slab(self, index: int) -> None:
         """Give a slab's memory back; its slots must be free."""
@@ -133,6 +137,7 @@ class Tier:
         self._owners: dict[Owner, int] = {}
         self._names: dict[int, Owner] = {}
         self._tables: dict[int, tuple[SlotPool, np.ndarray]] = {}  # owner -> slot of each chunk, or -1
+        self._latest: dict[tuple[str, int], Owner] = {}  # of a segment and lane, whatever it contains
         self._next_owner = 0
 
     # --- looking up
@@ -144,6 +149,13 @@ class Tier:
 
     def pool(self, block_bytes: int) -> SlotPool:
         return self._pools.setdefault(block_bytes, SlotPool(block_bytes))
+
+    def pools(self) -> Iterable[SlotPool]:
+        return self._pools.values()
+
+    def segments(self) -> set[str]:
+        """Those of which it holds a block."""
+        return {owner[0] for owner in self._owners}
 
     def use(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Note a use of these slots and pin them."""
@@ -202,12 +214,12 @@ class Tier:
         table = self._tables[number][1]
         fresh = table[chunks] < 0
         mine = slots[fresh]
-        table[chunks[fresh]] = mine
-        pool.owner[mine] = number
         pool.chunk[mine] = chunks[fresh]
         pool.last_used[mine] = self.clock
         pool.uses[mine] = 1
         pool.importance[mine], pool.accesses[mine] = self._scores.of(owner, chunks[fresh])
+        pool.owner[mine] = number  # after all else is known of them: `mend` goes by it
+        table[chunks[fresh]] = mine
         return fresh
 
     def rescore(self, owner: Owner, chunks: np.ndarray) -> None:
@@ -228,20 +240,14 @@ class Tier:
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots, whatever they hold."""
-        for number in np.unique(pool.owner[slots]):
-            if number >= 0:
-                held = slots[pool.owner[slots] == number]
-                self._forget(int(number), pool.chunk[held])
-        pool.owner[slots] = FREE
+        self._part(pool, slots, FREE)
         pool.pins[slots] = 0
         pool.uses[slots] = 0
 
-    def forget(self, segment_id: str) -> None:
-        """Free the blocks of a segment that nobody holds."""
-        for owner in [owner for owner in self._owners if owner[0] == segment_id]:
-            pool, table = self._tables[self._owners[owner]]
-            slots = table[table >= 0]
-            self.discard(pool, slots[pool.pins[slots] == 0])
+    def forget(self, segments: Collection[str]) -> None:
+        """No look-up finds a block of these segments any more; those in use keep their bytes until they are not."""
+        for owner in [owner for owner in self._owners if owner[0] in segments]:
+            self._forget_owner(owner)
 
     def also_in(self, other: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
         """bool `[len(slots)]`: whether `other` holds the same block."""
@@ -253,10 +259,38 @@ class Tier:
         return result
 
     def clear(self) -> None:
-        """Forget every block and give the memory back."""
-        for state in (self._pools, self._owners, self._names, self._tables):
-            state.clear()
+        """Forget every block, and give the memory back but for slabs that are in use."""
+        for owner in list(self._owners):
+            self._forget_owner(owner)
+        for pool in self._pools.values():
+            for index, memory in enumerate(pool.slabs):
+                if memory is not None and not pool.pins[pool.starts[index] : pool.starts[index + 1]].any():
+                    self._give_back(pool, index)
+
+    def mend(self, held: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
+        """A step was interrupted halfway: make everything again from the slots of whole blocks, and those held."""
         self.allocated = 0
+        for pool in self._pools.values():
+            pool.pins[:] = 0
+            pool.owner[~np.isin(pool.owner, list(self._tables))] = FREE
+            for index, memory in enumerate(pool.slabs):
+                if memory is None:
+                    pool.owner[pool.starts[index] : pool.starts[index + 1]] = GONE
+                else:
+                    self.allocated += memory.numel() + ALIGNMENT
+        for number, (pool, table) in list(self._tables.items()):
+            mine = np.flatnonzero(pool.owner == number)
+            table[:] = -1
+            table[pool.chunk[mine]] = mine
+            if number not in self._names or not len(mine):
+                pool.owner[mine] = FREE
+                del self._tables[number]
+        self._names = {number: owner for number, owner in self._names.items() if number in self._tables}
+        self._owners = {owner: number for number, owner in self._names.items()}
+        self._latest = {owner[:2]: owner for owner in self._owners}
+        for pool, slots in held:
+            pool.pins[slots] += 1
+            pool.owner[slots[pool.owner[slots] == FREE]] = ORPHANED
 
     # --- within
 
@@ -294,9 +328,12 @@ class Tier:
         _, other, index = best
         span = np.arange(other.starts[index], other.starts[index + 1])
         self._evict(other, span[other.owner[span] >= 0])
-        other.drop_slab(index)
-        self.allocated -= len(span) * other.block_bytes + ALIGNMENT
+        self._give_back(other, index)
         return True
+
+    def _give_back(self, pool: SlotPool, index: int) -> None:
+        self.allocated -= (pool.starts[index + 1] - pool.starts[index]) * pool.block_bytes + ALIGNMENT
+        pool.drop_slab(index)
 
     def _evict(self, pool: SlotPool, slots: np.ndarray) -> None:
         slots = np.sort(slots)
@@ -312,16 +349,36 @@ class Tier:
     def _number(self, owner: Owner, pool: SlotPool, chunk_count: int) -> int:
         number = self._owners.get(owner)
         if number is None:
+            if (before := self._latest.get(owner[:2])) in self._owners:
+                self._forget_owner(before)  # the segment was written anew since
             number = self._next_owner
             self._next_owner += 1
-            self._owners[owner] = number
-            self._names[number] = owner
             self._tables[number] = (pool, np.full(chunk_count, -1, np.int64))
+            self._names[number] = owner
+            self._owners[owner] = number
+            self._latest[owner[:2]] = owner
         return number
+
+    def _forget_owner(self, owner: Owner) -> None:
+        pool, table = self._tables[self._owners[owner]]
+        slots = table[table >= 0]
+        in_use = pool.pins[slots] > 0
+        self._part(pool, slots[in_use], ORPHANED)
+        self.discard(pool, slots[~in_use])
+
+    def _part(self, pool: SlotPool, slots: np.ndarray, state: int) -> None:
+        """Part slots from the blocks they hold, if any."""
+        for number in np.unique(pool.owner[slots]):
+            if number >= 0:
+                held = slots[pool.owner[slots] == number]
+                self._forget(int(number), pool.chunk[held])
+        pool.owner[slots] = state
 
     def _forget(self, number: int, chunks: np.ndarray) -> None:
         table = self._tables[number][1]
         table[chunks] = -1
         if not (table >= 0).any():
             del self._tables[number]
-            del self._owners[self._names.pop(number)]
+            owner = self._names.pop(number)
+            del self._owners[owner]
+            del self._latest[owner[:2]]

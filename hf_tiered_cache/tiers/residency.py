@@ -7,61 +7,27 @@ device moves down to the host. What finds no slot within the budgets travels in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
 from ..stats import Account
+from ..store.engines import ReadReport
 from ..store.memory import aligned_bytes
 from ..store.segment import SegmentReader
 from . import make_policy
 from .guesses import Guesses
+from .interrupts import Apart, Step
+from .lease import Hold, Lease
 from .policy import Usage
-from .pool import RESERVED, SlotPool, Tier
+from .pool import ORPHANED, RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
 from .runs import BlockRun, overlaps, some_of
 from .scores import Owner, ScoreTable
 from .streams import CopyStream, DoneEvent, Event, copy_stream
-
-
-@dataclass(eq=False)
-class Lease:
-    """Blocks of one lane on their way to a device, and a hold on the slots they lie in until `release`."""
-
-    residency: Residency
-    block_bytes: int
-    stream: CopyStream | None
-    """The side stream of the device, or None where the host tier is the device tier."""
-    runs: list[BlockRun] = field(default_factory=list)
-    """The blocks by ascending chunk, on the device that asked, once `wait` has returned."""
-    chunks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """What it brings."""
-    from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Chunks that are read from disk for this lease."""
-    arrived: Future[None] = field(default_factory=Future)
-    copied: Event = field(default_factory=DoneEvent)
-    held: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
-    owns_memory: bool = False
-    """Whether `runs` lie in device memory of the lease's own, allocated on the side stream."""
-    moves_down: bool = False
-    """Whether this is no request's lease, but holds host slots that evicted blocks are being copied to."""
-    _released: bool = False
-
-    def wait(self) -> None:
-        """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises."""
-        self.arrived.result()
-        if self.stream is not None:
-            self.stream.await_copies(self.copied)
-
-    def release(self) -> None:
-        """Let the slots go. Call once after the last use of `runs`, and also for a lease that failed."""
-        if not self._released:
-            self._released = True
-            self.arrived.add_done_callback(lambda _: self.residency.retire(self))
 
 
 class Residency:
@@ -98,9 +64,11 @@ class Residency:
         self.device_budget = device_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
         self._streams: dict[torch.device, CopyStream] = {}
-        self._retiring: list[tuple[Event, Lease]] = []
-        self._lock = threading.RLock()
+        self._holds: set[Hold] = set()
+        self._lock = threading.Lock()
+        self._step = Step(self._mend)
         self._clock = 0
+        self._starting = Apart("hf-tiered-start")  # a read that is half begun could not be taken back
 
     # --- the two verbs
 
@@ -127,31 +95,48 @@ class Residency:
         Returns:
             At once, a lease whose blocks arrive later.
         """
-        owner: Owner = (reader.id, lane)
+        lease = Lease(self, reader.shape.lanes[lane].block_bytes, None, chunks)
+        try:
+            with self._lock, self._step:
+                read, in_memory = self._begin(lease, reader, lane, device, account, ahead)
+            if read is None:
+                self._settle(lease, in_memory)
+            else:
+                self._starting.do(read)
+        except BaseException:  # also Ctrl-C: nobody is going to release it
+            lease.hold.over = DoneEvent()
+            self.retire(lease)
+            raise
+        return lease
+
+    def _begin(
+        self, lease: Lease, reader: SegmentReader, lane: int, device: torch.device, account: Account, ahead: bool
+    ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+        """Hold what memory has and slots for the rest.
+
+        Returns:
+            What starts to read the rest, if there is any, and what is to be done when all is in memory.
+        """
+        owner, block_bytes, hold = reader.owner(lane), lease.block_bytes, lease.hold
         on_host: list[BlockRun] = []
         direct: list[BlockRun] = []
         staged: list[BlockRun] = []
-        with self._lock:
-            tier = self._device_tier(device)
-            self._tick(tier)
-            block_bytes = reader.shape.lanes[lane].block_bytes
-            if ahead:
-                if tier is not None and not tier.room(block_bytes):
-                    tier, device = None, torch.device("cpu")
-                chunks = self._within_budgets(tier, owner, chunks, block_bytes)
-            lease = Lease(self, block_bytes, self._streams.get(device), chunks=chunks)
-            try:
-                self._await_moves_down(lease.stream)
-                missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
-                missing = self._take(self.host, owner, missing, lease, on_host, account)
-                rest = self._reserve(tier, missing, lease, direct) if tier is not None and self._direct else missing
-                rest = self._reserve(self.host, rest, lease, staged)
-                staged.extend(self.host.own_memory(rest, lease.block_bytes))
-            except BaseException:  # no memory: leave nothing held
-                self._let_go(lease)
-                raise
-            if direct:
-                lease.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
+        tier = self._device_tier(device)
+        self._tick(tier)
+        if ahead:
+            if tier is not None and not tier.room(block_bytes):
+                tier, device = None, torch.device("cpu")
+            lease.chunks = self._within_budgets(tier, owner, lease.chunks, block_bytes)
+        chunks, hold.stream = lease.chunks, self._streams.get(device)
+        self._holds.add(hold)
+        self._await_moves_down(hold.stream)
+        missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
+        missing = self._take(self.host, owner, missing, lease, on_host, account)
+        rest = missing
+        if not reader.gone:  # else nobody will look for it again
+            rest = self._reserve(tier, block_bytes, rest, hold, direct) if tier is not None and self._direct else rest
+            rest = self._reserve(self.host, block_bytes, rest, hold, staged)
+        staged.extend(self.host.own_memory(rest, block_bytes))
         lease.from_disk = missing
 
         def arrive() -> None:
@@ -159,31 +144,44 @@ class Residency:
             self._arrive(reader, lane, on_host + staged, lease, tier)
             lease.runs.sort(key=lambda run: run[0])
 
-        if not len(missing):
-            _settle_future(lease.arrived, arrive)
-            return lease
-
-        def read(done: Future) -> None:
-            def finish() -> None:
-                failed = done.exception() is not None
-                account.read_done(0 if failed else done.result().nbytes)
-                found, lost = (0, len(missing)) if failed else (len(missing), 0)
-                account.looked_up("disk", found, lost, lease.block_bytes)
-                done.result()
-                arrive()
-
-            _settle_future(lease.arrived, finish)
-
-        account.read_started()
-        try:
-            reading = reader.read(lane, direct + staged)
-        except BaseException:  # the store was closed meanwhile
-            account.read_done(0)
+        def read() -> None:
+            """In the thread that starts reads."""
             with self._lock:
-                self._let_go(lease)
-            raise
-        reading.add_done_callback(read)
-        return lease
+                if hold.over is not None:  # given up before it began
+                    lease.arrived.open()
+                    return
+                hold.reading = True
+            account.read_started()
+            try:
+                if direct and hold.stream is not None:
+                    hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
+                reading = reader.read(lane, direct + staged)
+            except BaseException as error:  # the store was closed meanwhile
+                reading = Future()
+                reading.set_exception(error)
+            reading.add_done_callback(done)
+
+        def done(reading: Future[ReadReport]) -> None:
+            error = reading.exception()
+            account.read_done(0 if error else reading.result().nbytes)
+            found, lost = (0, len(missing)) if error else (len(missing), 0)
+            account.looked_up("disk", found, lost, block_bytes)
+            self._settle(lease, arrive, error)
+
+        return read if len(missing) else None, arrive
+
+    def _settle(self, lease: Lease, arrive: Callable[[], None], error: BaseException | None = None) -> None:
+        """All blocks of a lease are in memory, or cannot be had: say so to who waits for it."""
+        try:
+            with self._lock, self._step:
+                lease.hold.reading = False
+                if error is None:
+                    arrive()
+        except Exception as caught:
+            error = caught
+        lease.arrived.open(error)
+        if lease.hold.over is not None:  # released meanwhile
+            self.retire(lease)
 
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
         """Put freshly computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
@@ -191,34 +189,33 @@ class Residency:
         if count * block_bytes > self.host.budget:
             return
         chunks = np.arange(count)
-        with self._lock:
-            self._tick(None)
-            wanted = chunks[self.host.lookup(owner, chunks) < 0]
-            if not len(wanted):
-                return
-            pool, slots = self.host.acquire(block_bytes, len(wanted))
-            if not len(slots):
-                return
-            wanted = wanted[: len(slots)]
+        lease = Lease(self, block_bytes, None, chunks)  # of nobody but this method, while it fills them
+        targets: list[BlockRun] = []
         try:
-            for first, memory in pool.runs(slots, wanted):
+            with self._lock, self._step:
+                self._tick(None)
+                wanted = chunks[self.host.lookup(owner, chunks) < 0]
+                self._holds.add(lease.hold)
+                self._reserve(self.host, block_bytes, wanted, lease.hold, targets)
+            for first, memory in targets:
                 memory.copy_(blocks[first : first + len(memory)])
-            with self._lock:
-                self.host.settle(pool, slots, owner, wanted, count)
+            with self._lock, self._step:
+                for tier, pool, slots in lease.hold.slots:
+                    new = slots[pool.owner[slots] == RESERVED]
+                    tier.settle(pool, new, owner, pool.chunk[new], count)
         finally:  # slots that were not filled belong to nobody, and are free again
-            with self._lock:
-                self._unpin(self.host, pool, slots)
+            self.retire(lease)
 
     def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
         """A selector has chosen a share of `chunks` of a lane with `count`, to which queries pay so much attention."""
         self.scores.note(owner, count, chunks, mass, share)
-        with self._lock:
-            for tier in (self.host, *self.devices.values()):
+        with self._lock, self._step:
+            for tier in self._tiers():
                 tier.rescore(owner, chunks)
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
         """How many of a lane's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
-        with self._lock:
+        with self._lock, self._step:
             counts = {}
             tier = self.devices.get(device)
             for each in [self.host] if tier is None else [tier, self.host]:
@@ -227,13 +224,19 @@ class Residency:
                 chunks = chunks[~there]
             return counts | {"disk": len(chunks)}
 
-    def forget(self, segment_id: str) -> None:
-        """A segment is gone: so are its blocks, but for those in use, and what was known of them."""
-        self.scores.forget(segment_id)
-        self.resident.forget(segment_id)
-        with self._lock:
-            for tier in (self.host, *self.devices.values()):
-                tier.forget(segment_id)
+    def forget(self, segments: Collection[str]) -> None:
+        """These segments are gone: so are their blocks, in use or not, and what was known of them."""
+        self.scores.forget(segments)
+        self.resident.forget(segments)
+        with self._lock, self._step:
+            for tier in self._tiers():
+                tier.forget(segments)
+            self._reap()
+
+    def segments(self) -> set[str]:
+        """Those of which blocks are in memory."""
+        with self._lock, self._step:
+            return {segment for tier in self._tiers() for segment in tier.segments()} | self.resident.segments()
 
     # --- steps of a fetch, under the lock
 
@@ -265,20 +268,22 @@ class Residency:
         if found.any():
             pool = tier.pool(lease.block_bytes)
             tier.use(pool, slots[found])
-            lease.held.append((tier, pool, slots[found]))
+            lease.hold.slots.append((tier, pool, slots[found]))
             runs.extend(pool.runs(slots[found], chunks[found]))
         account.looked_up(tier.name, int(found.sum()), int((~found).sum()), lease.block_bytes)
         return chunks[~found]
 
-    def _reserve(self, tier: Tier, chunks: np.ndarray, lease: Lease, runs: list[BlockRun]) -> np.ndarray:
+    def _reserve(
+        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, runs: list[BlockRun]
+    ) -> np.ndarray:
         """Reserve slots for as many `chunks` as `tier` has room for. Returns the others."""
         if not len(chunks) or not tier.budget:
             return chunks
-        pool, slots = tier.acquire(lease.block_bytes, len(chunks))
+        pool, slots = tier.acquire(block_bytes, len(chunks))
         if len(slots):
             taken = chunks[: len(slots)]
             pool.chunk[slots] = taken
-            lease.held.append((tier, pool, slots))
+            hold.slots.append((tier, pool, slots))
             runs.extend(pool.runs(slots, taken))
         return chunks[len(slots) :]
 
@@ -286,20 +291,19 @@ class Residency:
         self, reader: SegmentReader, lane: int, in_host: list[BlockRun], lease: Lease, tier: Tier | None
     ) -> None:
         """The bytes are in memory: move them up to the device, and enter them in the tier that keeps them."""
-        with self._lock:
-            moved = np.empty(0, np.int64)
-            if tier is None:
-                lease.runs.extend(in_host)
-            elif in_host:
-                moved = self._move_up(tier, sorted(in_host, key=lambda run: run[0]), lease)
-            for holder, pool, slots in lease.held:
-                new = slots[pool.owner[slots] == RESERVED]
-                if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
-                    new = new[~np.isin(pool.chunk[new], moved)]
-                if len(new):
-                    holder.settle(pool, new, (reader.id, lane), pool.chunk[new], reader.shape.chunks)
-            if lease.stream is not None:  # also after what earlier leases are still copying to slots that this one uses
-                lease.copied = lease.stream.copied()
+        moved = np.empty(0, np.int64)
+        if tier is None:
+            lease.runs.extend(in_host)
+        elif in_host:
+            moved = self._move_up(tier, sorted(in_host, key=lambda run: run[0]), lease)
+        for holder, pool, slots in lease.hold.slots if not reader.gone else ():
+            new = slots[pool.owner[slots] == RESERVED]
+            if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
+                new = new[~np.isin(pool.chunk[new], moved)]
+            if len(new):
+                holder.settle(pool, new, reader.owner(lane), pool.chunk[new], reader.shape.chunks)
+        if lease.hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
+            lease.hold.copied = lease.hold.stream.copied()
 
     # --- between host and device
 
@@ -307,8 +311,8 @@ class Residency:
         """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
         chunks = np.concatenate([np.arange(first, first + len(blocks)) for first, blocks in in_host])
         targets: list[BlockRun] = []
-        rest = self._reserve(tier, chunks, lease, targets)
-        with lease.stream.copying():
+        rest = self._reserve(tier, lease.block_bytes, chunks, lease.hold, targets)
+        with lease.hold.stream.copying():
             targets.extend(tier.own_memory(rest, lease.block_bytes))
             for source, target in overlaps(in_host, targets):
                 target.copy_(source, non_blocking=True)
@@ -328,59 +332,69 @@ class Residency:
         if not len(chunks):
             return
         stream = self._streams[device]
-        down = Lease(self, block_bytes, stream, moves_down=True)
+        down = Hold(stream, over=DoneEvent(), moves_down=True)
+        self._holds.add(down)
         targets: list[BlockRun] = []
-        self._reserve(self.host, chunks, down, targets)
+        self._reserve(self.host, block_bytes, chunks, down, targets)
         if not targets:
             return
         with stream.copying():
             for source, target in overlaps(runs, targets):
                 target.copy_(source, non_blocking=True)
             down.copied = stream.copied()
-        _, pool, slots = down.held[0]
+        _, pool, slots = down.slots[0]
         self.host.settle(pool, slots, owner, pool.chunk[slots], count)
-        self._retiring.append((down.copied, down))
 
     def _await_moves_down(self, stream: CopyStream | None) -> None:
         """Blocks on their way down are found on the host at once; only their own stream keeps the order by itself."""
-        for _, lease in self._retiring:
-            if lease.moves_down and lease.stream is not stream:
-                lease.copied.synchronize()
+        for hold in self._holds:
+            if hold.moves_down and hold.stream is not stream:
+                hold.copied.synchronize()
 
     # --- the end of a lease
 
     def retire(self, lease: Lease) -> None:
         """The lease is over; its slots go when the device has done what it was given before now."""
-        with self._lock:
-            done = lease.stream.computed() if lease.stream else DoneEvent()
-            if lease.owns_memory:
-                # the allocator may give it to the side stream at once, which must not write to it before it was read
-                lease.stream.await_computation(done)
+        with self._lock, self._step:
+            if lease.hold.over is None:
+                lease.hold.over = self._now(lease.hold)
+                if lease.owns_memory:
+                    # the allocator may give it to the side stream, which must not write to it before it was read
+                    lease.hold.stream.await_computation(lease.hold.over)
+            if lease.arrived.is_open or not lease.hold.reading:
                 lease.runs.clear()
-            self._retiring.append((done, lease))
             self._reap()
 
-    def _reap(self) -> None:
-        waiting = []
-        for event, lease in self._retiring:
-            if event.query() and lease.copied.query():
-                self._let_go(lease)
-            else:
-                waiting.append((event, lease))
-        self._retiring = waiting
+    @staticmethod
+    def _now(hold: Hold) -> Event:
+        return hold.stream.computed() if hold.stream else DoneEvent()
 
-    def _let_go(self, lease: Lease) -> None:
-        """Nothing reads or writes the lease's blocks any more: unpin its slots, and free memory of its own."""
-        for tier, pool, slots in lease.held:
-            self._unpin(tier, pool, slots)
-        lease.held.clear()
-        lease.runs.clear()
+    def _reap(self) -> None:
+        for hold in list(self._holds):
+            if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
+                hold.over = self._now(hold)
+            if hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query():
+                for tier, pool, slots in hold.slots:
+                    self._unpin(tier, pool, slots)
+                self._holds.discard(hold)
+
+    def _mend(self) -> None:
+        """A step was interrupted halfway, or failed: what holds say is true, and what is known of whole blocks."""
+        for stream in self._streams.values():
+            stream.copied().synchronize()
+        for tier in self._tiers():
+            held = [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
+            tier.mend(held)
+        for pool in self.host.pools():
+            self._free_idle(self.host, pool, pool.evictable())  # what has moved up in that step
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
         """Unpin, and free what nobody needs: reserved slots, and host slots whose block has moved up."""
         tier.unpin(pool, slots)
-        idle = slots[pool.pins[slots] == 0]
-        gone = pool.owner[idle] == RESERVED
+        self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
+
+    def _free_idle(self, tier: Tier, pool: SlotPool, idle: np.ndarray) -> None:
+        gone = np.isin(pool.owner[idle], (RESERVED, ORPHANED))
         if tier is self.host:
             for device_tier in self.devices.values():
                 gone |= tier.also_in(device_tier, pool, idle)
@@ -411,23 +425,18 @@ class Residency:
             )
         return self.devices[device]
 
+    def _tiers(self) -> Iterator[Tier]:
+        yield self.host
+        yield from self.devices.values()
+
     @property
     def evicted(self) -> int:
-        return self.host.evicted + sum(tier.evicted for tier in self.devices.values())
+        return sum(tier.evicted for tier in self._tiers())
 
     def clear(self) -> None:
-        """Forget every block and give the memory back."""
-        with self._lock:
-            self.host.clear()
-            self.devices.clear()
-            self.resident.clear()
-
-
-def _settle_future(future: Future[None], action: Callable[[], None]) -> None:
-    """Resolve `future` with what `action` does."""
-    try:
-        action()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
+        """Forget every block and give the memory back; what leases hold stays until they go."""
+        with self._lock, self._step:
+            self._reap()
+            for tier in self._tiers():
+                tier.clear()
+        self.resident.clear()

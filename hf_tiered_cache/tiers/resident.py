@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +55,7 @@ class ResidentKeys:
         self._lock = threading.Lock()
 
     def get(self, owner: Owner, device: torch.device) -> CoarseKeys | None:
-        """The keys of a segment and layer, on `device`, or None."""
+        """The keys of a segment and layer, on `device`, or None; the layer stands where an owner has its lane."""
         with self._lock:
             if (found := self._keys.get((owner, device))) is not None:
                 self._keys.move_to_end((owner, device))
@@ -71,11 +72,16 @@ class ResidentKeys:
             while self.allocated > self.budget:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
 
-    def forget(self, segment_id: str) -> None:
-        """A segment is gone."""
+    def forget(self, segments: Collection[str]) -> None:
+        """These segments are gone."""
         with self._lock:
-            for name in [name for name in self._keys if name[0][0] == segment_id]:
+            for name in [name for name in self._keys if name[0][0] in segments]:
                 self.allocated -= self._keys.pop(name).nbytes
+
+    def segments(self) -> set[str]:
+        """Those of which it holds keys."""
+        with self._lock:
+            return {owner[0] for owner, _ in self._keys}
 
     def clear(self) -> None:
         """Forget all."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
-Owner = tuple[str, int]
-"""Segment id and lane: with a chunk number, the name of a block."""
+Owner = tuple[str, int, int]
+"""Segment id, lane, and a checksum of what the lane contains: with a chunk number, the name of a block. The checksum
+keeps what is stored anew under the same id apart from what was there before."""
 
 _MOST_OWNERS = 1 << 16
 
@@ -25,39 +26,42 @@ class ScoreTable:
 
     def __init__(self, learn: Callable[..., np.ndarray]) -> None:
         self._learn = learn
-        self._rows: OrderedDict[Owner, np.ndarray] = OrderedDict()  # float64 [2, chunks]: importance, accesses
-        self._changed: set[Owner] = set()
+        self._rows: OrderedDict[tuple[str, int], np.ndarray] = (
+            OrderedDict()
+        )  # float64 [2, chunks]: importance, accesses
+        self._changed: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
 
     def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
         """`chunks` of a lane with `count` were chosen, such a share of each, and got so much attention."""
+        name = owner[:2]
         with self._lock:
-            row = self._rows.setdefault(owner, np.zeros((2, count)))
-            self._rows.move_to_end(owner)
+            row = self._rows.setdefault(name, np.zeros((2, count)))
+            self._rows.move_to_end(name)
             row[0, chunks] = self._learn(*row[:, chunks], mass, share)
             row[1, chunks] += 1
-            self._changed.add(owner)
+            self._changed.add(name)
             while len(self._rows) > _MOST_OWNERS:
                 self._changed.discard(self._rows.popitem(last=False)[0])
 
     def of(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
         """float64 `[2, len(chunks)]`: importance and accesses; zeros of what is not known."""
         with self._lock:
-            row = self._rows.get(owner)
+            row = self._rows.get(owner[:2])
             return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
 
-    def forget(self, segment_id: str) -> None:
-        """A segment is gone."""
+    def forget(self, segments: Collection[str]) -> None:
+        """These segments are gone."""
         with self._lock:
-            for owner in [owner for owner in self._rows if owner[0] == segment_id]:
-                del self._rows[owner]
-                self._changed.discard(owner)
+            for name in [name for name in self._rows if name[0] in segments]:
+                del self._rows[name]
+                self._changed.discard(name)
 
     def changes(self) -> list[tuple[str, int, bytes]]:
         """Segment, lane and row, as bytes, of what has changed since this was asked last."""
         with self._lock:
             changed, self._changed = self._changed, set()
-            return [(*owner, self._rows[owner].astype("<f4").tobytes()) for owner in changed]
+            return [(*name, self._rows[name].astype("<f4").tobytes()) for name in changed]
 
     def load(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Take in what `changes` gave, in an earlier process."""

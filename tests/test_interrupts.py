@@ -1,0 +1,342 @@
+"""Ctrl-C at any moment, finalizers in any thread, children forked at any time: nothing stays held, nobody waits."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import linecache
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segments import links, open_store, segment
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
+from hf_tiered_cache.stats import Account
+from hf_tiered_cache.store.disk import SegmentStore
+from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
+from hf_tiered_cache.tiers.residency import Residency
+
+CPU = torch.device("cpu")
+CHUNKS = 10
+GREEDY = {"do_sample": False, "max_new_tokens": 3}
+
+
+class Interrupt(KeyboardInterrupt):
+    """What a signal handler raises."""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """Two segments of ten chunks, and their blocks by segment and lane."""
+    store, blocks = open_store(tmp_path_factory.mktemp("store")), {}
+    for seed in "ab":
+        header, chain, lanes = segment(links(CHUNKS, seed))
+        store.publish(header, chain, lanes)
+        blocks |= {(header.id, lane): data for lane, data in enumerate(lanes)}
+    return [store.reader(name) for name in sorted({name for name, _ in blocks})], blocks
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def interrupted(action, when):
+    """Run `action`; at its `when`-th step within tiers/ an interrupt comes. Returns whether it did."""
+    left = when
+
+    def trace(frame, event, argument):
+        nonlocal left
+        if f"{os.sep}tiers{os.sep}" not in frame.f_code.co_filename:
+            return None
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if event in ("call", "line") and not line.startswith(
+            "with "
+        ):  # the interpreter looks at signals at neither end
+            left -= 1
+            if left == 0:
+                raise Interrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def check_whole(residency, readers, blocks):
+    """Every block comes, and is right; afterwards nothing is held."""
+    for reader in readers:
+        for lane in (0, 1):
+            lease = residency.fetch(reader, lane, np.arange(CHUNKS), CPU, Account())
+            lease.wait()
+            assert torch.equal(torch.cat([run for _, run in lease.runs]), blocks[reader.id, lane])
+            lease.release()
+    del lease
+    deadline = time.monotonic() + 10
+    while residency._holds and time.monotonic() < deadline:  # a read that was given up may be under way
+        time.sleep(0.001)
+        residency.segments()
+    assert not residency._holds
+    for tier in residency._tiers():
+        for pool in tier.pools():
+            assert not pool.pins.any()
+            assert not np.isin(pool.owner, (RESERVED, ORPHANED)).any()
+        real = sum(slab.numel() for pool in tier.pools() for slab in pool.slabs if slab is not None)
+        assert real <= tier.allocated <= tier.budget
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@settings(max_examples=400)
+@given(when=st.integers(1, 400), host=st.integers(12, 60), device=st.sampled_from([0, 12, 30]), what=st.integers(0, 3))
+def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device, what, direct):
+    readers, blocks = stored
+    kinds = frozenset({"cpu"}) if device else frozenset()
+    residency = Residency(host * 4096, device * 4096, device_types=kinds, direct=direct)
+    first, second = readers
+
+    def serve(reader, lane):
+        lease = residency.fetch(reader, lane, np.arange(CHUNKS), CPU, Account())
+        lease.wait()
+        lease.release()
+
+    def action():
+        serve(first, 0)
+        if what == 1:
+            residency.forget([first.id])
+        elif what == 2:
+            residency.clear()
+        elif what == 3:
+            residency.admit(second.owner(0), blocks[second.id, 0])
+        serve(second, 0)
+        serve(first, 1)
+
+    serve(first, 0)
+    interrupted(action, when)
+    check_whole(residency, readers, blocks)
+
+
+def test_real_signals_leave_nothing_held(stored):
+    readers, blocks = stored
+    residency = Residency(40 * 4096, 20 * 4096, device_types=frozenset({"cpu"}))
+
+    def raise_it(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    generator, deadline, hits = np.random.default_rng(0), time.monotonic() + 4, 0
+    try:
+        while time.monotonic() < deadline:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-3 * generator.random())
+                for reader in readers:
+                    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+                    lease.wait()
+                    lease.release()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                hits += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+    except Interrupt:  # between the two
+        pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert hits > 50
+    lease = None
+    check_whole(residency, readers, blocks)
+
+
+class Pending:
+    """A point that the device has not reached yet."""
+
+    done = False
+
+    def query(self):
+        return self.done
+
+    def synchronize(self):
+        self.done = True
+
+
+@pytest.mark.parametrize("device", [0, 30])
+def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monkeypatch, device):
+    readers, blocks = stored
+    pending = Pending()
+
+    class Slow(residency_module.CopyStream):
+        def computed(self):
+            return pending
+
+    monkeypatch.setattr(residency_module, "copy_stream", lambda device: Slow())
+    residency = Residency(60 * 4096, device * 4096, device_types=frozenset({"cpu"}))
+    for _ in range(3):
+        lease = residency.fetch(readers[0], 0, np.arange(CHUNKS), CPU, Account())
+        lease.wait()
+        lease.release()
+    held = residency.fetch(readers[1], 0, np.arange(CHUNKS), CPU, Account())
+    held.wait()
+    residency.clear()
+    assert torch.equal(torch.cat([run for _, run in held.runs]), blocks[readers[1].id, 0])
+    assert all(tier.allocated <= tier.budget for tier in residency._tiers())
+    assert residency.segments() == set()
+    pending.done = True
+    held.release()
+    check_whole(residency, readers, blocks)
+
+
+def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
+    """Only what is wrong with a file is held against it."""
+    with KVStore(tmp_path, host_memory=0) as store:
+        store.precompute(model, prompt(100), progress=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(Residency, "_arrive", lambda *args: {}[0])
+            cache = TieredCache(model, store)
+            found = model.generate(prompt(100), past_key_values=cache, **GREEDY)
+            assert cache.stats.recomputed
+        again = TieredCache(model, store)
+        assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), found)
+        assert again.stats.tokens_restored == 96
+
+
+# --- finalizers
+
+
+def test_a_collection_in_the_writers_thread_waits_for_nobody(model, tmp_path, monkeypatch):
+    """It may meet a cache that another thread is sealing, while that one waits for the writer to make room."""
+    publish, entered = SegmentStore.publish, threading.Event()
+
+    def slow(self, *args, **kwargs):
+        entered.set()
+        time.sleep(0.3)
+        gc.collect()
+        return publish(self, *args, **kwargs)
+
+    monkeypatch.setattr(SegmentStore, "publish", slow)
+    store = KVStore(tmp_path, queue_memory="1KiB")
+    caches = [TieredCache(model, store) for _ in range(2)]
+    with torch.no_grad():
+        for seed, cache in enumerate(caches):
+            model(input_ids=prompt(100, seed=seed), past_key_values=cache, logits_to_keep=1)
+    caches[0].store_now()
+    entered.wait()
+    flushing = threading.Thread(target=store.flush, daemon=True)
+    flushing.start()
+    time.sleep(0.1)
+    cycle = [caches.pop()]
+    cycle.append(cycle)
+    del cycle, cache
+    flushing.join(30)
+    assert not flushing.is_alive()
+    assert sum(row.tokens for row in store.segments()) == 2 * 96
+    store.close()
+
+
+def test_a_store_may_be_collected_in_its_own_threads(model, tmp_path):
+    """All is written and closed all the same, and no thread stays."""
+    before, unraisable = set(threading.enumerate()), []
+    hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
+    try:
+        store = KVStore(tmp_path)
+        writer = store.writer
+        model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
+        release = threading.Event()
+        writer.later(release.wait)
+        holder = [store]
+        del store
+        writer.later(holder.clear)  # the last reference goes there
+        release.set()
+        writer.close()
+        del writer
+        deadline = time.monotonic() + 10
+        while set(threading.enumerate()) - before and time.monotonic() < deadline:
+            gc.collect()
+            time.sleep(0.01)
+    finally:
+        sys.unraisablehook = hook
+    assert not set(threading.enumerate()) - before
+    assert not unraisable
+    with KVStore(tmp_path) as again:
+        assert sum(row.tokens for row in again.segments()) == 96
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_leaves_at_once(model, tmp_path):
+    """Whatever locks other threads held at the fork."""
+    store = KVStore(tmp_path)
+    cache = TieredCache(model, store)
+    model.generate(prompt(100), past_key_values=cache, **GREEDY)
+    locks = [
+        cache._recorder._lock,
+        store._lock,
+        store.writer._lock,
+        store.residency._lock,
+        store.disk.catalogue._database._lock,
+    ]
+    held, leave = threading.Event(), threading.Event()
+
+    def hold():
+        for lock in locks:
+            lock.acquire()
+        held.set()
+        leave.wait()
+        for lock in reversed(locks):
+            lock.release()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        atexit._run_exitfuncs()  # as at the end of any program
+        cache = store = None
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while not (done := os.waitpid(child, os.WNOHANG))[0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if not done[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    leave.set()
+    thread.join()
+    store.close()
+    assert done[0] == child
+
+
+@pytest.mark.parametrize("method", [ContiguousKV(0.25), Impress(0.25), CacheTune(0.2)], ids=lambda m: type(m).__name__)
+def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, method):
+    with KVStore(tmp_path, policy=method.policy) as store:
+        passages = [prompt(64, seed=seed)[0] for seed in (1, 2)]
+        if method.passages:
+            store.precompute(model, passages, segments=True, method=method, progress=False)
+        else:
+            store.precompute(model, torch.cat(passages), method=method, progress=False)
+        ids = torch.cat([*passages, prompt(20, seed=3)[0]]).unsqueeze(0)
+        gc.collect()
+        gc.disable()
+        try:
+            cache = TieredCache(model, store, method=method, record=False)
+            model.generate(ids, past_key_values=cache, **GREEDY)
+            assert cache.stats.tokens_restored
+            keys = weakref.ref(cache.layers[0]._keys)
+            del cache
+            assert keys() is None
+        finally:
+            gc.enable()

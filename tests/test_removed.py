@@ -1,0 +1,181 @@
+"""What is removed is gone: from memory too, whoever removed it and whatever is stored under its name afterwards."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segments import links, open_store, segment
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.stats import Account
+from hf_tiered_cache.tiers.residency import Residency
+
+CPU = torch.device("cpu")
+IDS = prompt(60)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    """The logits behind IDS, of a plain pass."""
+    with torch.no_grad():
+        return model(input_ids=IDS, logits_to_keep=1).logits
+
+
+def ask(model, store, shift=0.0):
+    """Logits through the store. With a shift the model is another one that looks the same to it."""
+    hook = model.model.layers[2].register_forward_hook(lambda module, args, out: out + shift) if shift else None
+    try:
+        cache = TieredCache(model, store)
+        with torch.no_grad():
+            return model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits, cache.stats
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+def in_memory(store):
+    store.writer.flush()  # what follows a look-up is done then
+    return store.residency.segments() | set(store.upkeep.importance._mass)
+
+
+actions = st.lists(
+    st.tuples(st.integers(0, 1), st.sampled_from(["remove", "ask", "ask", "store wrong", "gc", "relayout"])),
+    min_size=3,
+    max_size=9,
+)
+
+
+@settings(max_examples=25)
+@given(actions=actions)
+def test_two_stores_on_one_folder_never_serve_what_was_removed(model, expected, tmp_path_factory, actions):
+    """Wrong KV lies in the store, and memory, until it is removed; from then on every answer is right."""
+    root = tmp_path_factory.mktemp("store")
+    with KVStore(root) as one, KVStore(root) as other:
+        stores, wrong = (one, other), False
+        for which, action in actions:
+            store = stores[which]
+            if action == "remove":
+                one.flush()
+                other.flush()
+                store.remove([row.id for row in store.segments()])
+                wrong = False
+            elif action == "store wrong":
+                wrong = wrong or not store.segments()
+                ask(model, store, shift=0.1)
+                store.flush()
+            elif action == "gc":
+                store.gc()
+            elif action == "relayout":
+                store.relayout(ContiguousKV(0.5), progress=False)
+            elif not wrong:
+                got, _ = ask(model, store)
+                store.flush()
+                assert torch.allclose(got, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("how", ["remove", "clear", "another process", "quota", "relayout", "gc"])
+def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
+    with KVStore(tmp_path, ttl=None if how != "gc" else 0.2, free_space_floor=0) as store:
+        ask(model, store)
+        store.flush()
+        ask(model, store)
+        (gone,) = [row.id for row in store.segments()]
+        assert in_memory(store) == {gone}
+        if how == "remove":
+            store.remove([gone])
+        elif how == "clear":
+            store.clear(disk=True)
+        elif how == "another process":
+            with KVStore(tmp_path) as other:
+                other.remove([gone])
+            ask(model, store)
+            store.flush()
+            store.remove([row.id for row in store.segments()])  # what was stored anew
+        elif how == "quota":
+            from hf_tiered_cache.store import quota
+
+            quota.evict(store.disk, [(gone, 1)])
+        elif how == "relayout":
+            store.relayout(ContiguousKV(0.5), progress=False)
+        else:
+            import time
+
+            time.sleep(0.3)
+            store.gc()
+        assert gone not in in_memory(store)
+        assert not any(pool.pins.any() for pool in store.residency.host.pools())
+
+
+def test_what_another_process_removed_is_forgotten_at_the_next_look_up(model, tmp_path):
+    with KVStore(tmp_path) as store:
+        store.precompute(model, IDS, progress=False)  # in memory as it was computed, and never opened
+        with KVStore(tmp_path) as other:
+            other.remove([row.id for row in other.segments()])
+        assert store.lookup(model, IDS).stored == 0
+        assert in_memory(store) == set()
+
+
+def test_a_dropped_write_leaves_nothing_in_memory(model, tmp_path):
+    with KVStore(tmp_path, disk_quota=1, free_space_floor=0) as store:
+        ask(model, store)
+        store.flush()
+        assert store.stats.dropped_writes == 1
+        assert in_memory(store) == set()
+
+
+def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
+    """Its own blocks, admitted before it lost, are of other content."""
+    store, residency = open_store(tmp_path), Residency(1 << 20)
+    header, chain, lanes = segment(links(6))
+    mine = torch.zeros_like(lanes[0])
+    residency.admit((header.id, 0, 123), mine)
+    store.publish(header, chain, lanes)
+    reader = store.reader(header.id)
+    lease = residency.fetch(reader, 0, np.arange(6), CPU, Account())
+    lease.wait()
+    assert torch.equal(torch.cat([blocks for _, blocks in lease.runs]), lanes[0])
+    lease.release()
+    assert (residency.host.lookup((header.id, 0, 123), np.arange(6)) < 0).all()
+
+
+def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
+    store, residency = open_store(tmp_path), Residency(1 << 20)
+    store.on_gone.append(residency.forget)
+    header, chain, lanes = segment(links(6))
+    store.publish(header, chain, lanes)
+    reader = store.reader(header.id)
+    before = residency.fetch(reader, 0, np.arange(6), CPU, Account())
+    before.wait()
+    store.remove([header.id])
+    after = residency.fetch(reader, 1, np.arange(6), CPU, Account())
+    after.wait()
+    for lane, lease in enumerate((before, after)):
+        assert torch.equal(torch.cat([blocks for _, blocks in lease.runs]), lanes[lane])
+        lease.release()
+    assert residency.segments() == set()
+    (pool,) = residency.host.pools()
+    assert (pool.owner < 0).all()
+    assert not pool.pins.any()
+
+
+def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
+    mine, other = open_store(tmp_path), open_store(tmp_path)
+    header, chain, lanes = segment(links(6), fill=1)
+    mine.publish(header, chain, lanes)
+    before = mine.reader(header.id)
+    other.remove([header.id])
+    other.publish(header, chain, [torch.full_like(blocks, 2) for blocks in lanes])
+    after = mine.reader(header.id)
+    assert before.gone
+    assert after is mine.reader(header.id)
+    assert before.owner(0) != after.owner(0)
