@@ -142,7 +142,7 @@ def test_after_a_plan_the_model_is_as_before(root):
 
 def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
     model, store, ids, _ = stored("llama", root)
-    monkeypatch.setattr(model.config, "_attn_implementation_internal", "flex_attention")
+    monkeypatch.setattr("hf_tiered_cache.restoring.can_scatter", lambda config: False)
     cache = TieredCache(model, store, method=Chosen(first=frozenset({3, 50})), record=False)
     with pytest.raises(ConfigError, match="set_attn_implementation"):
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)

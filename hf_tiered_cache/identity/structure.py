@@ -125,8 +125,8 @@ def _modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, type]]:
     """Modules, their paths, and the classes they stand for: an idle adapter's layer stands for what it wraps."""
     idle = {id(layer): layer for _, layer in tuner_layers(model) if not _is_on(layer)}
     for path, module in model.named_modules():
-        if id(module) in idle:
-            continue  # its base layer follows, under a path that is made plain
+        if id(module) in idle or "_orig_mod" in module._modules:  # an idle adapter, or a compiled module
+            continue  # what it wraps follows, under a path that is made plain
         yield path, module, type(module)
 
 
@@ -149,11 +149,12 @@ def _hidden(model: PreTrainedModel) -> Iterator[str]:
 
 
 def _plain_path(path: str) -> str:
-    return path.replace(".base_layer", "").replace("_orig_mod.", "")
+    return ".".join(part for part in path.split(".") if part not in ("base_layer", "_orig_mod"))
 
 
 def _class(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__} {_source(kind)}"
+    forward = getattr(kind, "forward", None)  # which others may have replaced
+    return f"{kind.__module__}.{kind.__qualname__} {_source(kind)} {_code(forward)}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -221,7 +222,7 @@ def _function(where: str, function: Callable[..., Any], guess: bool) -> str:
     return f"{plain.__module__}.{plain.__qualname__} {_code(plain)}"
 
 
-def _code(function: Callable[..., Any]) -> str:
+def _code(function: Any) -> str:
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", type(function).__qualname__)

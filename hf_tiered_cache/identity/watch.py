@@ -43,6 +43,7 @@ class Watch:
             for slots in (module._modules, module._parameters, module._forward_hooks, module._forward_pre_hooks)
         ]
         self._sizes += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._classes = list({type(module) for module in self._modules})
         self._dicts = [module.__dict__ for module in self._modules]
         self._attributes: Slots = [
             (module.__dict__, name)
@@ -59,13 +60,14 @@ class Watch:
         self._configs = list((found | {id(text): text}).values())
 
     def structure(self) -> tuple[Any, ...]:
-        """Changes with a module, a parameter, a hook, a replaced method, train(), an adapter, or a precision."""
+        """Changes with a module, a parameter, a hook, a replaced forward, train(), an adapter, or a precision."""
         return (
             [id(slots.get(name)) for slots, name in self._parts],
             list(map(len, self._sizes)),
             list(map(len, self._dicts)),
             list(map(_training, self._modules)),
             list(map(id, map(_children, self._modules))),
+            [id(getattr(kind, "forward", None)) for kind in self._classes],
             adapter_state(self._modules),
             precision(),
         )
