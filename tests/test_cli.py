@@ -200,7 +200,7 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
     assert len(writer.catalogue.ids()) == 8
-    assert writer.catalogue._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert writer.catalogue._database._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     writer.close()
     assert len(open_store(tmp_path).catalogue.ids()) == 8
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 LAYERS = 12
 
 
-@dataclass
+@dataclass(eq=False)
 class Reader:
     """What prefetching knows of a segment."""
 

@@ -29,7 +29,8 @@ _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "hf_tiered_ca
 _INTERNAL = frozenset(nn.Module().__dict__)
 _NO_KV = frozenset(
     {
-        *("_is_hf_initialized", "_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", "hf_device_map"),
+        *("_is_hf_initialized", "_is_torch_compile", "_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__"),
+        *("hf_device_map",),
         *("config", "generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
         *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "forward", "generate", "generate_batch"),
         *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
@@ -223,10 +224,20 @@ def _function(where: str, function: Callable[..., Any], guess: bool) -> str:
 
 
 def _code(function: Any) -> str:
+    """A digest of a function's code, the same in every process."""
     code = getattr(function, "__code__", None)
     if code is None:
         return getattr(function, "__qualname__", type(function).__qualname__)
-    return hashlib.blake2b(code.co_code + repr(code.co_consts).encode(), digest_size=8).hexdigest()
+    return hashlib.blake2b(_code_words(code).encode(), digest_size=8).hexdigest()
+
+
+def _code_words(code: types.CodeType) -> str:
+    consts = [_code_words(const) if isinstance(const, types.CodeType) else _constant(const) for const in code.co_consts]
+    return f"{code.co_code.hex()} {code.co_names} {consts}"
+
+
+def _constant(value: Any) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
 
 
 # --- hooks

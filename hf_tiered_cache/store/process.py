@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -108,7 +109,8 @@ class OpenSegments:
                 process.segments.popitem(last=False)
 
     def __del__(self) -> None:
-        self.clear()
+        if not sys.is_finalizing():  # then the descriptors go with the process, and modules have gone before
+            self.clear()
 
 
 def most_open_segments() -> int:
