@@ -54,7 +54,8 @@ class KVStore:
         index_memory: bytes of memory, where the model computes, for keys that methods with a resident index choose by.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
         verify: whether the checksum of every block is compared when it is read.
-        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing.
+        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. It hides tokens
+            from those who have the files, not from those who have the model, too.
         engine: "auto", "kvikio" (GPUDirect Storage or its compat mode), "posix", or an `Engine` made for this store.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
@@ -90,6 +91,8 @@ class KVStore:
             raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
         if not os.fspath(path):
             raise ConfigError("the path of a store is empty; name a folder, or '.' for this one")
+        if salt is not None and not salt:
+            raise ConfigError("the salt is empty; leave it out, or give a secret")
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")

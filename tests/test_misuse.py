@@ -125,6 +125,12 @@ def test_a_method_is_a_method_or_a_name(wrong, store):
         TieredCache(build("llama"), store, method=wrong)
 
 
+@pytest.mark.parametrize("empty", ["", b""])
+def test_an_empty_salt_is_refused(tmp_path, empty):
+    with pytest.raises(ConfigError, match="salt is empty"):
+        KVStore(tmp_path, salt=empty)
+
+
 def test_seconds_to_live_are_a_number(tmp_path):
     with pytest.raises(ConfigError, match="ttl is a number of seconds"):
         KVStore(tmp_path, ttl="7d")
