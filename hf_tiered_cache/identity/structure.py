@@ -30,11 +30,18 @@ _INTERNAL = frozenset(nn.Module().__dict__)
 _NO_KV = frozenset(
     {
         *("_is_hf_initialized", "_is_torch_compile", "_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__"),
-        *("hf_device_map",),
         *("config", "generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
         *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "forward", "generate", "generate_batch"),
         *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
-        *("warnings_issued", "layer_idx", "is_gradient_checkpointing", "peft_config", "training", "vocab_size"),
+        *(
+            "hf_device_map",
+            "warnings_issued",
+            "layer_idx",
+            "is_gradient_checkpointing",
+            "peft_config",
+            "training",
+            "vocab_size",
+        ),
     }
 )
 """Attributes of modules that change no key and no value, are described elsewhere, or follow the prompt."""

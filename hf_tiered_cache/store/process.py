@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import resource
-import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,6 +69,8 @@ class OpenSegments:
 
     def __init__(self) -> None:
         self._store = object()
+        # no __del__, which would meet modules that are gone when the interpreter ends
+        weakref.finalize(self, _close_segments, self._store).atexit = False
 
     def __contains__(self, segment_id: str) -> bool:
         return (self._store, segment_id) in _process().segments
@@ -98,8 +100,7 @@ class OpenSegments:
             process.segments.pop((self._store, segment_id), None)
 
     def clear(self) -> None:
-        for segment_id in self:
-            self.drop(segment_id)
+        _close_segments(self._store)
 
     def close_others(self, but: int = 0) -> None:
         """Let go of all segments of the process but the last used; those that are being read stay open till then."""
@@ -108,9 +109,12 @@ class OpenSegments:
             while len(process.segments) > but:
                 process.segments.popitem(last=False)
 
-    def __del__(self) -> None:
-        if not sys.is_finalizing():  # then the descriptors go with the process, and modules have gone before
-            self.clear()
+
+def _close_segments(store: object) -> None:
+    process = _process()
+    with process.lock:
+        for key in [key for key in process.segments if key[0] is store]:
+            del process.segments[key]
 
 
 def most_open_segments() -> int:
