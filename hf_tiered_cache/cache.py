@@ -301,7 +301,10 @@ class TieredCache(Cache, ServedCache):
 
     @property
     def _fingerprinter(self) -> Fingerprinter:
-        return self._attachment.extras.setdefault("fingerprinter", Fingerprinter(self.model))
+        extras = self._attachment.extras
+        if "fingerprinter" not in extras:  # making one reads all weights
+            extras["fingerprinter"] = Fingerprinter(self.model)
+        return extras["fingerprinter"]
 
     def _follow(self, recorder: Recorder) -> None:
         self._recorder = recorder

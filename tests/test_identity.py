@@ -392,3 +392,18 @@ def test_looking_changes_nothing():
     assert isinstance(name.look(), Identity)
     seen = {name.look(closely=closely).fingerprint for closely in (True, False) for _ in range(20)}
     assert seen == {fingerprint(build("llama"))}
+
+
+def test_the_weights_are_read_once(tmp_path, monkeypatch):
+    read = []
+
+    def digests(self, real=weights_module.WeightDigests._all_digests):
+        read.append(self)
+        return real(self)
+
+    monkeypatch.setattr(weights_module.WeightDigests, "_all_digests", digests)
+    model = build("llama")
+    with KVStore(tmp_path) as store:
+        for _ in range(3):
+            asks_right(model, store, prompt(40))
+    assert len(read) == 1
