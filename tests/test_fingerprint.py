@@ -238,6 +238,21 @@ def test_autocast_is_another_precision(tmp_path):
         assert restored(model, store) == 64
 
 
+@pytest.mark.skipif(not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="PyTorch 2.9 and later")
+@pytest.mark.parametrize("matmul", [torch.backends.cuda.matmul, torch.backends.mkldnn.matmul])
+def test_float32_computed_as_bfloat16_or_tf32_is_another_precision(tmp_path, matmul):
+    before = matmul.fp32_precision
+    with KVStore(tmp_path) as store:
+        model = build("llama")
+        fill(model, store)
+        matmul.fp32_precision = "tf32" if matmul is torch.backends.cuda.matmul else "bf16"
+        try:
+            assert restored(model, store) == 0
+        finally:
+            matmul.fp32_precision = before
+        assert restored(model, store) == 64
+
+
 def test_quantization_is_part_of_it():
     model = build("llama")
     name = fingerprint(model)

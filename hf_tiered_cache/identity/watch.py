@@ -89,6 +89,15 @@ def precision() -> tuple[str, ...]:
     """How PyTorch computes now: the caller's autocast, and switches that trade bits for speed."""
     kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
     casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]
-    matmul = torch.backends.cuda.matmul
-    switches = (torch.get_float32_matmul_precision(), matmul.allow_tf32, matmul.allow_fp16_reduced_precision_reduction)
-    return (*casts, *map(str, switches))
+    reduced = str(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
+    return (*casts, *_float32_matmuls(), reduced)
+
+
+def _float32_matmuls() -> tuple[str, ...]:
+    cuda = torch.backends.cuda.matmul
+    if not hasattr(cuda, "fp32_precision"):  # PyTorch 2.8
+        return torch.get_float32_matmul_precision(), str(cuda.allow_tf32)
+    # The older names, which set these, raise where a user has set these directly.
+    cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a stub lacks it
+    both = (cuda.fp32_precision, cpu.fp32_precision)
+    return tuple("ieee" if how == "none" else how for how in both)
