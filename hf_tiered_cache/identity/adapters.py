@@ -19,13 +19,28 @@ def _is_tuner(module: Any) -> bool:
     return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "active_adapters")
 
 
+def active_adapters(layer: Any) -> tuple[str, ...]:
+    """The adapters of a layer that are switched on."""
+    return () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+
+
+def merged_adapters(layer: Any) -> tuple[str, ...]:
+    """The adapters of a layer that its weights hold already."""
+    return tuple(getattr(layer, "merged_adapters", ()))
+
+
+def plain_path(path: str) -> str:
+    """The path that a module or a tensor has without adapters and without `torch.compile`."""
+    return ".".join(part for part in path.split(".") if part not in ("base_layer", "_orig_mod"))
+
+
 def adapter_state(modules: Iterable[Any]) -> tuple[tuple, ...]:
     """For each layer with an adapter switched on: its number, the active and the merged adapters, and their scales."""
     states = []
     layers = (module for module in modules if _is_tuner(module))
     for number, layer in enumerate(layers):
-        merged = tuple(getattr(layer, "merged_adapters", ()))
-        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        merged = merged_adapters(layer)
+        active = active_adapters(layer)
         if active or merged:
             scaling = getattr(layer, "scaling", {})
             states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
@@ -35,7 +50,7 @@ def adapter_state(modules: Iterable[Any]) -> tuple[tuple, ...]:
 def idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
     """Where adapters lie that are not switched on: the beginnings of the names of their tensors."""
     for name, layer in tuner_layers(model):
-        active = () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+        active = active_adapters(layer)
         for container in layer.adapter_layer_names:
             for adapter in getattr(layer, container, {}):
                 if adapter not in active:

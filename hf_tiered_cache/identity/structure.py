@@ -22,7 +22,7 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .adapters import tuner_layers
+from .adapters import active_adapters, merged_adapters, plain_path, tuner_layers
 
 _KNOWN = frozenset({"torch", "transformers", "accelerate", "peft", "hf_tiered_cache", "kernels"})
 """Packages whose hooks and attention functions change no KV, or in ways that the fingerprint sees."""
@@ -69,7 +69,7 @@ def describe(model: PreTrainedModel, guess: bool = False) -> list[str]:
             continue
         values = ((name, module.__dict__[name]) for name in attributes_of(module))
         said = [f"{name}={_value(f'{path}.{name}', value, guess)}" for name, value in sorted(values, key=str)]
-        lines.append(f"{_plain_path(path)} {_class(kind)} {' '.join(said)}")
+        lines.append(f"{plain_path(path)} {_class(kind)} {' '.join(said)}")
     return lines
 
 
@@ -139,9 +139,7 @@ def _modules(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, type]]:
 
 
 def _is_on(layer: Any) -> bool:
-    return bool(getattr(layer, "merged_adapters", ())) or (
-        not getattr(layer, "disable_adapters", False) and bool(layer.active_adapters)
-    )
+    return bool(merged_adapters(layer) or active_adapters(layer))
 
 
 def _hidden(model: PreTrainedModel) -> Iterator[str]:
@@ -154,10 +152,6 @@ def _hidden(model: PreTrainedModel) -> Iterator[str]:
             if not active:
                 yield f"{path}.{name}."
             yield from (f"{path}.{name}.{key}." for key, _ in child.named_children() if key not in active)
-
-
-def _plain_path(path: str) -> str:
-    return ".".join(part for part in path.split(".") if part not in ("base_layer", "_orig_mod"))
 
 
 def _class(kind: type) -> str:

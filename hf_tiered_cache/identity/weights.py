@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from .adapters import idle_adapter_prefixes
+from .adapters import idle_adapter_prefixes, plain_path
 from .rope import varying_rope
 
 BLOCK_BYTES = 4 << 20
@@ -180,7 +180,7 @@ def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         if tensor.device.type == "meta":
             tensor = _offloaded(model, name)
-        yield name.replace(".base_layer.", ".").replace("_orig_mod.", ""), tensor
+        yield plain_path(name), tensor
 
 
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
