@@ -20,13 +20,15 @@ from .stats import Account, RequestStats
 
 
 class TieredSession:
-    """While it lasts, every `generate()` of the model that brings no cache gets a fresh `TieredCache`.
+    """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
 
-    Calls that ask for another cache (`past_key_values`, `cache_implementation`, `use_cache=False`) go through as they
-    are. As a context manager it is closed at the end.
+    Each such call gets a fresh `TieredCache`; `session.stats` sums over them. Calls that ask for another cache
+    (`past_key_values`, `cache_implementation`, `use_cache=False`) go through as they are.
 
     Args:
-        model, store, method, restore, record, segments, label, tag: as for `TieredCache`.
+        model: a causal LM of transformers.
+        store: a `KVStore`, or the path of one.
+        method, restore, record, segments, label, tag: as for `TieredCache`.
     """
 
     def __init__(
@@ -105,30 +107,8 @@ class TieredSession:
         return self.stats._repr_html_()
 
 
-def tiered(
-    model: nn.Module,
-    store: KVStore | str | os.PathLike[str],
-    *,
-    method: Method | str | None = None,
-    restore: bool = True,
-    record: bool = True,
-    segments: Sequence[int] | None = None,
-    label: str = "",
-    tag: str = "",
-) -> TieredSession:
-    """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
-
-    Args:
-        model: a causal LM of transformers.
-        store: a `KVStore`, or the path of one.
-        method, restore, record, segments, label, tag: as for `TieredCache`.
-
-    Returns:
-        The session; `session.stats` sums over its requests.
-    """
-    return TieredSession(
-        model, store, method=method, restore=restore, record=record, segments=segments, label=label, tag=tag
-    )
+tiered = TieredSession
+"""What a `with` block reads best: `with tiered(model, store) as session:`."""
 
 
 @overload
