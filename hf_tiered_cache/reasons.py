@@ -67,14 +67,13 @@ def of_a_miss(
 
     Args:
         tokens: int64 `[n]`, of one row, without padding.
-        fingerprint: of the model, and its facts, as `fingerprint.facts` gives them.
+        fingerprint: of the model, and its facts, as `Identity.facts` has them.
         regime: of the prompt's RoPE.
         passages: for methods that reuse passages the provenance they look for, and the sink token.
     """
     if len(tokens) < LINK_TOKENS:
         return SHORT
-    nobody: dict[str, dict[str, str]] = {}
-    known = store.disk.ask(Catalogue.models, nobody)
+    known = store.disk.ask(Catalogue.models, {})
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
         begin = store.chain(other, EXACT, regime).links(tokens[:LINK_TOKENS])
@@ -90,8 +89,7 @@ def of_a_miss(
 def _other_rankings(
     store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> Iterator[str]:
-    none: list[str] = []
-    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), none):
+    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), []):
         if other not in (EXACT, provenance):
             chain = store.chain(fingerprint, f"{other} {sink}", regime)
             if find_passages(tokens, chain, store.disk.find):

@@ -34,7 +34,7 @@ class Names:
     """What people call what is stored.
 
     Args:
-        model: plain facts of the model (see `fingerprint.facts`).
+        model: plain facts of the model (see `Identity.facts`).
         label: the user's.
     """
 
