@@ -38,12 +38,21 @@ def written(model, place, way):
             tensor.view(-1)[index] += 1.0
         elif way == "data":
             tensor.data.view(-1)[index] += 1.0
-        elif way == "copy_":
-            changed = before.clone()
-            changed.view(-1)[index] += 1.0
-            tensor.copy_(changed)
         elif way == "numpy":
             tensor.detach().numpy().reshape(-1)[index] += 1.0
+        else:
+            changed = before.clone()
+            changed.view(-1)[index] += 1.0
+            if way == "copy_":
+                tensor.copy_(changed)
+            elif way == "other data":
+                tensor.data = changed
+            elif way == "set_":
+                tensor.set_(changed)
+            elif isinstance(tensor, nn.Parameter):
+                torch.utils.swap_tensors(tensor, nn.Parameter(changed))
+            else:
+                torch.utils.swap_tensors(tensor, changed)
     try:
         yield
     finally:
@@ -171,7 +180,7 @@ CHANGES = {
     "autocast": lambda model: torch.autocast("cpu", torch.bfloat16),
     "dropout": lambda model: attribute(layer(model).self_attn, "attention_dropout", 0.5),
 }
-WAYS = ("in place", "data", "copy_", "numpy")
+WAYS = ("in place", "data", "copy_", "numpy", "other data", "set_", "swapped")
 any_change = st.one_of(
     st.sampled_from(sorted(CHANGES)).map(lambda name: (name, CHANGES[name])),
     st.tuples(st.integers(0, 1 << 30), st.sampled_from(WAYS)).map(
@@ -341,10 +350,12 @@ def test_tokens_that_look_ahead_are_not_reused(tmp_path):
             TieredCache(build("gemma3", use_bidirectional_attention=True), store)
 
 
-def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatch):
+@pytest.mark.parametrize("memory", [weights_module.HostMemory, weights_module.DeviceMemory])
+def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatch, memory):
     """A model larger than what one look reads again: found within size / REREAD_BYTES looks, or at once."""
-    monkeypatch.setattr(weights_module, "REREAD_BYTES", 4096)
-    monkeypatch.setattr(weights_module, "BLOCK_BYTES", 4096)
+    for name in ("REREAD_BYTES", "REREAD_BYTES_ON_DEVICE", "ROW_BYTES"):
+        monkeypatch.setattr(weights_module, name, 4096)
+    monkeypatch.setattr(weights_module, "memory_of", lambda device: memory)
     model = build("llama")
     size = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     name = Fingerprinter(model)
@@ -362,6 +373,36 @@ def test_an_edit_that_leaves_no_trace_is_found_in_turn_and_by_refresh(monkeypatc
     weight.data.view(-1)[1500] = 7
     name.refresh()
     assert name() != before
+
+
+@pytest.mark.parametrize("memory", [weights_module.HostMemory, weights_module.DeviceMemory])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_element_counts_wherever_its_tensor_begins_and_ends(monkeypatch, memory, dtype):
+    monkeypatch.setattr(weights_module, "ROW_BYTES", 64)
+    monkeypatch.setattr(weights_module, "REREAD_BYTES_ON_DEVICE", 256)
+    monkeypatch.setattr(weights_module, "memory_of", lambda device: memory)
+    model, flat = nn.Module(), torch.randn(1001).to(dtype)
+    model.parts = nn.ParameterList([flat[1:400], flat[400:403], flat[403:], torch.empty(0)])
+    monkeypatch.setattr(weights_module, "tensors_of", lambda model: model.named_parameters())
+    digests = weights_module.WeightDigests(model)
+    seen = {digests.digest}
+    for at in range(1, 1001):
+        flat[at] += 1
+        assert digests.refresh()
+        seen.add(digests.digest)
+    assert len(seen) == 1001
+    assert not digests.refresh()
+
+
+def test_an_attribute_that_was_replaced_twice_may_lie_where_the_first_one_lay():
+    model = build("llama")
+    name, attention = Fingerprinter(model), model.model.layers[1].self_attn
+    seen = {name()}
+    for number in range(10):
+        attention.scaling = float(2 * number)
+        attention.scaling = float(2 * number + 1)
+        seen.add(name())
+    assert len(seen) == 11
 
 
 def test_int8_layers_are_told_apart():
@@ -397,11 +438,11 @@ def test_looking_changes_nothing():
 def test_the_weights_are_read_once(tmp_path, monkeypatch):
     read = []
 
-    def digests(self, real=weights_module.WeightDigests._all_digests):
+    def reading(self, tensors, real=weights_module.HostMemory.read):
         read.append(self)
-        return real(self)
+        real(self, tensors)
 
-    monkeypatch.setattr(weights_module.WeightDigests, "_all_digests", digests)
+    monkeypatch.setattr(weights_module.HostMemory, "read", reading)
     model = build("llama")
     with KVStore(tmp_path) as store:
         for _ in range(3):

@@ -34,10 +34,9 @@ def plain_path(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in ("base_layer", "_orig_mod"))
 
 
-def adapter_state(modules: Iterable[Any]) -> tuple[tuple, ...]:
-    """For each layer with an adapter switched on: its number, the active and the merged adapters, and their scales."""
+def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
+    """For each of them with an adapter switched on: its number, the active and merged adapters, and their scales."""
     states = []
-    layers = (module for module in modules if _is_tuner(module))
     for number, layer in enumerate(layers):
         merged = merged_adapters(layer)
         active = active_adapters(layer)

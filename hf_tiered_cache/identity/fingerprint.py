@@ -74,10 +74,10 @@ class Fingerprinter:
         Raises:
             UnsupportedModelError: some weights cannot be read.
         """
-        if self._watch.structure() != self._structure:
+        if self._watch.sees_another_structure() or self._weights.moved():
             self._renew()
         else:
-            if self._watch.settings() != self._settings:
+            if self._watch.sees_other_settings():
                 self._renew(self._weights)
             if self._weights.changed(reread=closely):
                 self._identities.clear()
@@ -96,13 +96,11 @@ class Fingerprinter:
 
     def rows_have_adapters(self) -> bool:
         """Whether the pass under way gives each row an adapter of its own."""
-        return bool(self._tuned) and rows_have_adapters(self._tuned)
+        return rows_have_adapters(self._watch.tuned)
 
     def _renew(self, weights: WeightDigests | None = None) -> None:
         self._weights = weights or WeightDigests(self._model)
         self._watch = Watch(self._model)
-        self._structure, self._settings = self._watch.structure(), self._watch.settings()
-        self._tuned = [layer for _, layer in tuner_layers(self._model)]
         self._identities.clear()
 
 
@@ -118,6 +116,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _identify(model: PreTrainedModel, weights: WeightDigests, tag: str) -> Identity:
     config = canonical_config(model.config.get_text_config(decoder=True))
     rope = {key: config.pop(key) for key in list(config) if key.startswith("rope_")}
+    adapters = adapter_state(layer for _, layer in tuner_layers(model))
     nameless, lines = structure.nameless(model), []
     try:
         lines = structure.describe(model, guess=bool(tag))
@@ -134,7 +133,7 @@ def _identify(model: PreTrainedModel, weights: WeightDigests, tag: str) -> Ident
         "attention": structure.attention(model),
         "modules": _digest(lines),
         "quantization": _digest(_plain(getattr(model.config, "quantization_config", None))),
-        "adapter": _digest([list(map(str, state)) for state in adapter_state(model.modules())]),
+        "adapter": _digest([list(map(str, state)) for state in adapters]),
         "precision": " ".join(precision()),
         "weights": _digest([weights.names, hashlib.blake2b(weights.digest, digest_size=16).hexdigest()]),
         "tag": tag,

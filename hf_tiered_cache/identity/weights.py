@@ -1,90 +1,73 @@
-"""The bytes of a model's weights: all of them digested once, then watched.
+"""The bytes of a model's weights: all of them digested once, where they lie, then watched.
 
-A write through PyTorch raises a tensor's version, and only what it touched is digested again. A write through `.data`
-leaves no trace: each look reads `REREAD_BYTES` of the whole again, in turn, and the beginnings of some tensors, so that
-any edit of a model of B bytes is found within B / REREAD_BYTES looks, and one of many tensors at once.
+A write through PyTorch raises a tensor's version, and what it touched is digested again. A tensor that was given other
+memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides, and all is read anew. A write
+into `.data` leaves no trace: each look reads `REREAD_BYTES` again, in turn, and the beginnings of tensors, so that an
+edit of a model of B bytes is found within B / REREAD_BYTES looks, and one of many tensors at once.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
-import xxhash
-from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from ..errors import UnsupportedModelError
-from .adapters import idle_adapter_prefixes, plain_path
-from .rope import varying_rope
+from ..store.digest import lin64, xxh3
+from .tensors import bytes_of, plain_tensors, tensors_of
 
-BLOCK_BYTES = 4 << 20
-"""Of weights, digested at once."""
-REREAD_BYTES = 2 << 20
-"""Of weights, read again at each look."""
+ROW_BYTES = 1 << 20
+"""Of one tensor, digested by themselves."""
+REREAD_BYTES = 1 << 20
+"""Read again at each look by the CPU, in 0.1 ms or so."""
+REREAD_BYTES_ON_DEVICE = 64 << 20
+"""The same by a GPU."""
 WINDOW_BYTES = 64
-WINDOWS = 64
-"""Beginnings of tensors, and how many, read again at each look: an edit of many tensors is found at once."""
-
-
-@dataclass(frozen=True)
-class _Block:
-    """A run of bytes of one tensor."""
-
-    tensor: int
-    data: torch.Tensor
-    """uint8 `[bytes]`, a view."""
+"""Beginnings of tensors, read again at each look."""
+_RUN_ROWS = 16
+_version = attrgetter("_version")
+_Numbered = Sequence[tuple[int, torch.Tensor]]
+"""Bytes, uint8 `[n]`, and the number of the tensor whose bytes they are."""
 
 
 class WeightDigests:
-    """Digests of everything that a model's keys and values are computed from.
-
-    Tensors of inactive adapters are left out, and names freed of what wrappers add to them, so that switching an
-    adapter off leads back to the base model's KV. The head, which reads KV and makes none, is left out, too.
-    Accelerate's offloaded weights are read where they lie, once.
-    """
+    """Digests of everything that a model's keys and values are computed from (see `tensors_of`)."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.names: list[str] = []
         self._watched: list[torch.Tensor] = []
-        self._blocks: list[_Block] = []
-        for name, tensor in _tensors(model):
+        self._wrappers: list[torch.Tensor] = []  # made of others
+        self._copied: list[torch.Tensor] = []  # whose bytes can only be had as a copy
+        for name, tensor in tensors_of(model):
             self.names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}")
-            for plain in _plain_tensors(tensor):
-                self._add(plain)
-        self._digests = self._all_digests()
-        self._versions = self._read_versions()
-        self._next = 0
-        self._first_blocks: list[int] = []
-        seen: set[int] = set()
-        for number, block in enumerate(self._blocks):
-            if block.tensor not in seen and len(block.data) >= WINDOW_BYTES:
-                seen.add(block.tensor)
-                self._first_blocks.append(number)
-        self._turn = 0
-        self._windows = [self._read_windows(turn) for turn in range(self._turns)]
-
-    @property
-    def _turns(self) -> int:
-        return -(-len(self._first_blocks) // WINDOWS)
-
-    def _add(self, tensor: torch.Tensor) -> None:
-        number = len(self._watched)
-        self._watched.append(tensor)
-        data = _bytes_of(tensor)
-        self._blocks += [_Block(number, data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
+            plain = plain_tensors(tensor)
+            self._watched += plain
+            if tensor.is_quantized:
+                self._copied.append(tensor)
+            elif plain[0] is not tensor:
+                self._wrappers.append(tensor)
+        self._places, self._versions = self._read_places(), self._read_versions()
+        on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for number, tensor in enumerate(self._watched):
+            if tensor.numel():
+                on_device.setdefault(tensor.device, []).append((number, bytes_of(tensor)))
+        self._memories = [memory_of(device)(bytes) for device, bytes in on_device.items()]
 
     @property
     def digest(self) -> bytes:
         """Of all of it."""
-        return self._digests.tobytes()
+        return b"".join(memory.digests.tobytes() for memory in self._memories)
+
+    def moved(self) -> bool:
+        """Whether a tensor has other memory now, so that these digests are of what nobody uses any more."""
+        return self._read_places() != self._places
 
     def changed(self, reread: bool = True) -> bool:
         """Look again. Returns whether anything was found to have changed; then `digest` is that of now.
@@ -96,50 +79,21 @@ class WeightDigests:
         if versions != self._versions:
             written = {n for n, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
             self._versions = versions
-            changed = self._digest_again([n for n, block in enumerate(self._blocks) if block.tensor in written])
-        return (reread and self._edited()) or changed
-
-    def _edited(self) -> bool:
-        """Whether what is read of the weights in this turn has changed without a trace; then all of it is read."""
-        if self._turns:
-            self._turn = (self._turn + 1) % self._turns
-            if self._read_windows(self._turn) != self._windows[self._turn]:
-                return self.refresh()
-        return self._reread_some() and self.refresh()
+            changed = self._read(written)
+        if reread and True in [memory.edited() for memory in self._memories]:  # each has its turn
+            changed |= self.refresh()
+        return changed
 
     def refresh(self) -> bool:
         """Read everything again. Returns whether anything had changed."""
-        before, self._digests = self._digests, self._all_digests()
         self._versions = self._read_versions()
-        self._windows = [self._read_windows(turn) for turn in range(self._turns)]
-        return not np.array_equal(before, self._digests)
+        return self._read(range(len(self._watched)))
 
-    def _reread_some(self) -> bool:
-        """Whether the next blocks in turn have changed."""
-        read = 0
-        for _ in self._blocks:
-            number, self._next = self._next, (self._next + 1) % len(self._blocks)
-            if _digest(self._blocks[number].data) != self._digests[number]:
-                return True
-            read += len(self._blocks[number].data)
-            if read >= REREAD_BYTES:
-                break
-        return False
-
-    def _digest_again(self, numbers: list[int]) -> bool:
-        before = self._digests.copy()
-        for number in numbers:
-            self._digests[number] = _digest(self._blocks[number].data)
-        touched = {self._blocks[number].tensor for number in numbers}
-        for place, first in enumerate(self._first_blocks):
-            if self._blocks[first].tensor in touched:
-                self._windows[place // WINDOWS] = self._read_windows(place // WINDOWS)
-        return not np.array_equal(before, self._digests)
-
-    def _all_digests(self) -> np.ndarray:
-        """uint64 `[blocks]`; on the CPU by several threads, for hashing lets go of the interpreter."""
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "hf-tiered-digest") as pool:
-            return np.fromiter(pool.map(_digest, [block.data for block in self._blocks]), np.uint64, len(self._blocks))
+    def _read(self, tensors: Collection[int]) -> bool:
+        before = self.digest
+        for memory in self._memories:
+            memory.read(tensors)
+        return self.digest != before
 
     def _read_versions(self) -> list[int]:
         try:
@@ -147,102 +101,119 @@ class WeightDigests:
         except RuntimeError:  # made in inference mode: these count no versions
             return [0 if tensor.is_inference() else tensor._version for tensor in self._watched]
 
-    def _read_windows(self, turn: int) -> bytes:
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for number in self._first_blocks[turn * WINDOWS : (turn + 1) * WINDOWS]:
-            data = self._blocks[number].data
-            by_device.setdefault(data.device, []).append(data[:WINDOW_BYTES])
-        return b"".join(torch.cat(windows).cpu().numpy().tobytes() for windows in by_device.values())
-
-
-_version = attrgetter("_version")
-
-
-def _digest(data: torch.Tensor) -> int:
-    """xxh3-64 of uint8 `[n]`. Other devices copy what they hold."""
-    return xxhash.xxh3_64_intdigest(data.cpu().numpy().data)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of the memory that a tensor looks into, uint8 `[n]`, without a copy."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1).view(torch.uint8)
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """What is read, by name."""
-    idle = (*idle_adapter_prefixes(model), *_head_prefixes(model))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers(), *_other_tensors(model)):
-        if f"{name}.".startswith(idle) or _varies_while_running(model, name):
-            continue
-        if tensor.device.type == "meta":
-            tensor = _offloaded(model, name)
-        yield plain_path(name), tensor
-
-
-def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that are neither parameters nor buffers: plain attributes, packed and scaled weights of int8 layers."""
-    for path, module in model.named_modules():
-        for name, value in module.__dict__.items():
-            if isinstance(value, torch.Tensor) and name != "rope_deltas":
-                yield f"{path}.{name}", value
-        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-            saved: dict[str, Any] = {}
-            module._save_to_state_dict(saved, f"{path}.", True)
-            own = {id(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))}
-            yield from ((name, tensor) for name, tensor in _flat(saved) if id(tensor) not in own)
-
-
-def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(saved, torch.Tensor):
-        yield name, saved
-    elif isinstance(saved, dict):
-        for key, value in saved.items():
-            yield from _flat(value, str(key))
-    elif isinstance(saved, list | tuple):
-        for number, value in enumerate(saved):
-            yield from _flat(value, f"{name}.{number}")
-
-
-def _plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapping one (quantized weights) is made of, or the tensor itself."""
-    if tensor.is_quantized:
-        scales = (
-            (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
-            if _by_channel(tensor)
-            else (torch.tensor([tensor.q_scale(), tensor.q_zero_point()]),)
+    def _read_places(self) -> tuple[list, ...]:
+        return (
+            list(map(torch.Tensor.data_ptr, self._watched)),
+            list(map(torch.Tensor.stride, self._watched)),
+            [id(plain) for wrapper in self._wrappers for plain in plain_tensors(wrapper)],
+            list(map(_version, self._copied)),
         )
-        return [tensor.int_repr(), *scales]
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    inner, _ = tensor.__tensor_flatten__()
-    return [plain for name in inner for plain in _plain_tensors(getattr(tensor, name))]
 
 
-def _by_channel(tensor: torch.Tensor) -> bool:
-    return tensor.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
+class Memory(Protocol):
+    """The weights on one device."""
+
+    digests: np.ndarray
+    """uint64 `[rows]`."""
+
+    def read(self, tensors: Collection[int]) -> None:
+        """Digest the bytes of these tensors anew."""
+
+    def edited(self) -> bool:
+        """Look whether the bytes whose turn it is are no more what they were."""
 
 
-def _head_prefixes(model: PreTrainedModel) -> list[str]:
-    head = model.get_output_embeddings()
-    return [f"{name}." for name, module in model.named_modules() if module is head and name]
+class HostMemory:
+    """Read by the CPU; all of it in several threads, for hashing lets go of the interpreter."""
+
+    def __init__(self, bytes: _Numbered) -> None:
+        views = [(number, data.numpy().data) for number, data in bytes]
+        rows = [(n, view[at : at + ROW_BYTES]) for n, view in views for at in range(0, len(view), ROW_BYTES)]
+        self._tensors = np.array([number for number, _ in rows])  # of each row
+        self._rows = [row for _, row in rows]
+        self._windows = [view[:WINDOW_BYTES] for _, view in views]
+        self._turns = itertools.cycle(list(_turns(map(len, self._rows), REREAD_BYTES)))
+        self.digests = np.zeros(len(rows), np.uint64)
+        self.read(self._tensors)
+
+    def read(self, tensors: Collection[int]) -> None:
+        wanted = np.flatnonzero(np.isin(self._tensors, list(tensors)))
+        runs = np.array_split(wanted, len(wanted) // _RUN_ROWS + 1)
+        if len(runs) == 1:
+            self.digests[wanted] = self._digests_of(wanted)
+        else:
+            with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "hf-tiered-digest") as pool:
+                self.digests[wanted] = list(itertools.chain.from_iterable(pool.map(self._digests_of, runs)))
+        self._beginnings = b"".join(self._windows)
+
+    def edited(self) -> bool:
+        if b"".join(self._windows) != self._beginnings:
+            return True
+        turn = next(self._turns)
+        return self._digests_of(turn) != self.digests[turn].tolist()
+
+    def _digests_of(self, rows: Sequence[int] | np.ndarray) -> list[int]:
+        return [xxh3(self._rows[row]) for row in rows]
 
 
-def _varies_while_running(model: PreTrainedModel, name: str) -> bool:
-    """Frequencies that follow the length of the prompt; the chain's RoPE regime keeps these apart."""
-    return name.endswith("inv_freq") and varying_rope(model.config.get_text_config(decoder=True)) is not None
+class DeviceMemory:
+    """Read where it lies. What a look finds is known at the next one, so that no look waits for the device."""
+
+    def __init__(self, bytes: _Numbered) -> None:
+        parts = [(number, rows) for number, data in bytes for rows in _rows_of(data)]
+        self._tensors = np.array([number for number, _ in parts])  # of each part
+        self._parts = [rows for _, rows in parts]
+        self._windows = [data[:WINDOW_BYTES] for _, data in bytes]
+        self._turns = itertools.cycle(list(_turns((rows.numel() for rows in self._parts), REREAD_BYTES_ON_DEVICE)))
+        self._kept = [torch.empty(0)] * len(parts)  # int64 [rows] for each part
+        self._found: torch.Tensor | None = None
+        self.read(self._tensors)
+
+    def read(self, tensors: Collection[int]) -> None:
+        for part in np.flatnonzero(np.isin(self._tensors, list(tensors))):
+            self._kept[part] = _lin64(self._parts[part])
+        self.digests = torch.cat(self._kept).cpu().numpy().view(np.uint64)
+        self._beginnings = torch.cat(self._windows)
+        self._found = None
+
+    def edited(self) -> bool:
+        found = self._found is not None and bool(self._found)
+        differ = [torch.cat(self._windows) != self._beginnings]
+        differ += [_lin64(self._parts[part]) != self._kept[part] for part in next(self._turns)]
+        self._found = torch.cat(differ).any()
+        return found
 
 
-def _offloaded(model: nn.Module, name: str) -> torch.Tensor:
-    owner, _, leaf = name.rpartition(".")
-    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
-    for candidate in (hook, *getattr(hook, "hooks", ())):
-        weights = getattr(candidate, "weights_map", None)
-        if weights is not None:
-            return weights[leaf]
-    raise UnsupportedModelError(
-        f"the weights of {name} are on the meta device, so the model cannot be told from others; load them first"
-    )
+def memory_of(device: torch.device) -> type[HostMemory] | type[DeviceMemory]:
+    """How weights on `device` are read."""
+    return HostMemory if device.type == "cpu" else DeviceMemory
+
+
+def _turns(sizes: Iterable[int], most: int) -> Iterator[list[int]]:
+    """Numbers of what is read together: as many neighbours as `most` bytes have room for, or one that has none."""
+    turn: list[int] = []
+    room = most
+    for number, size in enumerate(sizes):
+        if turn and size > room:
+            yield turn
+            turn, room = [], most
+        turn.append(number)
+        room -= size
+    yield turn
+
+
+def _rows_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of uint8 `[n]`, each uint8 `[rows, bytes]`: whole rows, as many as one look reads, and last the rest."""
+    rest = len(data) % ROW_BYTES
+    for rows in data[: len(data) - rest].split(REREAD_BYTES_ON_DEVICE):
+        if len(rows):
+            yield rows.view(-1, ROW_BYTES)
+    if rest:
+        yield data[-rest:].view(1, rest)
+
+
+def _lin64(rows: torch.Tensor) -> torch.Tensor:
+    """int64 `[rows]`, of uint8 `[rows, bytes]` that may begin and end anywhere."""
+    if rows.shape[1] % 8 or rows.storage_offset() % 8:
+        rows = pad(rows, (0, -rows.shape[1] % 8)).clone()
+    return lin64(rows)
