@@ -115,7 +115,12 @@ tiered = TieredSession
 def attach(model: nn.Module) -> Attachment: ...
 @overload
 def attach(
-    model: nn.Module, *, store: KVStore | str | os.PathLike[str], method: Method | str | None = None, label: str = ""
+    model: nn.Module,
+    *,
+    store: KVStore | str | os.PathLike[str],
+    method: Method | str | None = None,
+    label: str = "",
+    tag: str = "",
 ) -> TieredSession: ...
 def attach(
     model: nn.Module,
@@ -123,23 +128,24 @@ def attach(
     store: KVStore | str | os.PathLike[str] | None = None,
     method: Method | str | None = None,
     label: str = "",
+    tag: str = "",
 ) -> Attachment | TieredSession:
     """Let `model` serve caches of ours; with a store, also in every `generate()` that brings no cache.
 
     Args:
         model: a causal LM of transformers.
         store: a `KVStore`, or the path of one; None attaches the model alone, as the first `TieredCache` does.
-        method, label: as for `TieredCache`.
+        method, label, tag: as for `TieredCache`.
 
     Returns:
         With a store the session that lasts until its `close()` or `detach(model)`, else the attachment.
 
     Raises:
-        ConfigError: a method without a store.
+        ConfigError: a method, label or tag without a store.
         UnsupportedModelError: the model or the method cannot be served.
     """
     if store is not None:
-        return TieredSession(model, store, method=method, label=label)
-    if method is not None or label:
-        raise ConfigError("attach(model, method=...) also needs store=: a KVStore, or the path of one")
+        return TieredSession(model, store, method=method, label=label, tag=tag)
+    if method is not None or label or tag:
+        raise ConfigError("attach(model, method=..., label=..., tag=...) also needs store=: a KVStore, or a path")
     return patches.attach(base_model(model))
