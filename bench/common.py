@@ -144,7 +144,15 @@ def machine(device: torch.device, folder: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_tiered_cache": hf_tiered_cache.__version__,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """Of this tree, "-dirty" behind it if anything in it is not committed; "unknown" outside of git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return asked.stdout.strip() or "unknown"
 
 
 def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:

@@ -19,3 +19,16 @@ def test_bits(tmp_path, monkeypatch):
     assert len(results) == 4
     assert not any(found["logits_differ"]["tiered_and_same_passes"] for found in results.values())
     assert "same passes" in (tmp_path / "bits-cpu.md").read_text()
+
+
+def test_fingerprint(tmp_path, monkeypatch):
+    import fingerprint
+
+    options = ["--shape", "tiny", "--repeats", "1", "--tokens", "8", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["fingerprint.py", *options])
+    fingerprint.main()
+    document = json.loads((tmp_path / "fingerprint-tiny-bfloat16-cpu.json").read_text())
+    results = document["results"]
+    assert results["modules"] > 50 and results["first fingerprint / loading from disk"] > 0
+    assert document["machine"]["commit"]
+    assert "each request" in (tmp_path / "fingerprint-tiny-bfloat16-cpu.md").read_text()
