@@ -121,3 +121,15 @@ def test_a_trained_model_restores_what_it_would_have_said(tmp_path):
         assert cache.stats.tokens_restored > ids.shape[1] - 16
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], model.generate(ids, max_new_tokens=40, do_sample=False))
+
+
+def test_each_promise_names_tests_that_there_are():
+    text = (ROOT / "docs" / "promises.md").read_text()
+    there = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 20
+    assert not [name for name in named if f"def {name}(" not in there]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and "promise |" not in line and "---" not in line
+    ]
+    assert all("`test_" in row for row in rows)
