@@ -360,7 +360,7 @@ class TieredCache(Cache, ServedCache):
         sink = sink_token(config)
         regimes = dict.fromkeys((self._regime, rope_regime(config, 1)))
         chains = tuple(self.store.chain(fingerprint, f"{self.method.passages} {sink}", regime) for regime in regimes)
-        return PassageFinder(chains, sink, self.store.find, self.store.disk.reader, self._segments)
+        return PassageFinder(chains, sink, self.store.find, self.store.disk.found, self._segments)
 
     def _asks_for_all(self, kwargs: dict[str, Any]) -> bool:
         """Whether outputs are asked for that only computing every token gives."""

@@ -43,8 +43,16 @@ class FormatError(StoreError):
     """A file is no whole segment: bad magic, header, table or length."""
 
 
-class NewerFormatError(FormatError):
-    """A segment was written by a newer version of the library; it is left alone."""
+class NotOursError(FormatError):
+    """A segment may be whole, and is not for this store to read or to judge: it is left alone."""
+
+
+class NewerFormatError(NotOursError):
+    """A segment was written by a newer version of the library."""
+
+
+class OtherKeyError(NotOursError):
+    """A segment is encrypted with another key than the store's, or only one of the two has a key."""
 
 
 class IntegrityError(StoreError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,11 @@ from .restore.match import MatchedRun, longest_prefix
 from .stats import Counters, StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
+from .store.cipher import cipher_of
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.quota import Limits
-from .store.segment import SegmentReader, content_of
+from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
@@ -53,9 +54,13 @@ class KVStore:
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
         index_memory: bytes of memory, where the model computes, for keys that methods with a resident index choose by.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
-        verify: whether the checksum of every block is compared when it is read.
-        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. It hides tokens
-            from those who have the files, not from those who have the model, too.
+        verify: whether the checksum of every block is compared when it is read. Encrypted ones always are.
+        key: a secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as
+            `secrets.token_bytes(32)`, or these as 64 hexadecimal digits or in base64. Only who has it can read what is
+            stored, or store what is served. Segments of another key, or of none, are left alone. Needs the package
+            `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
+        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. By itself it hides
+            tokens from those who have the files, not from those who have the model, too.
         engine: "auto", "kvikio" (GPUDirect Storage or its compat mode), "posix", or an `Engine` made for this store.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
@@ -66,7 +71,7 @@ class KVStore:
             leaves when it is collected cannot wait: without room it is not stored, and counted.
 
     Raises:
-        ConfigError: an argument has no meaning.
+        ConfigError: an argument has no meaning, or what is stored is encrypted with another key.
         StoreError: `path` cannot be a store.
     """
 
@@ -79,6 +84,7 @@ class KVStore:
         index_memory: int | str = "256MiB",
         disk_quota: int | str | None = None,
         verify: bool = True,
+        key: bytes | str | None = None,
         salt: str | bytes | None = None,
         engine: str | Engine = "auto",
         policy: str = DEFAULT_POLICY,
@@ -99,7 +105,8 @@ class KVStore:
         limits = Limits(quota, high, low, floor)
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
         self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
-        self.salt = salt
+        cipher = cipher_of(key)
+        self._secret = cipher.chain_secret(salt)
         self.ttl = ttl
         self.policy = policy
         self._counters = Counters()
@@ -109,12 +116,24 @@ class KVStore:
             parse_bytes(device_memory, "device_memory"),
             policy,
             pin=torch.cuda.is_available(),
-            direct=self._engine.reads_device,
+            direct=self._engine.reads_device and key is None,  # the CPU decrypts
             index_budget=parse_bytes(index_memory, "index_memory"),
         )
         self.disk = SegmentStore(
-            self.path, engine=self._engine, verify=verify, limits=limits, ttl=ttl, counters=self._counters
+            self.path,
+            engine=self._engine,
+            verify=verify,
+            limits=limits,
+            ttl=ttl,
+            counters=self._counters,
+            cipher=cipher,
         )
+        if (other := self.disk.other_key()) is not None:
+            self.disk.close()
+            self._engine.close()
+            raise ConfigError(
+                f"{self.path} is encrypted with another key: {other}, and not {cipher.key_id}, as the two are called"
+            )
         self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
         self.upkeep = Upkeep(self.disk)
         self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
@@ -130,7 +149,7 @@ class KVStore:
 
     def chain(self, fingerprint: str, provenance: str, regime: str) -> Chain:
         """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
-        return Chain((fingerprint, provenance, regime), self.salt)
+        return Chain((fingerprint, provenance, regime), self._secret)
 
     def match(
         self, links: list[bytes], start: int = 0, asking: Recorder | None = None
@@ -147,7 +166,7 @@ class KVStore:
         self.writer.wait_for(links[start:])
         rows = self.disk.find(links)
         while True:
-            found = [(run, self.disk.reader(run.row.id)) for run in longest_prefix(links, rows, start)]
+            found = [(run, self.disk.found(run.row)) for run in longest_prefix(links, rows, start)]
             lost = {run.row.id for run, reader in found if reader is None}
             if not lost:
                 break
@@ -168,8 +187,8 @@ class KVStore:
 
     def submit(self, draft: Draft, wait: bool = True) -> None:
         """Queue a segment for writing; its blocks are cached in host memory on the way."""
-        lanes = partial(_admitted, draft, self.residency)
-        self.writer.submit(replace(draft, lanes=lanes, refused=partial(_refused, draft, self.residency)), wait)
+        written, refused = partial(_admit, draft, self.residency), partial(_refused, draft, self.residency)
+        self.writer.submit(replace(draft, written=written, refused=refused), wait)
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
@@ -360,8 +379,14 @@ class KVStore:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def encrypted(self) -> bool:
+        """Whether it was opened with a key."""
+        return bool(self.disk.cipher.key_id)
+
     def __repr__(self) -> str:
-        return f"KVStore({str(self.path)!r}, {self._engine.describe()}{'' if self._close.alive else ', closed'})"
+        notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * (not self._close.alive)]
+        return f"KVStore({str(self.path)!r}, {', '.join(notes)})"
 
     def _repr_html_(self) -> str:
         return self.stats._repr_html_()
@@ -371,7 +396,8 @@ class KVStore:
         """What the store holds and what happened since it was opened."""
         stats = self._counters.snapshot()
         if self._close.alive:
-            stats.segments, stats.tokens, stats.disk_bytes = self.disk.ask(Catalogue.counts, (0, 0, 0))
+            counts = self.disk.ask(Catalogue.counts, (0, 0, 0, 0))
+            stats.segments, stats.tokens, stats.disk_bytes, stats.encrypted_segments = counts
         stats.disk_quota = self.disk.limits.quota
         stats.host_bytes, stats.host_budget = self.residency.host.allocated, self.residency.host.budget
         stats.device_bytes = sum(tier.allocated for tier in self.residency.devices.values())
@@ -386,6 +412,8 @@ class KVStore:
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
         """Read every stored byte and compare every checksum. Damaged segments are named in the report.
+
+        Segments that the store's key does not open are counted, and not read.
 
         Args:
             progress: whether to show a progress bar.
@@ -449,11 +477,9 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
         disk.ask(lambda catalogue: catalogue.keep_scores(changes), None)
 
 
-def _admitted(draft: Draft, residency: Residency) -> Iterator[torch.Tensor]:
-    """The draft's lanes, each put into memory under what it contains: another file may yet come first."""
-    for lane, blocks in enumerate(draft.lanes()):
-        residency.admit((draft.header.id, lane, content_of(blocks)), blocks)
-        yield blocks
+def _admit(draft: Draft, residency: Residency, lane: int, blocks: torch.Tensor, content: int) -> None:
+    """Put a lane of the draft into memory, under what it contains: another file may yet come first."""
+    residency.admit((draft.header.id, lane, content), blocks)
 
 
 def _refused(draft: Draft, residency: Residency) -> None:

@@ -36,6 +36,9 @@ OTHER_TOKENS = "the model computes other tokens than those it is given, so nothi
 LENGTH_ROPE = "the RoPE frequencies depend on the length of the prompt, so nothing is restored or stored"
 MODEL_CHANGED = "the model has changed since the cache was begun; make a new cache"
 IMAGES = "the prompt holds images, and what follows the first of them is neither restored nor stored"
+NOT_ENCRYPTED = "what is stored of this model is not encrypted, and a store with a key reads only what is"
+NO_KEY = "what is stored of this model is encrypted; open the store with its key"
+OTHER_KEY = "what is stored of this model is encrypted with another key; open the store with that one"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
@@ -83,7 +86,16 @@ def of_a_miss(
     if passages is not None:
         for ranking in _other_rankings(store, tokens, fingerprint, regime, *passages):
             return f"its passages are stored with the ranking {ranking!r}; name that ranking in the method"
-    return NOTHING
+    return _other_keys(store, fingerprint) or NOTHING
+
+
+def _other_keys(store: KVStore, fingerprint: str) -> str:
+    """Links say nothing without their key: if nothing of a model's is of the store's, that may be why."""
+    nothing: set[str] = set()
+    keys, mine = store.disk.ask(lambda catalogue: catalogue.keys(fingerprint), nothing), store.disk.cipher.key_id
+    if not keys or mine in keys:
+        return ""
+    return NO_KEY if not mine else OTHER_KEY if keys - {""} else NOT_ENCRYPTED
 
 
 def _other_rankings(

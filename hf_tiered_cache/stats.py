@@ -234,6 +234,7 @@ class StoreStats:
     """A store's account since it was opened, and what it holds now."""
 
     segments: int = 0
+    encrypted_segments: int = 0
     tokens: int = 0
     disk_bytes: int = 0
     disk_quota: int | None = None
@@ -252,6 +253,8 @@ class StoreStats:
     damaged_files: int = 0
     newer_files: int = 0
     """Segments of a newer format, left alone."""
+    other_key_files: int = 0
+    """Segments of another key than the store's, or of none, that were looked for and left alone."""
     verification_failures: int = 0
     read_errors: int = 0
     catalogue_errors: int = 0

@@ -15,7 +15,7 @@ from segments import LAYOUT, links, open_store, read_back, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape
-from hf_tiered_cache.store.digest import block_digests, lin64, xxh3
+from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import FORMAT_VERSION, MAGIC, SegmentHeader, decode_header, encode_head, lay_out
 from hf_tiered_cache.store.segment import SegmentReader, read_head
 
@@ -31,7 +31,7 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     geometry = Geometry(chunk, 2, heads, split)
     header, chain, blocks = segment(links(count), geometry=geometry)
     assert store.publish(header, chain, blocks)
-    found, table, digests, nbytes, _ = read_head(store.path(header.id))
+    found, table, digests, nbytes, *_ = read_head(store.path(header.id))
     assert found.shape == header.shape
     assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
@@ -122,7 +122,9 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
 
 def test_a_newer_format_says_so(tmp_path):
     header, chain, blocks = segment(links(2))
-    page = bytearray(encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]))[:4096])
+    page = bytearray(
+        encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
+    )
     struct.pack_into("<I", page, 8, FORMAT_VERSION + 1)
     with pytest.raises(NewerFormatError, match="upgrade"):
         decode_header(bytes(page))
@@ -134,7 +136,7 @@ def test_a_header_whose_offsets_do_not_fit_is_refused():
 
     laid = lay_out(header, 2)
     wrong = replace(laid, blocks=replace(laid.blocks, offset=laid.blocks.offset + ALIGNMENT))
-    page = encode_head(wrong, chain, np.concatenate([block_digests(b) for b in blocks]))[:4096]
+    page = encode_head(wrong, chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
     with pytest.raises(FormatError, match="offsets"):
         decode_header(page)
 
@@ -147,9 +149,7 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
         "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
     )
     laid = lay_out(header, 1)
-    head = encode_head(
-        laid, links(1), np.zeros(laid.block_count, block_digests(torch.zeros(1, 4096, dtype=torch.uint8)).dtype)
-    )
+    head = encode_head(laid, links(1), np.zeros(laid.block_count, DIGEST_DTYPE), Checksums())
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 
@@ -179,7 +179,7 @@ def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
 def test_names_too_long_for_the_page_are_cut(label, model):
     header, chain, blocks = segment(links(2), model=model, label=label)
     laid = lay_out(header, 2)
-    head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]))
+    head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())
     found, _ = decode_header(head[:4096])
     readable = label.encode(errors="replace").decode()
     assert readable.startswith(found.label)

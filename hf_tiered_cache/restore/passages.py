@@ -31,7 +31,7 @@ class PassageFinder:
     chains: tuple[Chain, ...]
     sink: int | None
     find: Callable[[Sequence[bytes]], list[SegmentRow]]
-    reader: Callable[[str], SegmentReader | None]
+    reader: Callable[[SegmentRow], SegmentReader | None]
     begins: tuple[int, ...] | None = None
 
     def __call__(self, tokens: np.ndarray, start: int) -> list[Piece]:
@@ -39,7 +39,7 @@ class PassageFinder:
         for number, chain in enumerate(self.chains):
             pieces = []
             for spot in find_passages(tokens, chain, self.find, start, self.begins):
-                reader = self.reader(spot.row.id)
+                reader = self.reader(spot.row)
                 exact = number == 0 and self._begins_with(tokens, spot.at)
                 if reader is not None and (exact or all(k is None or k.movable for k in reader.shape.layout.layers)):
                     pieces.append(Piece(reader, 0, spot.links * LINK_TOKENS, spot.at, exact))

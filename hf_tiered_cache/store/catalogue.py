@@ -1,7 +1,7 @@
 """The catalogue: which segments exist and when they were used. SQLite, shared by processes, never the truth.
 
 Everything in it but the times of use, and what eviction knows of chunks, can be read again from the segment headers, so
-a lost or damaged catalogue costs a scan and no KV.
+a lost or damaged catalogue costs a scan and no KV. What it says of a segment counts only where the file says the same.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -21,7 +21,7 @@ from .database import Database, connect_read_only
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 _MOST_PARAMETERS = 500
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
@@ -34,6 +34,7 @@ _SCHEMA = (
         first BLOB NOT NULL, usable_links INTEGER NOT NULL,
         tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
         created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL, label TEXT NOT NULL,
+        key TEXT NOT NULL,
         chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
     )""",
     "CREATE INDEX by_first ON segments(first)",
@@ -42,8 +43,10 @@ _SCHEMA = (
 )
 _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
-    "label"
+    "label, key"
 )
+_OWN_COLUMNS = ("usable_links", "created", "expires", "used", "uses", "label")
+"""What the catalogue knows of its own, or nobody finds a segment by."""
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
 _T = TypeVar("_T")
@@ -72,6 +75,8 @@ class SegmentRow:
     """All links, side by side."""
     label: str = ""
     """What the user calls it."""
+    key: str = ""
+    """Which key its file is encrypted with (see `StoreCipher.key_id`), or ""."""
 
     @classmethod
     def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
@@ -91,7 +96,13 @@ class SegmentRow:
             used=header.created,
             uses=0,
             label=header.label,
+            key="" if header.seal is None else header.seal.key_id,
         )
+
+    def fits(self, header: SegmentHeader, chain: bytes) -> bool:
+        """Whether this is what its file says of it, so that what is found by the row is what is in the file."""
+        own = SegmentRow.of(header, chain, self.nbytes)
+        return self == replace(own, **{name: getattr(self, name) for name in _OWN_COLUMNS})
 
     def values(self) -> tuple:
         return tuple(getattr(self, name) for name in _COLUMNS.split(", "))
@@ -170,15 +181,21 @@ class Catalogue:
     def total_bytes(self) -> int:
         return self._run(lambda db: db.execute("SELECT coalesce(sum(nbytes), 0) FROM segments").fetchone()[0])
 
-    def counts(self) -> tuple[int, int, int]:
-        """Segments, tokens and bytes on disk."""
-        query = "SELECT count(*), coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0) FROM segments"
+    def counts(self) -> tuple[int, int, int, int]:
+        """Segments, tokens, bytes on disk, and how many of the segments are encrypted."""
+        sums = "coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0), count(nullif(key, ''))"
+        query = f"SELECT count(*), {sums} FROM segments"
         return self._run(lambda db: db.execute(query).fetchone())
 
     def models(self) -> dict[str, dict[str, str]]:
         """For each fingerprint of which segments are stored what their headers say of the model."""
         query = "SELECT fingerprint, facts FROM models WHERE fingerprint IN (SELECT fingerprint FROM segments)"
         return {name: json.loads(facts) for name, facts in self._run(lambda db: db.execute(query).fetchall())}
+
+    def keys(self, fingerprint: str | None = None) -> set[str]:
+        """The keys that segments, of one model or of all, are encrypted with; "" if some are not."""
+        query = "SELECT DISTINCT key FROM segments WHERE ?1 IS NULL OR fingerprint = ?1"
+        return {row[0] for row in self._run(lambda db: db.execute(query, (fingerprint,)).fetchall())}
 
     def provenances(self, fingerprint: str) -> list[str]:
         """How the stored KV of this model came about: "exact", and what says how passages are ranked."""

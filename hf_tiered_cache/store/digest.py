@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hmac
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -50,6 +53,52 @@ def block_digests(blocks: torch.Tensor) -> np.ndarray:
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
     table["lin64"] = lin64(blocks).numpy().view(np.uint64)
     return table
+
+
+class Guard(Protocol):
+    """What stands between a file's blocks and memory: a digest for each block, and for the file's head a tag."""
+
+    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        """Blocks as they are written, piece by piece, and their digests; each piece is good until the next.
+
+        Args:
+            first: number of the first block in the file.
+            blocks: uint8 `[n, block_bytes]` on the CPU; left as it is.
+        """
+
+    def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
+        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None."""
+
+    def tag(self, head: bytes) -> bytes:
+        """What proves that who wrote a head had the key."""
+
+
+class Checksums:
+    """Guards blocks that are stored as they are, against accidents only."""
+
+    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        yield blocks, block_digests(blocks)
+
+    def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
+        if blocks.device.type == "cpu":
+            found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
+            bad = np.flatnonzero(found != digests["xxh3"])
+        else:
+            bad = np.flatnonzero(lin64(blocks).cpu().numpy().view(np.uint64) != digests["lin64"])
+        return int(bad[0]) if len(bad) else None
+
+    def tag(self, head: bytes) -> bytes:
+        return b""
+
+
+def is_tagged(guard: Guard, head: bytes, tag: bytes) -> bool:
+    """Whether `tag` is the head's, found out in a time that tells nothing."""
+    return hmac.compare_digest(guard.tag(head), tag)
+
+
+def content_of(digests: np.ndarray) -> int:
+    """A name for what a lane contains, from the digests of its blocks, `DIGEST_DTYPE` `[chunks]`."""
+    return xxh3(digests.tobytes())
 
 
 def rows(blocks: torch.Tensor) -> list[memoryview]:

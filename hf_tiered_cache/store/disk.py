@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
@@ -18,11 +19,21 @@ import numpy as np
 import torch
 from filelock import FileLock, Timeout
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, QuotaError, RestoreError, StoreBusyError, StoreError
+from ..errors import (
+    FormatError,
+    IntegrityError,
+    NotOursError,
+    OtherKeyError,
+    QuotaError,
+    RestoreError,
+    StoreBusyError,
+    StoreError,
+)
 from ..stats import Counters
 from . import quota
 from .catalogue import Catalogue, SegmentRow
-from .digest import block_digests
+from .cipher import Plain
+from .digest import Guard, content_of
 from .engines import Engine
 from .files import allocate, fsync, is_of_the_process, lock_beside, out_of_descriptors, publish_name, write_all
 from .folder import Folder
@@ -38,6 +49,8 @@ _LOCK_POLL_SECONDS = 0.005
 _HIDDEN_SECONDS = 60.0
 """How long a segment that failed to be read is left alone."""
 _MOST_UNSYNCED = 1000
+Written = Callable[[int, torch.Tensor, int], None]
+"""Told of a lane that was written: its number, its blocks, and the content that `SegmentReader.owner` will name."""
 
 
 class SegmentStore(Folder):
@@ -50,19 +63,29 @@ class SegmentStore(Folder):
         limits: quota, watermarks and free-space floor.
         ttl: seconds a new segment lives, or None for ever.
         counters: where faults and traffic are counted.
+        cipher: what blocks are encrypted with, if they are. Files of another key, or of none, are left alone.
 
     Raises:
         StoreError: `root` is not a folder and cannot become one.
     """
 
     def __init__(
-        self, root: Path, *, engine: Engine, verify: bool, limits: quota.Limits, ttl: float | None, counters: Counters
+        self,
+        root: Path,
+        *,
+        engine: Engine,
+        verify: bool,
+        limits: quota.Limits,
+        ttl: float | None,
+        counters: Counters,
+        cipher: Plain | None = None,
     ) -> None:
         super().__init__(root, counters)
         self.engine = engine
         self.verify_reads = verify
         self.limits = limits
         self.ttl = ttl
+        self.cipher = cipher or Plain()
         self.readers = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Told of segments whose file is gone, or another one now."""
@@ -70,6 +93,7 @@ class SegmentStore(Folder):
         self._unsynced: dict[Path, None] = {}
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
         self._lock_seconds = _LOCK_SECONDS
+        self._keys = set(self.ask(Catalogue.keys, ())) - {""}  # of what was there when it was opened
 
     # --- finding and reading
 
@@ -95,14 +119,27 @@ class SegmentStore(Folder):
             self.readers.keep(reader)
         return reader
 
+    def found(self, row: SegmentRow) -> SegmentReader | None:
+        """The segment that a row stands for, opened, or None (counted) if it cannot be used, or is another.
+
+        Of the two only the file is believed: a row that says otherwise would have other tokens' KV served.
+        """
+        reader = self.reader(row.id)
+        if reader is None or row.fits(reader.header, reader.chain):
+            return reader
+        self.counters.add("catalogue_errors")
+        self.warn("row", f"the catalogue says of segment {row.id} what its file does not; it is entered anew")
+        self._adopt(self.path(row.id))
+        return None
+
     def _open(self, segment_id: str) -> SegmentReader:
         try:
-            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads)
+            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads, self.cipher)
         except OSError as error:
             if not out_of_descriptors(error):
                 raise
             self.readers.close_others()
-            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads)
+            reader = SegmentReader(self.path(segment_id), self.engine, self.verify_reads, self.cipher)
         if reader.id != segment_id:
             raise FormatError(f"{segment_id} calls itself {reader.id}")
         return reader
@@ -117,9 +154,10 @@ class SegmentStore(Folder):
         if not isinstance(error, OSError | FormatError | IntegrityError | RestoreError):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
-        damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NewerFormatError)
-        newer = isinstance(error, NewerFormatError)
-        self.counters.add("newer_files" if newer else "verification_failures" if damaged else "read_errors")
+        damaged = isinstance(error, IntegrityError | FormatError) and not isinstance(error, NotOursError)
+        not_ours = "other_key_files" if isinstance(error, OtherKeyError) else "newer_files"
+        fault = "verification_failures" if damaged else "read_errors"
+        self.counters.add(not_ours if isinstance(error, NotOursError) else fault)
         self.warn(segment_id, f"segment {segment_id} cannot be used: {error}; its tokens are computed again")
         self.readers.drop(segment_id)
         if damaged:
@@ -152,9 +190,16 @@ class SegmentStore(Folder):
         if isinstance(error, IntegrityError):
             return error.file is None or is_there(self.path(segment_id), error.file)
         try:
-            return read_head(self.path(segment_id)).header.id != segment_id
+            return read_head(self.path(segment_id), self.cipher).header.id != segment_id
+        except NotOursError:
+            return False
         except FormatError:
             return True
+
+    def other_key(self) -> str | None:
+        """The key that all encrypted segments here are of, if this store has a key and it is not theirs."""
+        others = self._keys - {self.cipher.key_id}
+        return min(others) if self.cipher.key_id and others == self._keys != set() else None
 
     def touch(self, ids: Iterable[str]) -> None:
         """Note a use of these segments, for LRU eviction."""
@@ -164,7 +209,12 @@ class SegmentStore(Folder):
     # --- writing
 
     def publish(
-        self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor], ancestors: Iterable[str] = ()
+        self,
+        header: SegmentHeader,
+        links: list[bytes],
+        lanes: Iterable[torch.Tensor],
+        ancestors: Iterable[str] = (),
+        written: Written = lambda lane, blocks, content: None,
     ) -> bool:
         """Write a segment and make it visible, whole or not at all.
 
@@ -173,18 +223,20 @@ class SegmentStore(Folder):
             links: its links of the hash chain.
             lanes: for each lane its blocks, uint8 `[chunks, block_bytes]` on the CPU.
             ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
+            written: is told of each lane. The file may still come to nothing.
 
         Returns:
             Whether the segment is in the store now. A full disk, the quota, an unwritable folder or a lock that is not
             to be had drop the write: counted, and said once.
         """
-        header = lay_out(header, len(links))
+        header = lay_out(replace(header, seal=self.cipher.new_seal()), len(links))
         if not self.writable:
             self.counters.add("dropped_writes")
             return False
         self.catch_up()
+        self._warn_of_a_mixture()
         try:
-            self._write(header, links, lanes)
+            self._write(header, links, lanes, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
             if self.ask(lambda c: c.get(header.id), None) is None:
@@ -201,39 +253,48 @@ class SegmentStore(Folder):
                 self.sync()
         return True
 
-    def _write(self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor]) -> None:
+    def _warn_of_a_mixture(self) -> None:
+        if not self.cipher.key_id and self._keys:
+            self.warn(
+                "mixture",
+                f"{self.root} was opened without a key: what is stored there now is not encrypted, as others are",
+            )
+
+    def _write(
+        self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor], written: Written
+    ) -> None:
         """Write to a temporary file and give it its name; raises FileExistsError where another was first."""
-        final = self.path(header.id)
-        replace = self._makes_way(final)
+        final, guard = self.path(header.id), self.cipher.guard(header.seal)
+        replaces = self._makes_way(final)
         if not self.shares_catalogue():
             raise StoreBusyError("the catalogue cannot be opened, so nobody would find it")
         with self._reserved(header.file_bytes) as (fd, tmp):
             digests = []
             offset = header.blocks.offset
-            for blocks in lanes:
-                digests.append(block_digests(blocks))
-                write_all(fd, blocks.numpy().data.cast("B"), offset)
+            for lane, blocks in enumerate(lanes):
+                digests.append(_write_lane(fd, offset, guard, lane * header.shape.chunks, blocks))
+                written(lane, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
-            write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests))), 0)
+            write_all(fd, memoryview(encode_head(header, links, np.concatenate(digests), guard)), 0)
             row = SegmentRow.of(header, b"".join(links), os.fstat(fd).st_blocks * 512)
             # before the temporary name goes, so that its room stays reckoned
-            self._publish(header, row, tmp, replace)
+            self._publish(header, row, tmp, replaces)
         self.counters.add("segments_written")
         self.counters.add("bytes_written", row.nbytes)
-        if replace:
+        if replaces:
             self.let_go([header.id])
         with self._lock:
             self._hidden.pop(header.id, None)
             self._unsynced[final] = None
 
-    def _publish(self, header: SegmentHeader, row: SegmentRow, tmp: Path, replace: bool) -> None:
+    def _publish(self, header: SegmentHeader, row: SegmentRow, tmp: Path, replaces: bool) -> None:
         """Name and row at once. A file that nobody could be told of is none."""
         final, done = self.path(header.id), False
 
         def publish() -> None:
             nonlocal done
             if not done:  # it may be asked again, of a catalogue that has taken the place of the first
-                publish_name(tmp, final, replace)
+                publish_name(tmp, final, replaces)
                 done = True
 
         def enter(catalogue: Catalogue) -> bool:
@@ -246,7 +307,7 @@ class SegmentStore(Folder):
             told = True
             raise
         finally:
-            if done and not told and not replace:
+            if done and not told and not replaces:
                 final.unlink(missing_ok=True)
         if not told:
             raise StoreBusyError("the catalogue cannot be told of it; end the process that keeps it locked")
@@ -255,10 +316,10 @@ class SegmentStore(Folder):
         """Whether what stands at `final` is damaged, expired or failing. Raises FileExistsError where it serves."""
         known = self.ask(lambda c: c.get(final.stem), None)
         try:
-            header = read_head(final).header
+            header = read_head(final, self.cipher).header
         except FileNotFoundError:
             return False
-        except NewerFormatError:
+        except NotOursError:
             raise FileExistsError(final) from None
         except FormatError:
             return True
@@ -390,6 +451,16 @@ class SegmentStore(Folder):
     def close(self) -> None:
         self.readers.clear()
         self.catalogue.close()
+
+
+def _write_lane(fd: int, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
+    """Write a lane's blocks, numbered from `first` on, and return their digests."""
+    digests = []
+    for piece, table in guard.seal(first, blocks):
+        write_all(fd, piece.numpy().data.cast("B"), offset)
+        offset += piece.numel()
+        digests.append(table)
+    return np.concatenate(digests)
 
 
 def _forget(path: Path) -> None:

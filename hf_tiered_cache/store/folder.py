@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ..errors import FormatError, NewerFormatError, StoreError
+from ..errors import FormatError, NotOursError, StoreError
 from ..stats import Counters
 from .catalogue import Catalogue, SegmentRow
 from .database import is_damage
@@ -135,10 +135,10 @@ class Folder:
     def _adopt(self, path: Path) -> bool:
         """Enter a file that the catalogue does not know. Returns whether it is a segment we can read."""
         try:
-            header, chain, _, nbytes, _ = read_head(path)
+            header, chain, _, nbytes, *_ = read_head(path)
             if header.id != path.stem:
                 raise FormatError(f"{path.name} calls itself {header.id}")
-        except NewerFormatError as error:
+        except NotOursError as error:
             self.counters.add("newer_files")
             self.warn("newer", f"{path.name}: {error}")
         except FormatError as error:

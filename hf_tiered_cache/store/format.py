@@ -2,7 +2,8 @@
 
     header page | hash chain | digest table | order of tokens and what it goes by, if any | blocks, lane after lane
 
-Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum.
+Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum. Of an encrypted file only the
+blocks are (see cipher.py); what stands before them is under a tag, too.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ import numpy as np
 from ..errors import ConfigError, FormatError, NewerFormatError
 from ..geometry import ALIGNMENT, LINK_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
 from . import EXACT, LINK_BYTES
-from .digest import DIGEST_DTYPE, xxh3
+from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
-_ORDERED_VERSION, _PLAIN_VERSION = 2, 1
+_RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
+CIPHER = "aes-256-gcm"
+KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
 _PLACE_BYTES = _IMPORTANCE_BYTES = 4
 _SECTIONS = ("chain", "digests", "order", "importance", "blocks")
@@ -43,6 +46,16 @@ class Section:
     offset: int
     nbytes: int
     digest: int = 0
+
+
+@dataclass(frozen=True)
+class Seal:
+    """How a file is encrypted."""
+
+    key_id: str
+    """Of the store's key: 16 hexadecimal digits."""
+    salt: bytes
+    """Of this file: with the store's key it gives the file's."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,8 @@ class SegmentHeader:
     """Who computed it, in words: `name`, `class`, `dtype` and such. The fingerprint alone decides what is served."""
     label: str = ""
     """What the user calls it."""
+    seal: Seal | None = None
+    """How it is encrypted, if it is."""
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     order: Section = Section(0, 0)
@@ -109,13 +124,14 @@ def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
     return replace(header, chain=chain, digests=digests, order=order, importance=importance, blocks=blocks)
 
 
-def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) -> bytes:
+def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
     """Everything before the blocks: header page, chain, digest table, order and importance, each padded to 4 KiB.
 
     Args:
         header: as `lay_out` returned it.
         links: the segment's links, `LINK_BYTES` each.
         digests: `DIGEST_DTYPE` `[lanes * chunks]`, lane after lane.
+        guard: of the blocks; makes the tag, if there is to be one.
     """
     chain = b"".join(links).ljust(header.chain.nbytes, b"\0")
     table = digests.tobytes().ljust(header.digests.nbytes, b"\0")
@@ -128,10 +144,27 @@ def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray) 
         order=replace(header.order, digest=xxh3(places)),
         importance=replace(header.importance, digest=xxh3(values)),
     )
-    return _encode_page(header, len(links)) + chain + table + places + values
+    tables = chain + table + places + values
+    page = _encode_page(header, len(links))
+    page[len(page) - _tag_bytes(header) :] = guard.tag(bytes(page) + tables)
+    struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
+    return bytes(page) + tables
 
 
-def _encode_page(header: SegmentHeader, links: int) -> bytes:
+def _tag_bytes(header: SegmentHeader) -> int:
+    return 0 if header.seal is None else TAG_BYTES
+
+
+def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, bytes]:
+    """What the tag of a file is over, and the tag: the page with zeros for checksum and tag, and what follows it."""
+    end = HEADER_BYTES - _tag_bytes(header)
+    blank = bytearray(page[:end].ljust(HEADER_BYTES, b"\0"))
+    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
+    return bytes(blank) + tables, page[end:HEADER_BYTES]
+
+
+def _encode_page(header: SegmentHeader, links: int) -> bytearray:
+    """The header page, with zeros for checksum and tag."""
     data: dict[str, Any] = {
         "id": header.id,
         "fingerprint": header.fingerprint,
@@ -146,14 +179,14 @@ def _encode_page(header: SegmentHeader, links: int) -> bytes:
         "expires": header.expires,
         "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
-    room = HEADER_BYTES - _PREFIX.size
+    if header.seal is not None:
+        data["cipher"] = {"name": CIPHER, "key": header.seal.key_id, "salt": header.seal.salt.hex()}
+    room = HEADER_BYTES - _PREFIX.size - _tag_bytes(header)
     text = _with_names(data, header, room)
     if len(text) > room:
         raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
     page = bytearray(_PREFIX.pack(MAGIC, _version(header), len(text), 0) + text)
-    page.extend(bytes(HEADER_BYTES - len(page)))
-    struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
-    return bytes(page)
+    return page.ljust(HEADER_BYTES, b"\0")
 
 
 def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes:
@@ -175,8 +208,10 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.importance.nbytes:
+    if header.seal is not None:
         return FORMAT_VERSION
+    if header.importance.nbytes:
+        return _RANKED_VERSION
     return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.lead else _PLAIN_VERSION
 
 
@@ -242,6 +277,7 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
         expires=None if expires is None else _seconds(expires),
         model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
         label=str(data.get("label") or ""),
+        seal=_seal(data["cipher"]) if "cipher" in data else None,
         **{
             name: Section(*(_whole(number, 0, 1 << 64) for number in section))
             for name, section in data["sections"].items()
@@ -269,10 +305,16 @@ def _text(value: Any) -> str:
     return value
 
 
-def _hexadecimal(value: Any) -> str:
-    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * LINK_BYTES}}}", value) is None:
-        raise FormatError(f"{value!r} is no name of {2 * LINK_BYTES} hexadecimal digits")
+def _hexadecimal(value: Any, nbytes: int = LINK_BYTES) -> str:
+    if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
+        raise FormatError(f"{value!r} is no name of {2 * nbytes} hexadecimal digits")
     return value
+
+
+def _seal(data: Any) -> Seal:
+    if data["name"] != CIPHER:
+        raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not know")
+    return Seal(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
 def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NewerFormatError, StoreError
+from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError, StoreError
 from . import quota
 from .catalogue import Catalogue
 from .disk import SegmentStore
@@ -32,6 +32,8 @@ class VerifyReport:
     nbytes: int = 0
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
+    unread: int = 0
+    """Segments besides, that are of another key than the store's, or only one of the two has a key."""
 
     @property
     def ok(self) -> bool:
@@ -42,6 +44,7 @@ class VerifyReport:
         return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes} | {
             "bad": self.bad,
             "removed": self.removed,
+            "unread": self.unread,
         }
 
 
@@ -85,7 +88,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     for path in sizes:
         report.segments += 1
         try:
-            reader = SegmentReader(path, store.engine, verify=True)
+            reader = SegmentReader(path, store.engine, True, store.cipher)
             if reader.id != path.stem:
                 raise FormatError(f"{path.name} calls itself {reader.id}")
             bar.update(reader.header.blocks.offset)
@@ -93,8 +96,9 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
                 report.blocks += blocks
                 report.nbytes += nbytes
                 bar.update(nbytes)
-        except (NewerFormatError, FileNotFoundError):
+        except (NotOursError, FileNotFoundError) as error:
             report.segments -= 1  # not ours to judge, or evicted meanwhile
+            report.unread += isinstance(error, OtherKeyError)
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[path.stem] = str(error)
             if repair and not isinstance(error, OSError) and store.remove([path.stem]):
@@ -163,7 +167,7 @@ def _is_damaged(path: Path) -> bool:
         return False  # not of our making
     try:
         read_head(path)
-    except NewerFormatError:
+    except NotOursError:
         return False
     except FormatError:
         return True

@@ -15,14 +15,16 @@ import torch
 
 from ..errors import FormatError, IntegrityError
 from ..geometry import LINK_TOKENS
-from .digest import lin64, rows, xxh3
+from .cipher import Plain
+from .digest import Guard, content_of, is_tagged
 from .engines import Engine, EngineFile, ReadOp, ReadReport
 from .files import open_regular, read_all
-from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables
+from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
 """Of tables above this size a sixteenth must lie on disk: a sparse file of a few KiB could take all memory."""
 _OPENINGS = 3
+_NO_KEY = Plain()
 BlockRun = tuple[int, torch.Tensor]
 """First chunk of a run, and where its blocks go: uint8 `[n, block_bytes]`, contiguous."""
 
@@ -39,25 +41,34 @@ class Head(NamedTuple):
     """What the file takes on disk."""
     file: tuple[int, int]
     """Device and inode: which file it was that has been read."""
+    guard: Guard | None
+    """Of the blocks, if these are to be read."""
 
 
-def read_head(path: Path) -> Head:
+def read_head(path: Path, cipher: Plain | None = None) -> Head:
     """Read and check everything before the blocks.
 
+    Args:
+        cipher: the store's, if the blocks are to be read, too. Without it the head is believed to whoever wrote it.
+
     Raises:
-        FormatError: the file is damaged or cut short. OSError: it cannot be read.
+        OtherKeyError: it is another key's. FormatError: the file is damaged or cut short. OSError: it cannot be read.
     """
     with open_regular(path) as (fd, stat):
-        header, links = decode_header(read_all(fd, HEADER_BYTES, 0))
+        page = read_all(fd, HEADER_BYTES, 0)
+        header, links = decode_header(page)
+        guard = None if cipher is None else cipher.guard(header.seal)
         if stat.st_size < header.file_bytes:
             raise FormatError(f"{path.name} is cut short: {stat.st_size} of {header.file_bytes} bytes")
         wanted, on_disk = header.blocks.offset - HEADER_BYTES, stat.st_blocks * 512
         if wanted > _LARGE_TABLES and wanted > _MOST_HOLES * on_disk:  # some file systems reckon late: no proof
             raise OSError(errno.EFBIG, f"tables of {wanted} bytes in a file that takes {on_disk}", str(path))
         tables = read_all(fd, wanted, HEADER_BYTES)
+    if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
+        raise FormatError("what stands before the blocks was not written with the store's key")
     chain, digests, order = decode_tables(header, links, tables)
     header = replace(header, shape=replace(header.shape, order=order))
-    return Head(header, chain, digests, on_disk, (stat.st_dev, stat.st_ino))
+    return Head(header, chain, digests, on_disk, (stat.st_dev, stat.st_ino), guard)
 
 
 def is_there(path: Path, file: tuple[int, int]) -> bool:
@@ -69,17 +80,22 @@ def is_there(path: Path, file: tuple[int, int]) -> bool:
     return (stat.st_dev, stat.st_ino) == file
 
 
-def content_of(blocks: torch.Tensor) -> int:
-    """What `SegmentReader.owner` will say of a lane with these blocks, uint8 `[chunks, block_bytes]`."""
-    return xxh3(np.array([xxh3(row) for row in rows(blocks)], "<u8").tobytes())
-
-
 class SegmentReader:
-    """A segment opened for reading. The open file stays whole even when another process unlinks it."""
+    """A segment opened for reading. The open file stays whole even when another process unlinks it.
 
-    def __init__(self, path: Path, engine: Engine, verify: bool) -> None:
+    Args:
+        path: of its file.
+        engine: reads the blocks.
+        verify: whether their checksums are compared. Those of encrypted ones always are.
+        cipher: the store's.
+
+    Raises:
+        OtherKeyError: it is another key's. FormatError: the file is damaged or cut short. OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path, engine: Engine, verify: bool, cipher: Plain = _NO_KEY) -> None:
         for _ in range(_OPENINGS):
-            self.header, self.chain, self.digests, _, self._inode = read_head(path)
+            self.header, self.chain, self.digests, _, self._inode, guard = read_head(path, cipher)
             self._file: EngineFile = engine.open(str(path))
             if is_there(path, self._inode):  # else head and blocks may be of two files
                 break
@@ -88,8 +104,8 @@ class SegmentReader:
         self.id = self.header.id
         self.shape = self.header.shape
         self._engine = engine
-        self._verify = verify
-        self._contents = [xxh3(table["xxh3"].tobytes()) for table in self.digests]  # of each lane
+        self._guard = guard if verify or self.header.seal is not None else None
+        self._contents = [content_of(table) for table in self.digests]  # of each lane
         self.gone = False
         """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
 
@@ -122,9 +138,8 @@ class SegmentReader:
         def check(done: Future[ReadReport]) -> None:
             try:
                 report = done.result()
-                if self._verify:
-                    for first, blocks in runs:
-                        self.check(lane, first, blocks)
+                for first, blocks in runs:
+                    self._open(lane, first, blocks)
             except BaseException as error:
                 checked.set_exception(error)
             else:
@@ -133,16 +148,14 @@ class SegmentReader:
         self._engine.submit(ops).add_done_callback(check)
         return checked
 
-    def check(self, lane: int, first: int, blocks: torch.Tensor) -> None:
-        """Compare blocks with their digests. Raises IntegrityError naming the first bad chunk."""
+    def _open(self, lane: int, first: int, blocks: torch.Tensor) -> None:
+        """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
+        if self._guard is None:
+            return
         expected = self.digests[lane, first : first + blocks.shape[0]]
-        if blocks.device.type == "cpu":
-            found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
-            bad = np.flatnonzero(found != expected["xxh3"])
-        else:
-            bad = np.flatnonzero(lin64(blocks).cpu().numpy().view(np.uint64) != expected["lin64"])
-        if len(bad):
-            chunk = first + int(bad[0])
+        bad = self._guard.open(lane * self.shape.chunks + first, blocks, expected)
+        if bad is not None:
+            chunk = first + bad
             raise IntegrityError(
                 f"segment {self.id}, lane {lane}, chunk {chunk}: the block fails its checksum",
                 whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,

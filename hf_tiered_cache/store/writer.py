@@ -15,7 +15,7 @@ import torch
 
 from ..errors import StoreBusyError, StoreClosedError
 from ..latch import Latch
-from .disk import SegmentStore
+from .disk import SegmentStore, Written
 from .format import SegmentHeader
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -35,6 +35,7 @@ class Draft:
         lanes: packs one lane after the other, when the writer asks for it.
         ancestors: segments it continues.
         refused: is called if there turns out to be no room for it.
+        written: is told of each lane.
     """
 
     header: SegmentHeader
@@ -42,6 +43,7 @@ class Draft:
     lanes: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[], None] = lambda: None
+    written: Written = lambda lane, blocks, content: None
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -227,7 +229,8 @@ class Writer:
     def _write(self, draft: Draft) -> None:
         stored = False
         try:
-            stored = self._store.publish(draft.header, draft.links, self._lanes(draft), draft.ancestors)
+            lanes = self._lanes(draft)
+            stored = self._store.publish(draft.header, draft.links, lanes, draft.ancestors, draft.written)
         finally:
             if not stored:
                 draft.refused()
