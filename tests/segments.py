@@ -12,6 +12,7 @@ import torch
 
 from hf_tiered_cache.geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
 from hf_tiered_cache.stats import Counters
+from hf_tiered_cache.store.cipher import Plain
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import LINK_BYTES, SegmentHeader
@@ -60,10 +61,18 @@ def segment(
     return header, chain, blocks
 
 
-def open_store(root: Path, *, verify: bool = True, ttl: float | None = None, **limits) -> SegmentStore:
+def open_store(
+    root: Path, *, verify: bool = True, ttl: float | None = None, cipher: Plain | None = None, **limits
+) -> SegmentStore:
     """A segment store with an engine and counters of its own."""
     return SegmentStore(
-        root, engine=PosixEngine(), verify=verify, limits=Limits(**{"floor": 0} | limits), ttl=ttl, counters=Counters()
+        root,
+        engine=PosixEngine(),
+        verify=verify,
+        limits=Limits(**{"floor": 0} | limits),
+        ttl=ttl,
+        counters=Counters(),
+        cipher=cipher,
     )
 
 

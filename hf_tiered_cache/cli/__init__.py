@@ -53,7 +53,8 @@ def _top(
       hf-tiered-cache serve MODEL --store DIR     an OpenAI-compatible server
 
     All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
-    says more with --help.
+    says more with --help. Of an encrypted store, what reads KV takes --key-file, or the variable
+    HF_TIERED_CACHE_KEY_FILE; ls, stat, gc and rm need no key.
     """
 
 
@@ -69,7 +70,7 @@ _add(
     "kv-store --json | jq -r '.[] | select(.uses == 0) | .id'",
 )
 _add("stat", listing.stat, "kv-store", "kv-store 1f3a9c02", "kv-store 1f3a9c02 --json")
-_add("verify", maintain.verify, "kv-store", "kv-store --repair")
+_add("verify", maintain.verify, "kv-store", "kv-store --repair", "kv-store --key-file kv.key")
 _add("gc", maintain.gc, "kv-store", "kv-store --quota 100GiB --dry-run")
 _add(
     "rm",

@@ -9,7 +9,7 @@ import typer
 
 from ..errors import TieredCacheError
 from ..units import parse_bytes
-from .output import AsJson, Refused, figures, print_json, show
+from .output import AsJson, KeyFile, Refused, figures, print_json, show
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +28,7 @@ def calibrate(
     dtype: Annotated[
         str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved. Use the one you serve with.")
     ] = "auto",
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure how much of a passage to compute anew.
@@ -44,11 +45,13 @@ def calibrate(
     import torch
 
     from ..kvstore import KVStore
+    from ..store.cipher import read_key_file
 
+    key = read_key_file(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         loaded = _load(model, dtype, device)
-        with KVStore(store, host_memory=memory) as opened:
+        with KVStore(store, host_memory=memory, key=key) as opened:
             found = opened.calibrate(
                 loaded, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
             )

@@ -47,6 +47,7 @@ class Contents:
             "expires": row.expires,
             "expired": row.expires is not None and row.expires <= time.time(),
             "pinned": row.id in self.pinned,
+            "encrypted": bool(row.key),
         }
 
     def one(self, name: str) -> SegmentRow:
@@ -107,12 +108,13 @@ def check_is_store(path: Path) -> None:
         raise Refused(f"there is no store at {path}")
 
 
-def open_store(path: Path, *, disk_quota: str | None = None) -> KVStore:
-    """A store that is there, to look after it."""
+def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | None = None) -> KVStore:
+    """A store that is there, to look after it. What reads no blocks needs no key."""
     from ..kvstore import KVStore
+    from ..store.cipher import read_key_file
 
     check_is_store(path)
-    return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota)
+    return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota, key=read_key_file(key_file))
 
 
 def unique_length(names: Iterable[str]) -> int:

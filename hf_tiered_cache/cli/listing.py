@@ -68,7 +68,7 @@ def _name(contents: Contents, fingerprint: str) -> str:
 
 
 def _notes(described: dict[str, Any]) -> list[str]:
-    notes = [note for note in ("pinned", "expired") if described[note]]
+    notes = [note for note in ("pinned", "encrypted", "expired") if described[note]]
     if described["provenance"] != EXACT:
         notes.append(described["provenance"])
     if described["usable_tokens"] < described["tokens"]:
@@ -97,6 +97,7 @@ def stat(
         "tokens": sum(one["tokens"] for one in described),
         "disk_bytes": sum(one["bytes"] for one in described),
         "pinned": sum(one["pinned"] for one in described),
+        "encrypted": sum(one["encrypted"] for one in described),
         "expired": sum(one["expired"] for one in described),
         "damaged": sum(one["usable_tokens"] < one["tokens"] for one in described),
         "last_used": max((one["used"] for one in described), default=None),
@@ -120,7 +121,7 @@ def stat(
 
 
 def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
-    from ..store.format import sections
+    from ..store.format import CIPHER, sections
     from ..store.segment import read_head
 
     path = store / "segments" / f"{row.id}.kv"
@@ -153,6 +154,8 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("created", date(row.created))
     table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")
     table.add_row("expires", "never" if row.expires is None else date(row.expires))
+    if header.seal is not None:
+        table.add_row("encrypted", f"{CIPHER}, key {header.seal.key_id}")
     table.add_row("notes", ", ".join(_notes(described)) or "none")
     table.add_row("cut into", _cut(shape))
     table.add_row("layers", "; ".join(_layers(shape)))

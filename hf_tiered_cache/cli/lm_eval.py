@@ -22,6 +22,7 @@ def lm_eval(context: typer.Context) -> None:
       budget=0.1 ...      any field of the method; NAME:budget=0.1 is the same
       store=FOLDER        the store (default: one that is deleted at the end)
       host_memory=4GiB    of the store (default: 1GiB)
+      key_file=PATH       of the store's key, if it is encrypted (default: $HF_TIERED_CACHE_KEY_FILE)
 
     For everything else: lm_eval run --help, and hf-tiered-cache lm-eval ls tasks.
     """

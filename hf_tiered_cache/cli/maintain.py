@@ -9,7 +9,7 @@ import typer
 from ..store.catalogue import SegmentRow
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
-from .output import AsJson, Refused, StorePath, confirm, count, figures, print_json, printable, show
+from .output import AsJson, KeyFile, Refused, StorePath, confirm, count, figures, print_json, printable, show
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be deleted.")]
 
@@ -17,14 +17,16 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say wha
 def verify(
     store: StorePath,
     repair: Annotated[bool, typer.Option("--repair", help="Remove the damaged segments.")] = False,
+    key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a store and compare every checksum.
 
     Nothing is changed without --repair. What it removes is computed and stored again when it is next asked for. The
-    exit status is 1 if a segment is damaged, and still there.
+    exit status is 1 if a segment is damaged, and still there; else it is 2 if some were not read, since they are
+    encrypted and --key-file names no key, or another one than theirs.
     """
-    with open_store(store) as opened:
+    with open_store(store, key_file=key_file) as opened:
         report = opened.verify(progress=not as_json, repair=repair)
     if as_json:
         print_json(report.as_dict())
@@ -36,6 +38,9 @@ def verify(
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         if not report.ok and not repair:
             print(f"`hf-tiered-cache verify {store} --repair` removes them")
+    if report.ok and report.unread:
+        given = "no --key-file was given" if key_file is None else "the key is not theirs"
+        raise Refused(f"{count(report.unread, 'segment')} could not be checked: {given}")
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 from ..errors import TieredCacheError
+from ..store import KEY_FILE_VARIABLE
 
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        envvar=KEY_FILE_VARIABLE,
+        metavar="PATH",
+        help="The file of the store's key, if it is encrypted: 32 bytes, or 64 hexadecimal digits.",
+    ),
+]
 StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
 

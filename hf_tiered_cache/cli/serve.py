@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from .output import KeyFile
 
 
 class LogLevel(str, Enum):
@@ -33,6 +34,7 @@ def serve(
     disk_quota: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What the store may take on disk, e.g. 100GiB.")
     ] = None,
+    key_file: KeyFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     device: Annotated[str, typer.Option(help="Of the model, such as cuda:0.")] = "auto",
@@ -57,10 +59,16 @@ def serve(
     from ..integrations.serve import serve as run
     from ..kvstore import KVStore
     from ..methods import make_method
+    from ..store.cipher import read_key_file
 
     chosen = make_method(method)
     with KVStore(
-        store, host_memory=host_memory, device_memory=device_memory, disk_quota=disk_quota, policy=chosen.policy
+        store,
+        host_memory=host_memory,
+        device_memory=device_memory,
+        disk_quota=disk_quota,
+        policy=chosen.policy,
+        key=read_key_file(key_file),
     ) as opened:
         run(
             model,

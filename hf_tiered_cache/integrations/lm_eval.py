@@ -6,11 +6,13 @@ On the command line it is `hf-tiered-cache lm-eval`; in Python, `lm_eval.simple_
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from ..errors import ConfigError
 from ..geometry import LINK_TOKENS
 from ..kvstore import KVStore
 from ..methods import METHODS, Method, Passages, make_method
+from ..store import KEY_FILE_VARIABLE
+from ..store.cipher import read_key_file
 from ..units import parse_bytes
 
 Tokens = tuple[int, ...]
@@ -42,6 +46,7 @@ class HFTieredLM(HFLM):
         method: a name of `METHODS`, with or without options: "contiguous_kv:budget=0.1".
         store: the store's folder; without it, one that is deleted at the end.
         host_memory: of the store, such as "4GiB".
+        key_file: the file of the store's key, if it is encrypted; by default the one that the environment names.
         kwargs: fields of the method (budget=0.1), and all arguments of `hf`.
 
     Raises:
@@ -55,6 +60,7 @@ class HFTieredLM(HFLM):
         method: str = "exact",
         store: str | None = None,
         host_memory: int | str = "1GiB",
+        key_file: str | None = None,
         **kwargs: Any,
     ) -> None:
         if pretrained is None:
@@ -62,6 +68,8 @@ class HFTieredLM(HFLM):
         names = {field.name for kind in METHODS.values() for field in fields(kind)} - {"geometry"}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         self._method: Method = make_method(":".join([method, *(f"{k}={v}" for k, v in options.items())]))
+        key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)
+        key = read_key_file(Path(key_file) if key_file else None)
         parse_bytes(host_memory, "host_memory")  # loading a model takes long; what is wrong is said before
         if store is None and isinstance(self._method, Passages):
             raise ConfigError(f"{method} reuses passages that were stored before; name their store with store=FOLDER")
@@ -77,7 +85,7 @@ class HFTieredLM(HFLM):
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted with this object
             store = self._folder.name
-        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy)
+        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy, key=key)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None

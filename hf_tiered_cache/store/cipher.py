@@ -54,8 +54,15 @@ class Plain:
         return Checksums()
 
 
-class StoreCipher(Plain):
-    """Of stores with a key. Nothing that it prints or raises shows the key, and it is not pickled.
+class _Secret:
+    """Holds a key, and is not pickled."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a store's key is not pickled; open the store anew, with its key")
+
+
+class StoreCipher(_Secret, Plain):
+    """Of stores with a key. Nothing that it prints or raises shows the key.
 
     Args:
         key: 32 bytes, or the same as 64 hexadecimal digits or in base64.
@@ -89,11 +96,8 @@ class StoreCipher(Plain):
     def __repr__(self) -> str:
         return f"StoreCipher(key {self.key_id})"
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a store's key is not pickled; open the store anew, with its key")
 
-
-class FileCipher:
+class FileCipher(_Secret):
     """Guards the blocks of one file.
 
     Args:

@@ -1,0 +1,718 @@
+"""Encryption at rest: the same answers; without the key nothing to be read, and nothing to be planted."""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import pickle
+import shutil
+import sqlite3
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_kvikio
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import kv_of, prefilled
+from segments import links, open_store, read_back, segment
+from test_forged import ODD, places
+from test_relayout import geometries
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import ConfigError, FormatError
+from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.methods import H2O, AttentionStore, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
+from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.format import _PREFIX as PREFIX
+from hf_tiered_cache.store.format import HEADER_BYTES, LINK_BYTES, MAGIC, TAG_BYTES, decode_header
+from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.store.segment import read_head
+
+KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
+IDS, OTHER = prompt(100), prompt(100, seed=9)
+GREEDY = {"do_sample": False, "max_new_tokens": 3, "output_logits": True, "return_dict_in_generate": True}
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+def fill(root, model, ids=(IDS[0], OTHER[0]), **options):
+    with KVStore(root, **options) as store:
+        store.precompute(model, list(ids), progress=False)
+
+
+@pytest.fixture
+def root(tmp_path, model):
+    """An encrypted store with two prompts of 96 whole tokens each."""
+    fill(tmp_path / "store", model, key=KEY)
+    return tmp_path / "store"
+
+
+def files(root):
+    return sorted((root / "segments").glob("*.kv"))
+
+
+def ask(model, store, ids=IDS, **options):
+    """Generate, compare the logits with a DynamicCache's of the same passes, and return the stats."""
+    cache = TieredCache(model, store, **options)
+    ours = model.generate(ids, past_key_values=cache, **GREEDY)
+    reference = prefilled(model, [kv_of(model, ids)], cache.stats.tokens_restored)
+    theirs = model.generate(ids, past_key_values=reference, **GREEDY)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for a, b in zip(ours.logits, theirs.logits, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)  # recomputed tails come from passes of another shape
+    return cache.stats
+
+
+# --- keys
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        KEY,
+        bytearray(KEY),
+        KEY.hex(),
+        KEY.hex().upper(),
+        "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+        "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8",
+    ],
+)
+def test_one_key_in_every_form(key):
+    assert cipher_of(key).key_id == StoreCipher(KEY).key_id != StoreCipher(OTHER_KEY).key_id
+
+
+def test_base64_of_either_alphabet():
+    key = b"\xfb\xff" * 16
+    standard, urlsafe = base64.b64encode(key).decode(), base64.urlsafe_b64encode(key).decode()
+    assert standard != urlsafe
+    assert StoreCipher(standard).key_id == StoreCipher(urlsafe).key_id == StoreCipher(key).key_id
+
+
+@pytest.mark.parametrize("key", [b"", "", b"short", "short", KEY + b"x", KEY.hex()[:-1], "ü" * 43, 7, KEY * 2])
+def test_what_is_no_key_is_refused_without_being_shown(tmp_path, key):
+    with pytest.raises(ConfigError, match="32 secret bytes") as raised:
+        KVStore(tmp_path / "store", key=key)
+    assert "short" not in str(raised.value)
+    assert not (tmp_path / "store").exists()
+
+
+def test_without_the_package_it_is_said_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
+    with pytest.raises(ConfigError, match=r"pip install 'hf-tiered-cache\[encryption\]'"):
+        KVStore(tmp_path, key=KEY)
+    KVStore(tmp_path).close()
+
+
+def test_a_plain_store_does_not_import_the_package(tmp_path):
+    code = (
+        "import sys; from hf_tiered_cache import KVStore; KVStore(sys.argv[1]).close(); "
+        "assert not [name for name in sys.modules if name.startswith('cryptography')]"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_key_shows_nowhere(tmp_path, model, caplog):
+    caplog.set_level(logging.DEBUG)
+    secret = StoreCipher(KEY)
+    with KVStore(tmp_path, key=KEY) as store:
+        said = [repr(store), str(store.stats), repr(store.disk), repr(secret), str(ask(model, store))]
+        assert "encrypted" in repr(store)
+        for thing in (store, secret, store.disk.cipher.guard(secret.new_seal())):
+            with pytest.raises(TypeError):
+                pickle.dumps(thing)
+    with pytest.raises(ConfigError) as raised:
+        KVStore(tmp_path, key=OTHER_KEY)
+    said += [str(raised.value), caplog.text]
+    for key in (KEY, OTHER_KEY):
+        assert not [text for text in said if repr(key)[2:-1] in text or key.hex() in text]
+    assert "encrypted" not in repr(KVStore(tmp_path / "plain"))
+
+
+def test_key_files(tmp_path):
+    path = tmp_path / "key"
+    for data in (KEY, KEY.hex().encode() + b"\n", b"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=\n"):
+        path.write_bytes(data)
+        assert read_key_file(path) == KEY
+    path.write_text("not much of a secret")
+    with pytest.raises(ConfigError, match="holds no key") as raised:
+        read_key_file(path)
+    assert "much" not in str(raised.value)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_key_file(tmp_path / "nowhere")
+
+
+# --- the same answers
+
+
+@pytest.mark.parametrize("memory", [0, "64KiB", "1GiB"])
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_stored_comes_back_exactly(tmp_path, model, memory, verify):
+    with KVStore(tmp_path, key=KEY, host_memory=memory, verify=verify) as store:
+        assert ask(model, store).tokens_restored == 0
+        store.flush()
+        for _ in range(2):  # from the disk or memory, and once more
+            assert ask(model, store, record=False).tokens_restored == 96
+    with KVStore(tmp_path, key=KEY.hex(), host_memory=memory, verify=verify) as store:
+        stats = ask(model, store)
+        assert (stats.tokens_restored, stats.reason) == (96, "")
+        assert stats.disk.blocks > 0
+        assert store.verify().ok
+        assert (store.stats.encrypted_segments, store.stats.segments) == (1, 1)
+
+
+def test_blocks_in_memory_are_those_of_the_file(tmp_path, model):
+    """What the writer puts into memory is found under the name that the reader of the file gives it."""
+    with KVStore(tmp_path, key=KEY) as store:
+        ask(model, store)
+        store.flush()
+        stats = ask(model, store, record=False)
+        assert stats.host.blocks > 0
+        assert stats.disk.blocks == 0
+
+
+ANOTHER_PROCESS = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from families import build
+from test_encryption import IDS, KEY, ask
+from hf_tiered_cache import KVStore
+with KVStore(sys.argv[2], key=KEY) as store:
+    print(ask(build("llama"), store).tokens_restored)
+"""
+
+
+def test_another_process_restores_it(root):
+    done = subprocess.run(
+        [sys.executable, "-c", ANOTHER_PROCESS, str(HERE), str(root)], capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "96", done.stderr
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        Exact(),
+        AttentionStore(),
+        ContiguousKV(budget=1, period=2, subperiod=2, identify="index"),
+        ContiguousKV(budget=0.25, period=2, subperiod=2, lead=0, identify="keys"),
+        Impress(budget=0.25, probe_heads=2, chunk_tokens=16),
+        H2O(budget=0.25),
+    ],
+    ids=lambda method: f"{type(method).__name__} {getattr(method, 'budget', '')}",
+)
+def test_every_method_gives_what_it_gives_without_a_key(tmp_path, model, method):
+    logits = []
+    for options in ({}, {"key": KEY}):
+        path = tmp_path / str(len(options))
+        with KVStore(path, **options) as store:
+            store.precompute(model, [IDS[0]], method=method, progress=False)
+        with KVStore(path, host_memory="64KiB", **options) as store, torch.no_grad():
+            cache = TieredCache(model, store, method=method, record=False)
+            logits.append(model(input_ids=IDS, past_key_values=cache, logits_to_keep=1).logits)
+            assert cache.stats.tokens_restored == 96
+            assert cache.stats.disk.blocks > 0
+    assert torch.equal(*logits)
+
+
+def test_passages_come_back_too(tmp_path, model):
+    method, logits = CacheTune(recompute=0.25, ranking="context"), []
+    ids = torch.cat([prompt(8, seed=4)[0], OTHER[0, :96], IDS[0, :96], prompt(8, seed=5)[0]]).unsqueeze(0)
+    for options in ({}, {"key": KEY}):
+        with KVStore(tmp_path / str(len(options)), **options) as store, torch.no_grad():
+            store.precompute(model, [IDS[0, :96], OTHER[0, :96]], segments=True, method=method, progress=False)
+            store.residency.clear()
+            cache = TieredCache(model, store, method=method, record=False)
+            logits.append(model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits)
+            assert cache.stats.tokens_restored > 0
+    assert torch.equal(*logits)
+
+
+def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
+    with KVStore(root, key=KEY) as store:
+        before = {store.disk.reader(row.id).header.seal for row in store.segments()}
+        assert store.relayout(ContiguousKV(period=2, subperiod=2), progress=False) == 2
+        after = {store.disk.reader(row.id).header.seal for row in store.segments()}
+        assert len(before | after) == 4
+        assert {seal.key_id for seal in after} == {StoreCipher(KEY).key_id}
+        store.residency.clear()
+        assert ask(model, store).tokens_restored == 96
+        assert store.verify().ok
+
+
+@given(st.data())
+def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_factory, data):
+    """Single blocks, runs, and whole lanes."""
+    store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(KEY))
+    header, chain, lanes = segment(links(4), geometry=data.draw(geometries))
+    assert store.publish(header, chain, lanes)
+    reader = store.reader(header.id)
+    for _ in range(4):
+        lane = data.draw(st.integers(0, len(lanes) - 1))
+        first = data.draw(st.integers(0, reader.shape.chunks - 1))
+        count = data.draw(st.integers(1, reader.shape.chunks - first))
+        memory = aligned_bytes(count * reader.shape.lanes[lane].block_bytes).view(count, -1)
+        reader.read(lane, [(first, memory)]).result()
+        assert torch.equal(memory, lanes[lane][first : first + count])
+    for found, lane in zip(read_back(store, header.id), lanes, strict=True):
+        assert torch.equal(found, lane)
+    store.close()
+
+
+def test_large_lanes_are_encrypted_in_pieces(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_tiered_cache.store.cipher._PIECE_BYTES", 3 * 4096)
+    store = open_store(tmp_path, cipher=StoreCipher(KEY))
+    header, chain, lanes = segment(links(7))
+    assert store.publish(header, chain, lanes)
+    for found, lane in zip(read_back(store, header.id), lanes, strict=True):
+        assert torch.equal(found, lane)
+    store.close()
+
+
+def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
+    """The CPU decrypts, so GPUDirect Storage has nothing to fill."""
+    fake_kvikio.install(monkeypatch, gds=True)
+    with KVStore(tmp_path / "plain", engine="kvikio") as plain, KVStore(tmp_path, engine="kvikio", key=KEY) as store:
+        assert plain.residency._direct
+        assert not store.residency._direct
+
+
+# --- nothing to be read
+
+
+def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
+    """Not a single row of a block: of the same KV, stored three times, no 16 bytes are found in two files."""
+    header, chain, lanes = segment(links(6), fill=7)
+    contents = []
+    for number in range(2):
+        store = open_store(tmp_path / str(number), cipher=StoreCipher(KEY))
+        assert store.publish(header, chain, lanes)
+        data = store.path(header.id).read_bytes()[read_head(store.path(header.id)).header.blocks.offset :]
+        pieces = {data[at : at + 16] for at in range(0, len(data), 16)}
+        assert len(pieces) == len(data) // 16  # blocks are alike, and so are the bytes in them
+        assert bytes([7]) * 16 not in data
+        contents.append(pieces)
+        store.close()
+    assert contents[0].isdisjoint(contents[1])
+
+
+def recovered(root, model, cipher):
+    """The tokens that layer 0's values tell to somebody who has the model, over all segments in order."""
+    inner = model.model
+    with torch.no_grad():
+        normed = inner.layers[0].input_layernorm(inner.embed_tokens.weight)
+        table = inner.layers[0].self_attn.v_proj(normed)  # [vocabulary, heads * dim]
+    engine, found = PosixEngine(), []
+    for path in files(root):
+        head = read_head(path, cipher)
+        shape = head.header.shape
+        lane = shape.lanes[0]
+        data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks * lane.block_bytes]
+        blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape.chunks, -1)
+        if cipher is not None:
+            assert head.guard.open(0, blocks, head.digests[0]) is None
+        (part,) = [part for part in lane.parts if part.layer == 0 and part.tensor == "value"]
+        values = shape.unpack(blocks, lane, part).transpose(0, 1).flatten(1)  # [tokens, heads * dim]
+        found.append(torch.cdist(values.nan_to_num(), table).argmin(1))
+    engine.close()
+    return found
+
+
+def test_who_has_the_model_reads_tokens_out_of_a_salted_store_but_not_out_of_an_encrypted_one(tmp_path, model):
+    fill(tmp_path / "salted", model, (IDS[0],), salt="a long secret of letters")
+    fill(tmp_path / "encrypted", model, (IDS[0],), key=KEY)
+    (told,) = recovered(tmp_path / "salted", model, None)
+    assert torch.equal(told, IDS[0, :96])
+    (told,) = recovered(tmp_path / "encrypted", model, StoreCipher(KEY))
+    assert torch.equal(told, IDS[0, :96])  # so the key is what it takes
+    (told,) = recovered(tmp_path / "encrypted", model, None)
+    assert (told == IDS[0, :96]).sum() < 8
+
+
+def test_links_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
+    chains = {}
+    for name, options in {
+        "none": {},
+        "salt": {"salt": "s"},
+        "key": {"key": KEY},
+        "other key": {"key": OTHER_KEY},
+        "both": {"key": KEY, "salt": "s"},
+        "other salt": {"key": KEY, "salt": "t"},
+    }.items():
+        with KVStore(tmp_path / name, **options) as store:
+            chains[name] = tuple(store.chain("model", "exact", "").links(IDS[0].numpy()))
+    assert len(set(chains.values())) == len(chains)
+    assert set(map(len, chains.values())) == {6}
+
+
+# --- of another key, or of none
+
+
+def test_another_key_is_refused_at_the_door(root):
+    with pytest.raises(ConfigError, match="encrypted with another key") as raised:
+        KVStore(root, key=OTHER_KEY)
+    assert StoreCipher(KEY).key_id in str(raised.value)
+    assert len(files(root)) == 2
+    shutil.copytree(root, root.parent / "no catalogue", ignore=shutil.ignore_patterns("catalogue*"))
+    with pytest.raises(ConfigError, match="encrypted with another key"):
+        KVStore(root.parent / "no catalogue", key=OTHER_KEY)
+
+
+def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
+    before = {path: path.read_bytes() for path in files(root)}
+    for _ in range(2):
+        with KVStore(root) as store:
+            stats = ask(model, store, record=False)
+            assert (stats.tokens_restored, stats.reason) == (
+                0,
+                "what is stored of this model is encrypted; open the store with its key",
+            )
+            row = store.segments()[0]
+            assert store.disk.found(row) is None
+            assert store.disk.reader(row.id) is None
+            report = store.verify(repair=True)
+            assert (report.segments, report.unread, report.bad) == (0, 2, {})
+            assert store.gc().damaged == 0
+            assert store.relayout(ContiguousKV(), progress=False) == 0
+            counted = store.stats
+            assert (counted.other_key_files, counted.verification_failures, counted.segments) == (2 + 2, 0, 2)
+    assert {path: path.read_bytes() for path in files(root)} == before
+    assert "without a key" in caplog.text
+
+
+def test_storing_without_the_key_beside_encrypted_segments_is_said(root, model, caplog):
+    with KVStore(root) as store:
+        ask(model, store)
+    assert "what is stored there now is not encrypted" in caplog.text
+    with KVStore(root) as store:
+        assert ask(model, store, record=False).tokens_restored == 96
+        assert (store.stats.segments, store.stats.encrypted_segments) == (3, 2)
+
+
+def test_what_was_stored_without_a_key_is_not_used_with_one(tmp_path, model):
+    fill(tmp_path, model)
+    before = {path: path.read_bytes() for path in files(tmp_path)}
+    with KVStore(tmp_path, key=KEY) as store:
+        stats = ask(model, store)
+        assert stats.tokens_restored == 0
+        assert "is not encrypted" in stats.reason
+        for row in store.segments():
+            assert store.disk.found(row) is None or row.key
+        assert store.stats.other_key_files == 2
+        store.flush()
+        assert ask(model, store, record=False).tokens_restored == 96
+        report = store.verify(repair=True)
+        assert (report.segments, report.unread, report.bad) == (1, 2, {})
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_two_keys_in_one_folder(root, model):
+    with KVStore(root, key=KEY) as first:
+        first.disk._keys.clear()
+    shutil.copytree(root, root.parent / "both")
+    with KVStore(root.parent / "mine", key=OTHER_KEY) as mine:
+        ask(model, mine)
+    for path in files(root.parent / "mine"):
+        shutil.copy(path, root.parent / "both" / "segments")
+    for key in (KEY, OTHER_KEY):
+        with KVStore(root.parent / "both", key=key) as store:
+            assert ask(model, store, record=False).tokens_restored == 96
+            assert store.verify().ok
+    assert len(files(root.parent / "both")) == 3
+
+
+def test_an_older_program_leaves_encrypted_files_alone(root, monkeypatch):
+    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 3)
+    page = files(root)[0].read_bytes()[:HEADER_BYTES]
+    with pytest.raises(FormatError, match="newer") as raised:
+        decode_header(page)
+    assert type(raised.value).__name__ == "NewerFormatError"
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_stands_before_the_damage_is_served(root, model, verify):
+    with KVStore(root, key=KEY, verify=verify) as store:
+        (row,) = [row for row in store.segments() if row.first == chain_of(store, model, IDS)[0]]
+        path, reader = store.disk.path(row.id), store.disk.reader(row.id)
+        lane = reader.shape.lanes[0]
+        offset = reader.header.blocks.offset + reader.shape.lane_offsets[0] + 3 * lane.block_bytes + 100
+        flip(path, offset)
+        stats = ask(model, store, record=False)
+        assert (stats.tokens_restored, stats.verification_failures) == (3 * LINK_TOKENS, 1)
+        assert path.exists()
+        assert list(store.verify().bad) == [row.id]
+
+
+def chain_of(store, model, ids):
+    cache = TieredCache(model, store, record=False)
+    cache.look_up(ids)
+    return cache._history.chain.links(ids[0].numpy())
+
+
+def flip(path, offset, bits=16):
+    data = bytearray(path.read_bytes())
+    data[offset] ^= bits
+    path.write_bytes(data)
+
+
+# --- forgeries
+
+
+def reseal(data, change=lambda page: None):
+    """A file's bytes with its header changed, and every checksum right: all that takes no key."""
+    _, version, length, _ = PREFIX.unpack_from(data)
+    page = json.loads(data[PREFIX.size : PREFIX.size + length])
+    change(page)
+    for name, section in page["sections"].items():
+        if name != "blocks":
+            section[2] = xxh3(bytes(data[section[0] : section[0] + section[1]]))
+    text = json.dumps(page, separators=(",", ":")).encode()
+    tag = bytes(data[HEADER_BYTES - TAG_BYTES : HEADER_BYTES])
+    made = bytearray(PREFIX.pack(MAGIC, version, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")
+    made[HEADER_BYTES - TAG_BYTES :] = tag
+    struct.pack_into("<Q", made, PREFIX.size - 8, xxh3(bytes(made)))
+    return bytes(made) + bytes(data[HEADER_BYTES:])
+
+
+def section(data, name):
+    header, _ = decode_header(bytes(data[:HEADER_BYTES]))
+    one = getattr(header, name)
+    return slice(one.offset, one.offset + one.nbytes)
+
+
+def block_of(data, number):
+    """Where a block lies in the bytes of a file, and where its digest."""
+    header, _ = decode_header(bytes(data[:HEADER_BYTES]))
+    lane, chunk = divmod(number % header.block_count, header.shape.chunks)
+    start = header.blocks.offset + header.shape.lane_offsets[lane] + chunk * header.shape.lanes[lane].block_bytes
+    digest = header.digests.offset + (lane * header.shape.chunks + chunk) * 16
+    return slice(start, start + header.shape.lanes[lane].block_bytes), slice(digest, digest + 16)
+
+
+IDENTITY = ("id", "parent", "position", "provenance", "fingerprint")
+
+
+@pytest.fixture(scope="module")
+def forgery(tmp_path_factory, model):
+    """An encrypted store, one under another key, and a plain one, of the same prompts in another model's KV."""
+    base = tmp_path_factory.mktemp("forgery")
+    stranger = build("llama")
+    with torch.no_grad():
+        for weight in stranger.parameters():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(3)))
+    fill(base / "ours", model, key=KEY)
+    fill(base / "elsewhere", stranger, key=OTHER_KEY)
+    fill(base / "plain", stranger)
+    expected = {}
+    for name, ids in (("first", IDS), ("second", OTHER)):
+        expected[name] = model.generate(ids, past_key_values=None, **GREEDY).logits
+    return base, expected
+
+
+def whole(data, of):
+    """`data` made to call itself what the file `of` is: header, chain and all, with its own blocks and salt."""
+    data = bytearray(data)
+    data[section(data, "chain")] = of[section(of, "chain")]
+    theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
+    return reseal(data, lambda page: page.update({name: theirs[name] for name in IDENTITY}))
+
+
+def with_cipher(data, of):
+    """A plain file that claims to be encrypted as `of` is."""
+    data = bytearray(data)
+    theirs = json.loads(of[PREFIX.size : PREFIX.size + PREFIX.unpack_from(of)[2]])
+    struct.pack_into("<I", data, 8, 4)
+    return reseal(data, lambda page: page.update(cipher=theirs["cipher"]))
+
+
+FORGERIES = [
+    "any byte",
+    "any byte, checksums right",
+    "any value of the header",
+    "blocks swapped within",
+    "blocks swapped between",
+    "blocks swapped within, digests too",
+    "blocks swapped between, digests too",
+    "tables of another",
+    "head of another",
+    "the other under this name",
+    "the other called this",
+    "salt of another",
+    "another key's",
+    "another key's, called ours",
+    "a plain one",
+    "a plain one, called encrypted",
+    "the other's row",
+    "a row's chain",
+]
+
+
+def forge(root, base, kind, draw):
+    """One forgery of somebody who may write everything, and knows everything but the key."""
+    paths = files(root)
+    number = draw(st.integers(0, 1))
+    mine, other = paths[number], paths[1 - number]
+    a, b = bytearray(mine.read_bytes()), bytearray(other.read_bytes())
+    if kind.startswith("any byte"):
+        checked = "right" in kind
+        at = draw(st.integers(HEADER_BYTES if checked else 0, len(a) - 1))
+        a[at] ^= draw(st.integers(1, 255))
+        mine.write_bytes(reseal(a) if checked else a)
+    elif kind == "any value of the header":
+
+        def change(page):
+            way = draw(st.sampled_from([way for way in places(page) if way[0] not in ("sections", "layout")]))
+            theirs = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
+            holder = page
+            for name in way[:-1]:
+                holder, theirs = holder[name], theirs[name]
+            holder[way[-1]] = draw(st.sampled_from([theirs[way[-1]], *ODD]))
+
+        mine.write_bytes(reseal(a, change))
+    elif kind.startswith("blocks swapped"):
+        target = a if "within" in kind else b
+        (first, first_digest), (second, second_digest) = (
+            block_of(a, draw(st.integers(0, 99))),
+            block_of(target, draw(st.integers(0, 99))),
+        )
+        if a[first] == target[second] or len(a[first]) != len(target[second]):
+            return
+        a[first], target[second] = target[second], a[first]
+        if "digests" in kind:
+            a[first_digest], target[second_digest] = target[second_digest], a[first_digest]
+        mine.write_bytes(reseal(a))
+        other.write_bytes(reseal(b))
+    elif kind == "tables of another":
+        name = draw(st.sampled_from(["chain", "digests"]))
+        a[section(a, name)] = b[section(b, name)]
+        mine.write_bytes(reseal(a))
+    elif kind == "head of another":
+        start = section(a, "blocks").start
+        mine.write_bytes(a[:start] + b[start:])
+    elif kind == "the other under this name":
+        mine.write_bytes(b)
+    elif kind == "the other called this":
+        mine.write_bytes(whole(b, a))
+    elif kind == "salt of another":
+        theirs = json.loads(b[PREFIX.size : PREFIX.size + PREFIX.unpack_from(b)[2]])
+        mine.write_bytes(reseal(a, lambda page: page.update(cipher=theirs["cipher"])))
+    elif kind in ("the other's row", "a row's chain"):
+        with sqlite3.connect(root / "catalogue.sqlite") as db:
+            columns = "first, chain, position, tokens, provenance, fingerprint, key, usable_links"
+            if kind == "a row's chain":
+                columns = "first, chain"
+            query = f"UPDATE segments SET ({columns}) = (SELECT {columns} FROM segments WHERE id = ?) WHERE id = ?"
+            db.execute(query, (other.stem, mine.stem))
+            if draw(st.booleans()):
+                db.execute("DELETE FROM segments WHERE id = ?", (other.stem,))
+                other.unlink()
+        db.close()
+        return
+    else:
+        foreign = files(base / ("plain" if "plain" in kind else "elsewhere"))[draw(st.integers(0, 1))]
+        data = foreign.read_bytes()
+        if kind.endswith("called encrypted") or kind.endswith("called ours"):
+            data = with_cipher(data, a)
+        mine.write_bytes(whole(data, a))
+    if draw(st.booleans()):
+        for suffix in ("", "-wal", "-shm"):
+            (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("kind", FORGERIES)
+@settings(max_examples=max(4, settings.default.max_examples // 10))
+@given(data=st.data())
+def test_no_forgery_is_served(tmp_path_factory, model, forgery, kind, data):
+    base, expected = forgery
+    root = tmp_path_factory.mktemp("forged") / "store"
+    shutil.copytree(base / "ours", root)
+    forge(root, base, kind, data.draw)
+    memory = data.draw(st.sampled_from([0, "64KiB", "64MiB"]))
+    verify = data.draw(st.booleans())
+    for _ in range(2):
+        try:
+            store = KVStore(root, key=KEY, host_memory=memory, verify=verify)
+        except ConfigError:
+            assert kind.startswith("any value")  # of the id of the key
+            break
+        with store:
+            for name, ids in (("first", IDS), ("second", OTHER)):
+                cache = TieredCache(model, store, record=False)
+                ours = model.generate(ids, past_key_values=cache, **GREEDY)
+                for x, y in zip(ours.logits, expected[name], strict=True):
+                    torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+    shutil.rmtree(root.parent)
+
+
+def test_a_row_that_says_what_its_file_does_not_is_set_right(root, model):
+    """Also in a store without a key: the catalogue is not to be believed."""
+    fill(root.parent / "plain", model)
+    for path, options in ((root, {"key": KEY}), (root.parent / "plain", {})):
+        (first, second) = files(path)
+        with sqlite3.connect(path / "catalogue.sqlite") as db:
+            chain = db.execute("SELECT chain FROM segments WHERE id = ?", (second.stem,)).fetchone()[0]
+            db.execute("UPDATE segments SET chain = ?, first = ? WHERE id = ?", (chain, chain[:LINK_BYTES], first.stem))
+            db.execute("DELETE FROM segments WHERE id = ?", (second.stem,))
+        db.close()
+        second.unlink()
+        with KVStore(path, **options) as store:
+            for found in (0, 96):
+                assert sum(ask(model, store, ids, record=False).tokens_restored for ids in (IDS, OTHER)) == found
+            assert store.stats.catalogue_errors == 1
+            assert first.exists()
+
+
+# --- the command line
+
+
+@pytest.fixture
+def key_file(tmp_path):
+    path = tmp_path / "kv.key"
+    path.write_text(KEY.hex() + "\n")
+    return path
+
+
+def test_what_reads_no_kv_needs_no_key(root, run, key_file):
+    status, out, _ = run("ls", root)
+    assert (status, out.count("encrypted")) == (0, 2)
+    assert [one["encrypted"] for one in json.loads(run("ls", root, "--json")[1])] == [True, True]
+    assert json.loads(run("stat", root, "--json")[1])["encrypted"] == 2
+    name = files(root)[0].stem
+    assert f"aes-256-gcm, key {StoreCipher(KEY).key_id}" in run("stat", root, name[:12])[1]
+    assert run("gc", root)[0] == 0
+    assert run("rm", root, name[:12])[0] == 0
+    assert len(files(root)) == 1
+
+
+def test_verify_wants_the_key(root, run, key_file, monkeypatch):
+    status, out, err = run("verify", root, "--json")
+    assert (status, json.loads(out)["unread"]) == (2, 2)
+    assert "2 segments could not be checked: no --key-file was given" in err
+    status, out, _ = run("verify", root, "--key-file", key_file)
+    assert (status, "2 segments" in out, "all whole" in out) == (0, True, True)
+    monkeypatch.setenv("HF_TIERED_CACHE_KEY_FILE", str(key_file))
+    assert run("verify", root)[0] == 0
+    key_file.write_text(OTHER_KEY.hex())
+    status, _, err = run("verify", root)
+    assert (status, "another key" in err) == (2, True)
+    key_file.write_text("x")
+    assert "holds no key" in run("verify", root)[2]
+    flip(files(root)[0], -1 % files(root)[0].stat().st_size)
+    monkeypatch.delenv("HF_TIERED_CACHE_KEY_FILE")
+    key_file.write_text(KEY.hex())
+    assert run("verify", root, "--key-file", key_file)[0] == 1
