@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.errors import ConfigError, EngineUnavailableError
+from hf_tiered_cache.errors import ConfigError, EngineUnavailableError, StoreClosedError
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp, open_engine
 from hf_tiered_cache.store.engines.base import MAX_CALL_BYTES, MAX_IOVECS, READ_THROUGH_BYTES, EngineFile, coalesce
@@ -145,6 +146,24 @@ def test_a_deleted_file_stays_readable_through_its_handle(engine, pages):
     memory = aligned_bytes(ALIGNMENT)
     engine.submit([ReadOp(file, 7 * ALIGNMENT, memory)]).result(timeout=10)
     assert numbers_in(memory) == [7]
+
+
+def test_a_file_that_outlives_all_modules_ends_in_silence(pages):
+    program = f"""
+import sys
+from hf_tiered_cache.store.engines import PosixEngine
+sys.kept = PosixEngine().open({str(pages)!r})
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ended.stderr == ""
+
+
+def test_a_closed_engine_says_that_the_store_was_closed(pages):
+    engine = PosixEngine()
+    op = ReadOp(engine.open(str(pages)), 0, aligned_bytes(ALIGNMENT))
+    engine.close()
+    with pytest.raises(StoreClosedError):
+        engine.submit([op])
 
 
 def test_a_failing_batch_is_resolved_only_when_no_part_runs_any_more(pages, monkeypatch):
@@ -289,7 +308,7 @@ def test_a_kvikio_batch_that_cannot_be_submitted_leaves_no_read_under_way(monkey
     if what == "closed":
         engine.close()
     memory = aligned_bytes(2 * ALIGNMENT).view(2, ALIGNMENT)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(StoreClosedError if what == "closed" else RuntimeError):
         engine.submit([ReadOp(file, i * ALIGNMENT, memory[i]) for i in range(2)])
     assert started
     assert all(read.future.done() for read in started)

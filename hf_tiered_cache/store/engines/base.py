@@ -6,11 +6,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import torch
+
+from ...errors import StoreClosedError
 
 MAX_CALL_BYTES = 1 << 20
 """Larger reads are split, smaller neighbours merged up to this: with 8 threads, 1 MiB saturates an NVMe disk."""
@@ -132,3 +134,10 @@ class Batch:
                 self.future.set_exception(self._error)
             else:
                 self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
+
+    def run_in(self, pool: ThreadPoolExecutor, work: Callable[[], int]) -> None:
+        """The same in one of a pool's threads. Raises StoreClosedError: it was shut down with the store."""
+        try:
+            pool.submit(self.run, work)
+        except RuntimeError as error:
+            raise StoreClosedError("the store was closed under this; open it anew") from error

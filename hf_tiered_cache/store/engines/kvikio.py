@@ -72,7 +72,7 @@ class KvikioEngine(Engine):
             for op in ops:
                 buffer = op.dest if op.dest.is_cuda else op.dest.numpy()
                 started.append((op, op.file.cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
-            self._waiters.submit(batch.run, lambda: _finish(started))
+            batch.run_in(self._waiters, lambda: _finish(started))
         except Exception:
             with suppress(OSError):
                 _finish(started)  # the caller takes the destinations back: nothing may write to them any more

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, cast
 
-from ...errors import EngineUnavailableError
+from ...errors import EngineUnavailableError, StoreClosedError
 from ...geometry import ALIGNMENT
 from .base import READ_THROUGH_BYTES, Batch, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce
 
@@ -36,9 +36,9 @@ class PosixFile(EngineFile):
         if self.fd < 0:
             self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)  # when the interpreter ends there may be no module any more
             self.fd = -1
 
 
@@ -69,8 +69,8 @@ class PosixEngine(Engine):
         queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
         for number in range(workers):
             try:
-                self._pool.submit(batch.run, lambda: self._drain(queue))
-            except RuntimeError:  # closed meanwhile: those that have begun read it all
+                batch.run_in(self._pool, lambda: self._drain(queue))
+            except StoreClosedError:  # those that have begun read it all
                 if not number:
                     raise
                 batch.run(lambda: 0)
