@@ -283,6 +283,57 @@ def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
     assert ours.path(before.id).exists() == bool(ours.find(links(4, "before")))
 
 
+def test_the_log_does_not_outgrow_the_room_that_is_left_for_it(tmp_path):
+    """Somebody who reads an old state (a process that was stopped) keeps it from beginning anew."""
+    store = open_store(tmp_path)
+    ids = [publish(store, seed=f"{number}").id for number in range(10)]
+    reading = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
+    reading.execute("BEGIN")
+    reading.execute("SELECT count(*) FROM segments").fetchall()
+    log = tmp_path / "catalogue.sqlite-wal"
+    before = log.stat().st_size
+    for _ in range(300):
+        store.touch(ids)
+    assert log.stat().st_size - before <= quota.CATALOGUE_GROWTH
+    reading.close()
+    used = store.catalogue.get(ids[0]).used
+    publish(store, seed="more")  # which begins the log anew
+    publish(store, seed="and more")
+    store.touch(ids)
+    assert store.catalogue.get(ids[0]).used > used
+    assert log.stat().st_size <= quota.CATALOGUE_GROWTH
+
+
+def test_many_files_are_entered_in_a_short_log(tmp_path):
+    store = open_store(tmp_path)
+    for number in range(60):
+        publish(store, seed=f"{number}")
+    store.catalogue.remove(store.catalogue.ids())
+    reading = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
+    reading.execute("BEGIN")
+    reading.execute("SELECT count(*) FROM segments").fetchall()
+    log = tmp_path / "catalogue.sqlite-wal"
+    before = log.stat().st_size
+    store.scan()
+    assert len(store.catalogue.ids()) == 60
+    assert log.stat().st_size - before <= quota.CATALOGUE_GROWTH
+    reading.close()
+
+
+def test_a_catalogue_that_is_still_being_filled_is_not_reckoned_with(tmp_path):
+    """One thread enters the files into a new one; to others they are there all the same."""
+    store = open_store(tmp_path, quota=10**9)
+    for number in range(3):
+        publish(store, seed=f"{number}")
+    before = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv"))
+    for suffix in ("", "-wal", "-shm"):
+        (tmp_path / f"catalogue.sqlite{suffix}").unlink()
+    with store._mending:  # as that thread
+        assert quota.used_bytes(store) >= before
+    assert quota.used_bytes(store) >= before
+    assert len(store.catalogue.ids()) == 3
+
+
 @pytest.mark.parametrize(
     "error", [DatabaseError("malformed"), OperationalError("disk I/O error"), OverflowError("big")]
 )

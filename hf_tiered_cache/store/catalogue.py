@@ -213,14 +213,21 @@ class Catalogue:
             publish: gives the segment's file its name. Both happen, or neither: nobody would find a file without a
                 row, or reckon with it.
         """
-        marks = ", ".join("?" * len(row.values()))
+        self.add_all([(row, model)], publish)
+
+    def add_all(
+        self, rows: Sequence[tuple[SegmentRow, Mapping[str, str] | None]], publish: Callable[[], None] = lambda: None
+    ) -> None:
+        """The same for many at once: every transaction adds to the log."""
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):
-                if model:
-                    facts = json.dumps(dict(model))
-                    db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (row.fingerprint, facts))
-                db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
+                for row, model in rows:
+                    if model:
+                        facts = json.dumps(dict(model))
+                        db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (row.fingerprint, facts))
+                    marks = ", ".join("?" * len(row.values()))
+                    db.execute(f"INSERT OR REPLACE INTO segments ({_COLUMNS}) VALUES ({marks})", row.values())
                 publish()
 
         self._run(enter)
@@ -231,7 +238,9 @@ class Catalogue:
         self._run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
-        """Note a use of these segments."""
+        """Note a use of these segments, unless that would make a log longer that counts against the quota."""
+        if self._database is not None and self._database.is_log_long():
+            return
         now = time.time() if now is None else now
         pairs = [(now, i) for i in ids]
 
@@ -281,8 +290,8 @@ def _create_tables(db: sqlite3.Connection) -> None:
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
     """All of the body, or nothing of it."""
-    db.execute("BEGIN IMMEDIATE")
     try:
+        db.execute("BEGIN IMMEDIATE")  # a Ctrl-C right behind it must not leave it open, with all others locked out
         yield
         db.execute("COMMIT")
     except BaseException:

@@ -28,6 +28,7 @@ _BUSY_SECONDS_AFTERWARDS = 0.2
 """How long to wait for a lock that another process does not let go of: the first time, and until it was had again."""
 _CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
 _WAL_PAGES = 32  # small, since the log counts against the quota
+_LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
 _T = TypeVar("_T")
 _SetUp = Callable[[sqlite3.Connection], None]
@@ -99,6 +100,12 @@ class Database:
                         return result
                 self._open()
             raise sqlite3.OperationalError("it is replaced again and again")
+
+    def is_log_long(self) -> bool:
+        """Whether the log grows because somebody is still reading an old state: what need not be written can wait."""
+        with suppress(OSError):
+            return self._path is not None and os.stat(f"{self._path}-wal").st_size > 3 * _LOG_BYTES // 2
+        return False
 
     def rebuild(self, generation: int) -> None:
         """Begin anew with an empty database, unless that was done since `generation`."""
@@ -217,6 +224,7 @@ def _enter_wal_mode(db: sqlite3.Connection) -> None:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")
             db.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+            db.execute(f"PRAGMA journal_size_limit={_LOG_BYTES}")
             return
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() > deadline:

@@ -129,7 +129,7 @@ class SegmentStore(Folder):
             return reader
         self.counters.add("catalogue_errors")
         self.warn("row", f"the catalogue says of segment {row.id} what its file does not; it is entered anew")
-        self._adopt(self.path(row.id))
+        self._adopt([self.path(row.id)])
         return None
 
     def _open(self, segment_id: str) -> SegmentReader:
@@ -240,7 +240,7 @@ class SegmentStore(Folder):
         except FileExistsError:
             self.counters.add("duplicate_writes")
             if self.ask(lambda c: c.get(header.id), None) is None:
-                self._adopt(self.path(header.id))
+                self._adopt([self.path(header.id)])
         except (OSError, QuotaError, StoreBusyError) as error:
             self.counters.add("dropped_writes")
             self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
@@ -301,13 +301,11 @@ class SegmentStore(Folder):
             catalogue.add(row, header.model, publish)
             return True
 
+        told = False
         try:
             told = self.ask(enter, False)
-        except OSError:
-            told = True
-            raise
-        finally:
-            if done and not told and not replaces:
+        finally:  # a Ctrl-C comes before a row is entered, or behind it
+            if done and not told and not replaces and self.ask(lambda c: c.get(header.id), None) is None:
                 final.unlink(missing_ok=True)
         if not told:
             raise StoreBusyError("the catalogue cannot be told of it; end the process that keeps it locked")

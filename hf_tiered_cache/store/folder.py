@@ -7,7 +7,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,9 +24,12 @@ _MENDING_SECONDS = 10.0
 """How long to do without a catalogue that is damaged again, or cannot be opened, before it is tried again."""
 _SCANNING_SECONDS = 1.0
 """How long to leave files alone that could not be read or entered."""
+_AT_ONCE = 256
+"""Files that are entered in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _T = TypeVar("_T")
 _Default = TypeVar("_Default")
+_Row = tuple[SegmentRow, Mapping[str, str]]
 
 
 class Folder:
@@ -56,8 +59,12 @@ class Folder:
         self._in_line = 0  # the generation of the catalogue that the files were compared with
         self.writable = self._make_folders()
         self.catalogue = self._open_catalogue()
-        with self._mending:
-            self.scan()
+        try:
+            with self._mending:
+                self.scan()
+        except BaseException:  # Ctrl-C: nobody is going to close it
+            self.catalogue.close()
+            raise
 
     def _make_folders(self) -> bool:
         if self.root.exists() and not self.root.is_dir():
@@ -92,6 +99,13 @@ class Folder:
                 self._compare()
         return self.catalogue.path is not None
 
+    def listed_bytes(self) -> int | None:
+        """Bytes on disk of the segments that the catalogue lists; None where it may lack some, as a new one does."""
+        before = self._in_line
+        listed = self.ask(Catalogue.total_bytes, None)
+        whole = self.catalogue.path is not None and before == self._in_line == self.catalogue.generation
+        return listed if whole else None
+
     # --- files and rows
 
     def path(self, segment_id: str) -> Path:
@@ -118,11 +132,8 @@ class Folder:
         if gone:
             self.ask(lambda c: c.remove(gone), None)
         self._unread, self._scanned = known is None, time.monotonic()
-        unlisted = []
-        for path in (present[i] for i in present.keys() - (known or set())):
-            if self._untold or not self._adopt(path):
-                unlisted.append(path)
-        self.unlisted = unlisted
+        unknown_files = [present[i] for i in present.keys() - (known or set())]
+        self.unlisted = unknown_files if self._untold else self._adopt(unknown_files)
         self.ask(Catalogue.set_right_clocks, None)
         self._in_line = generation
 
@@ -132,8 +143,25 @@ class Folder:
             with self._mending:
                 self.scan()
 
-    def _adopt(self, path: Path) -> bool:
-        """Enter a file that the catalogue does not know. Returns whether it is a segment we can read."""
+    def _adopt(self, paths: Sequence[Path]) -> list[Path]:
+        """Enter files that the catalogue does not know. Returns those that are no segments, or could not be entered."""
+        left: list[Path] = []
+        for first in range(0, len(paths), _AT_ONCE):
+            some = {path: self._read(path) for path in paths[first : first + _AT_ONCE]}
+            rows = [row for row in some.values() if row is not None]
+
+            def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
+                catalogue.add_all(rows)
+                return True
+
+            if rows and not self.ask(enter, False):
+                self._unread = self._untold = True
+                return left + list(paths[first:])
+            left += [path for path, row in some.items() if row is None]
+        return [path for path in left if os.path.lexists(path)]
+
+    def _read(self, path: Path) -> _Row | None:
+        """The row of a file, or None (counted, and said) if it is no segment that can be read."""
         try:
             header, chain, _, nbytes, *_ = read_head(path)
             if header.id != path.stem:
@@ -145,22 +173,14 @@ class Folder:
             self.counters.add("damaged_files")
             self.warn("damaged", f"{path.name} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
         except FileNotFoundError:
-            return True  # deleted meanwhile
+            pass  # deleted meanwhile
         except (OSError, MemoryError) as error:
             self.counters.add("read_errors")
             self.warn("unreadable", f"{path.name} cannot be read ({error})")
             self._unread = True
         else:
-            row = SegmentRow.of(header, chain, nbytes)
-
-            def enter(catalogue: Catalogue) -> bool:
-                catalogue.add(row, header.model)
-                return True
-
-            if self.ask(enter, False):
-                return True
-            self._unread = self._untold = True
-        return False
+            return SegmentRow.of(header, chain, nbytes), header.model
+        return None
 
     # --- faults
 

@@ -53,8 +53,8 @@ def used_bytes(store: SegmentStore) -> int:
     Raises:
         OSError: that cannot be found out.
     """
-    listed = None if store.catalogue.path is None else store.ask(Catalogue.total_bytes, None)
-    if listed is None:  # no shared catalogue: it would not know what other processes have written
+    listed = store.listed_bytes()
+    if listed is None:  # no shared catalogue, or one that is new: it would not know what others have written
         total = sum(disk_bytes(path) for path in store.segment_files())
     else:
         total = listed + sum(disk_bytes(path) for path in store.unlisted)
@@ -135,17 +135,21 @@ def clean_tmp(store: SegmentStore, dry_run: bool = False) -> int:
         names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(store.tmp_dir)}
     except OSError:
         return 0
-    return sum(_remove_if_orphan(store.tmp_dir / name, dry_run) for name in names)
+    orphans = [_remove_if_orphan(store.tmp_dir / name, dry_run) for name in names]
+    if not dry_run and any(named for _, named in orphans):  # killed when the file was there, and its row was not
+        store.scan()
+    return sum(nbytes for nbytes, _ in orphans)
 
 
-def _remove_if_orphan(path: Path, dry_run: bool) -> int:
+def _remove_if_orphan(path: Path, dry_run: bool) -> tuple[int, bool]:
+    """Bytes that it took, and whether it has the name of a segment, too, under which it stays."""
     lock = lock_beside(path)
     try:
         with lock.acquire(timeout=0):
             Path(lock.lock_file).unlink(missing_ok=True)
-            nbytes = disk_bytes(path)
+            nbytes, named = disk_bytes(path), path.exists() and path.stat().st_nlink > 1
             if not dry_run:
                 path.unlink(missing_ok=True)
-            return nbytes
+            return 0 if named else nbytes, named
     except OSError:  # locked: it is being written
-        return 0
+        return 0, False
