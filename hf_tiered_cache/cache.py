@@ -486,6 +486,9 @@ class TieredCache(Cache, ServedCache):
             CacheMismatchError: the cache is strict, and holds other tokens.
         """
         self._untold = True
+        if self._history is not None and self.get_seq_length() != self._history.columns:
+            self._recorder.abandon()  # a Ctrl-C came between a pass and what is noted of it
+            self._start_over()
         if self._history is None or not self._history.columns:
             return
         columns, prompt = self._history.columns, input_ids.cpu().numpy().repeat(copies, axis=0)

@@ -128,22 +128,24 @@ class KVStore:
             counters=self._counters,
             cipher=cipher,
         )
-        if (other := self.disk.other_key()) is not None:
-            self.disk.close()
-            self._engine.close()
-            raise ConfigError(
-                f"{self.path} is encrypted with another key: {other}, and not {cipher.key_id}, as the two are called"
-            )
-        self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
-        self.upkeep = Upkeep(self.disk)
-        self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
-        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-        close = partial(_close, self.upkeep, self.disk, self._engine, self.residency.scores)
-        self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders), close)
         self._lock = threading.RLock()
         self._pid = os.getpid()
-        self._close = weakref.finalize(self, self.writer.end)  # it may run anywhere: the writer's thread does the rest
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        try:
+            if (other := self.disk.other_key()) is not None:
+                named = f"{other}, and not {cipher.key_id}, as the two are called"
+                raise ConfigError(f"{self.path} is encrypted with another key: {named}")
+            self.upkeep = Upkeep(self.disk)
+            close = partial(_close, self.upkeep, self.disk, self._engine, self.residency.scores)
+            self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders), close)
+            self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
+        except BaseException:  # also Ctrl-C: nobody is going to close it
+            self.disk.close()
+            self._engine.close()
+            raise
         self._close.atexit = False  # the writer sees to that
+        self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
+        self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
 
     # --- for caches
 

@@ -7,6 +7,7 @@ import gc
 import linecache
 import os
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from segments import links, open_store, segment
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.stats import Account
+from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
@@ -214,6 +216,74 @@ def test_a_fault_of_our_own_hides_no_segment(model, tmp_path, monkeypatch):
         again = TieredCache(model, store)
         assert torch.equal(model.generate(prompt(100), past_key_values=again, **GREEDY), found)
         assert again.stats.tokens_restored == 96
+
+
+def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any_prompt(model, tmp_path, monkeypatch):
+    """Its layers hold then what it knows nothing of."""
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        with monkeypatch.context() as patch:
+            patch.setattr(TieredCache, "_note", lambda *args: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                model.generate(prompt(100), past_key_values=cache, **GREEDY)
+        for seed in (1, 2):
+            found = model.generate(prompt(90, seed=seed), past_key_values=cache, **GREEDY)
+            assert torch.equal(found, model.generate(prompt(90, seed=seed), **GREEDY))
+
+
+def descriptors(root):
+    targets = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+    return [target for target in targets if target.startswith(str(root))]
+
+
+@pytest.mark.parametrize("where", ["SegmentStore.scan", "ScoreTable.load"])
+def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
+    before = set(threading.enumerate())
+    with monkeypatch.context() as patch:
+        patch.setattr(f"hf_tiered_cache.kvstore.{where}", lambda *args: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            KVStore(tmp_path)
+    deadline = time.monotonic() + 10
+    while (set(threading.enumerate()) - before or descriptors(tmp_path)) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not set(threading.enumerate()) - before
+    assert not descriptors(tmp_path)
+
+
+def test_an_interrupt_leaves_no_transaction_open(tmp_path):
+    """Else all other processes would be locked out for good."""
+    db = sqlite3.connect(tmp_path / "catalogue.sqlite", isolation_level=None)
+
+    class Interrupted:
+        def execute(self, statement):
+            db.execute(statement)
+            if statement.startswith("BEGIN"):
+                raise Interrupt
+
+    with pytest.raises(Interrupt), _transaction(Interrupted()):
+        pass
+    assert not db.in_transaction
+    db.close()
+
+
+@pytest.mark.parametrize("when", ["before the row", "after the row"])
+def test_a_segment_whose_publication_is_interrupted_has_a_row_or_no_file(tmp_path, monkeypatch, when):
+    store, add = open_store(tmp_path), Catalogue.add
+
+    def interrupted_add(self, row, model, publish):
+        if when == "after the row":
+            add(self, row, model, publish)
+        else:
+            publish()
+        raise Interrupt
+
+    monkeypatch.setattr(Catalogue, "add", interrupted_add)
+    with pytest.raises(Interrupt):
+        store.publish(*segment(links(4, "a")))
+    files = {path.stem for path in (tmp_path / "segments").iterdir()}
+    assert files == store.catalogue.ids()
+    assert len(files) == (when == "after the row")
 
 
 # --- finalizers

@@ -86,7 +86,11 @@ class Writer:
         self._stuck = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hf-tiered-writer", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # Ctrl-C, when it runs already
+            self._queue.put(None)
+            raise
         weakref.finalize(self._thread, _end_with_the_interpreter, self._queue, self._ended, self._pid)
 
     def submit(self, draft: Draft, wait: bool = True) -> None:

@@ -37,8 +37,8 @@ class Apart:
 
     def __init__(self, name: str) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        threading.Thread(target=_do_all, args=(self._actions,), name=name, daemon=True).start()
         weakref.finalize(self, self._actions.put, None).atexit = False
+        threading.Thread(target=_do_all, args=(self._actions,), name=name, daemon=True).start()
 
     def do(self, action: Action) -> None:
         """Do it soon. Either it is queued or it is not: an interrupt finds nothing in between."""
