@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo notebooks test test-thorough test-gpu lint types format bench eval clean
+.PHONY: demo notebooks test test-thorough test-gpu soak lint types format bench eval clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -25,6 +25,10 @@ test: $(FOR_DEV)
 # more examples of every property, for a quiet machine
 test-thorough: $(FOR_DEV)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1800 $(ARGS)
+
+# ten minutes of everything at once; ARGS="--seed 1 2 --minutes 30 --out bench/results"
+soak: $(FOR_DEV)
+	$(BIN)/python tests/soak/soak.py $(ARGS)
 
 # on a machine with a GPU, and PyTorch already there
 test-gpu:
