@@ -32,3 +32,29 @@ def test_fingerprint(tmp_path, monkeypatch):
     assert results["modules"] > 50 and results["first fingerprint / loading from disk"] > 0
     assert document["machine"]["commit"]
     assert "each request" in (tmp_path / "fingerprint-tiny-bfloat16-cpu.md").read_text()
+
+
+def test_encryption(tmp_path, monkeypatch):
+    import encryption
+
+    options = [
+        "--shape",
+        "tiny",
+        "--prefixes",
+        "32",
+        "--repeats",
+        "1",
+        "--record-repeats",
+        "1",
+        "--raw-bytes",
+        "524288",
+    ]
+    monkeypatch.setattr(sys, "argv", ["encryption.py", *options, "--out", str(tmp_path)])
+    encryption.main()
+    document = json.loads((tmp_path / "encryption-tiny-float32-cpu.json").read_text())
+    (result,) = document["results"]
+    assert [stats["tokens_restored"] for stats in result["stats"].values()] == [32, 32]
+    assert all(result[name] > 0 for name in ("disk_ratio", "read_ratio", "record_ratio", "flush_ratio"))
+    assert {(one["block_bytes"], one["threads"]) for one in document["raw"]} >= {(4096, 1), (262144, 8)}
+    assert document["machine"]["commit"]
+    assert "decrypt" in (tmp_path / "encryption-tiny-float32-cpu.md").read_text()

@@ -1,0 +1,290 @@
+"""What encryption costs: restoring from disk and recording with a key, against none; and how fast blocks are decrypted.
+
+    python bench/encryption.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
+
+Both ways are measured in every turn, and who comes first alternates. Figures are medians; ratios are taken within a
+turn. Reads are cold: O_DIRECT, and the page cache is told to forget the files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import secrets
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cryptography
+import numpy as np
+import torch
+from common import build, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.store.cipher import StoreCipher
+from hf_tiered_cache.store.digest import Checksums, Guard
+from hf_tiered_cache.store.memory import aligned_bytes
+
+SUFFIX = 64
+BLOCKS = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
+THREADS = (1, 8)
+WAYS = ("plain", "encrypted")
+
+
+class Bench:
+    """One model, and for each way a folder."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments = arguments
+        self.folder = folder
+        self.device = torch.device("cpu")
+        self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.keys = {"plain": None, "encrypted": secrets.token_bytes(32)}
+        self._random = torch.Generator().manual_seed(0)
+
+    def ids(self, tokens: int) -> torch.Tensor:
+        return torch.randint(1, self.model.config.vocab_size, (1, tokens), generator=self._random)
+
+    def store(self, path: Path, way: str) -> KVStore:
+        return KVStore(path / way, key=self.keys[way], engine="posix")
+
+    def first_token(self, ids: torch.Tensor, cache: TieredCache) -> float:
+        """Seconds that `generate()` takes to the first token."""
+        return seconds(
+            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
+        )
+
+    def run(self, prefix: int) -> dict[str, Any]:
+        path, document = self.folder / str(prefix), self.ids(prefix)
+        result: dict[str, Any] = {"prefix": prefix, "suffix": SUFFIX}
+        result |= self.recording(document, path)
+        result |= self.restoring(document, path)
+        result |= self.reading(path)
+        shutil.rmtree(path)
+        gc.collect()
+        return result
+
+    def recording(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
+        """The first request, and the time from its end until all is on disk. The last turn leaves the stores filled."""
+        written: dict[str, list[float]] = {way: [] for way in WAYS}
+
+        def record(way: str) -> float:
+            with self.store(path, way) as store:
+                store.clear(disk=True)
+                cache = TieredCache(self.model, store)
+                took = self.first_token(torch.cat([document, self.ids(SUFFIX)], dim=1), cache)
+                cache.store_now()
+                written[way].append(seconds(store.flush, self.device))
+            return took
+
+        times = in_turns(record, self.arguments.record_repeats, warm_up=0)
+        return {"record_s": times, "record_ratio": _ratio(times), "flush_s": written, "flush_ratio": _ratio(written)}
+
+    def restoring(self, document: torch.Tensor, path: Path) -> dict[str, Any]:
+        """The same prefix under another suffix, from disk, with stores that are opened for it."""
+        ids = torch.cat([document, self.ids(SUFFIX)], dim=1)
+        stats: dict[str, Any] = {}
+
+        def restore(way: str) -> float:
+            forget_page_cache(path)
+            with self.store(path, way) as store:
+                cache = TieredCache(self.model, store, record=False)
+                took = self.first_token(ids, cache)
+            assert cache.stats.tokens_restored >= document.shape[1] // 16 * 16, "nothing was restored"
+            stats[way] = cache.stats.as_dict()
+            return took
+
+        times = in_turns(restore, self.arguments.repeats, warm_up=2)
+        return {"disk_s": times, "disk_ratio": _ratio(times), "stats": stats}
+
+    def reading(self, path: Path) -> dict[str, Any]:
+        """All blocks of the prefix through the store, checked or decrypted, into memory that is there."""
+        stores = {way: self.store(path, way) for way in WAYS}
+        readers = {}
+        for way, store in stores.items():
+            (row,) = [row for row in store.segments() if row.position == 0]
+            readers[way] = store.disk.reader(row.id)
+        shape = readers["plain"].shape
+        lanes = [aligned_bytes(shape.chunks * lane.block_bytes).view(shape.chunks, -1) for lane in shape.lanes]
+
+        def read(way: str) -> float:
+            forget_page_cache(path)
+            started = time.perf_counter()
+            for future in [readers[way].read(number, [(0, memory)]) for number, memory in enumerate(lanes)]:
+                future.result()
+            return time.perf_counter() - started
+
+        times = in_turns(read, max(self.arguments.repeats, 7), warm_up=2)
+        for store in stores.values():
+            store.close()
+        return {"read_bytes": sum(memory.numel() for memory in lanes), "read_s": times, "read_ratio": _ratio(times)}
+
+
+def in_turns(action: Callable[[str], float], repeats: int, warm_up: int) -> dict[str, list[float]]:
+    """Both ways in every turn; who comes first alternates."""
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for turn in range(warm_up + repeats):
+        order = WAYS if turn % 2 else WAYS[::-1]
+        for way, measured in interleaved({way: lambda way=way: action(way) for way in order}, 1, warm_up=0).items():
+            times[way] += measured if turn >= warm_up else []
+    return times
+
+
+def _ratio(times: dict[str, list[float]]) -> float:
+    return ratio(times["encrypted"], times["plain"])
+
+
+def raw(nbytes: int, repeats: int) -> list[dict[str, Any]]:
+    """Bytes a second that blocks in memory are checked with, and decrypted with, by one thread and by several."""
+    cipher = StoreCipher(secrets.token_bytes(32))
+    guards: dict[str, Guard] = {"plain": Checksums(), "encrypted": cipher.guard(cipher.new_seal())}
+    results = []
+    for block in BLOCKS:
+        plain = aligned_bytes(nbytes // block * block).view(-1, block).random_(256)
+        memory, sealed, digests = torch.empty_like(plain), {}, {}
+        for way, guard in guards.items():
+            pieces = [(piece.clone(), table) for piece, table in guard.seal(0, plain)]
+            sealed[way] = torch.cat([piece for piece, _ in pieces])
+            digests[way] = np.concatenate([table for _, table in pieces])
+
+        def speed(way: str, threads: int, memory=memory, sealed=sealed, digests=digests) -> float:
+            memory.copy_(sealed[way])
+            bad: list[int | None] = []
+
+            def work(start: int, stop: int) -> None:
+                bad.append(guards[way].open(start, memory[start:stop], digests[way][start:stop]))
+
+            bounds = itertools.pairwise(np.linspace(0, len(memory), threads + 1).astype(int).tolist())
+            workers = [threading.Thread(target=work, args=pair) for pair in bounds]
+            started = time.perf_counter()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            took = time.perf_counter() - started
+            assert bad == [None] * threads, "what was sealed does not open"
+            return memory.numel() / took
+
+        for threads in THREADS:
+            found = in_turns(lambda way, threads=threads: speed(way, threads), repeats, warm_up=1)
+            results.append({"block_bytes": block, "threads": threads, "bytes_per_s": found})
+    return results
+
+
+# --- reporting
+
+
+def report(document: dict[str, Any]) -> str:
+    on = document["machine"]
+
+    def both(times: dict[str, list[float]]) -> list[str]:
+        return [f"{median(times[way]) * 1e3:.0f} ms" for way in WAYS]
+
+    rows = [
+        [
+            str(one["prefix"]),
+            f"{one['read_bytes'] / 2**20:.0f} MiB",
+            *both(one["disk_s"]),
+            f"{one['disk_ratio']:.3f}",
+            *(f"{one['read_bytes'] / median(one['read_s'][way]) / 1e9:.2f} GB/s" for way in WAYS),
+            f"{one['read_ratio']:.2f}",
+        ]
+        for one in document["results"]
+    ]
+    recorded = [
+        [
+            str(one["prefix"]),
+            *both(one["record_s"]),
+            f"{one['record_ratio']:.3f}",
+            *both(one["flush_s"]),
+            f"{one['flush_ratio']:.2f}",
+        ]
+        for one in document["results"]
+    ]
+    speeds = [
+        [
+            f"{one['block_bytes'] >> 10} KiB",
+            str(one["threads"]),
+            *(f"{median(one['bytes_per_s'][way]) / 1e9:.1f} GB/s" for way in WAYS),
+        ]
+        for one in document["raw"]
+    ]
+    return (
+        f"# Encryption at rest, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
+        f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
+        f"{on['transformers']}, cryptography {document['cryptography']}; {on['date']}, commit {on['commit']}. Random "
+        f"weights, suffix of {SUFFIX} tokens. Medians of {document['repeats']} turns ({document['record_repeats']} of "
+        "recording); ratios, with a key over without, are taken within a turn. Others worked on the machine meanwhile, "
+        "so a difference of some percent says nothing; the spread is in the JSON.\n\n"
+        "## Restoring from disk, cold\n\n"
+        + table(
+            [
+                "prefix",
+                "KV",
+                "first token, plain",
+                "with a key",
+                "ratio",
+                "read and check",
+                "read and decrypt",
+                "ratio",
+            ],
+            rows,
+        )
+        + "\n## Recording\n\n"
+        + table(
+            [
+                "prefix",
+                "first request, plain",
+                "with a key",
+                "ratio",
+                "until on disk, plain",
+                "with a key",
+                "ratio",
+            ],
+            recorded,
+        )
+        + "\n## Blocks in memory\n\n"
+        + table(["block", "threads", "xxh3, checked", "AES-256-GCM, decrypted"], speeds)
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--prefixes", default="1024,4096", help="tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=9, help="turns of what reads")
+    parser.add_argument("--record-repeats", type=int, default=4, help="turns of what computes the whole prompt")
+    parser.add_argument("--raw-bytes", type=int, default=64 << 20, help="of blocks in memory")
+    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="bench-encryption-", dir=arguments.store))
+    try:
+        speeds = raw(arguments.raw_bytes, arguments.repeats)
+        bench = Bench(arguments, folder)
+        results = [bench.run(int(prefix)) for prefix in tqdm(arguments.prefixes.split(","), desc="prefixes")]
+        document = {
+            "shape": arguments.shape,
+            "dtype": arguments.dtype,
+            "repeats": arguments.repeats,
+            "record_repeats": arguments.record_repeats,
+            "cryptography": cryptography.__version__,
+            "machine": machine(bench.device, folder),
+            "raw": speeds,
+            "results": results,
+        }
+        save(arguments.out, f"encryption-{arguments.shape}-{arguments.dtype}-cpu", document, report(document))
+        print(report(document))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
