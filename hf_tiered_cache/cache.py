@@ -25,7 +25,7 @@ from .layer import TieredLayer, layers_for
 from .methods import Method, make_method
 from .patches.attach import Attachment, ServedCache, attach, base_model
 from .patches.rotary import RotaryTap
-from .patches.scope import Scope, current, entered
+from .patches.scope import Scope, current, entered, leave
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, placeholder_tokens, understand
 from .restore.history import History
@@ -51,6 +51,8 @@ class _Pass:
     """The pass under way."""
 
     scope: Scope
+    stack: ExitStack
+    """What is to be undone when it ends."""
     records: bool = False
     restoring: Restoring | None = None
 
@@ -377,8 +379,8 @@ class TieredCache(Cache, ServedCache):
         scope = Scope(self, RotaryTap())
         first = 0 if plan is None else plan.suffix
         exact = request is not None and first is not None and (plan is None or plan.exact)
-        now = self._now = _Pass(scope, exact and self._recorder.enabled)
         with ExitStack() as stack:
+            now = self._now = _Pass(scope, stack, exact and self._recorder.enabled)
             stack.callback(self._end_pass)
             if now.records:
                 self._recorder.begin(self._history.columns + first)
@@ -407,6 +409,10 @@ class TieredCache(Cache, ServedCache):
 
     def _undo(self, marks: list[dict[str, Any]]) -> None:
         """A pass failed midway: leave no trace of it."""
+        if self._now is not None:  # a Ctrl-C came on the way out
+            self._now.stack.close()
+        self._end_pass()
+        leave(self)
         for layer, mark in zip(self._kv_layers(), marks, strict=True):
             layer.back_to(mark)
         if self._recorder is not None:

@@ -44,6 +44,13 @@ def current() -> Scope | None:
     return _current.get()
 
 
+def leave(cache: object) -> None:
+    """No pass with this cache is under way in this thread, whatever was interrupted on the way out of one."""
+    scope = _current.get()
+    if scope is not None and scope.cache is cache:
+        _current.set(None)
+
+
 @contextmanager
 def entered(scope: Scope) -> Iterator[Scope]:
     """Make `scope` the current one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import linecache
 import os
@@ -23,6 +24,7 @@ from segments import links, open_store, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
+from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
@@ -55,13 +57,13 @@ def model():
     return build("llama")
 
 
-def interrupted(action, when):
-    """Run `action`; at its `when`-th step within tiers/ an interrupt comes. Returns whether it did."""
+def interrupted(action, when, where=(f"{os.sep}tiers{os.sep}",)):
+    """Run `action`; at its `when`-th step within these files an interrupt comes. Returns whether it did."""
     left = when
 
     def trace(frame, event, argument):
         nonlocal left
-        if f"{os.sep}tiers{os.sep}" not in frame.f_code.co_filename:
+        if not any(name in frame.f_code.co_filename for name in where):
             return None
         line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if event in ("call", "line") and not line.startswith(
@@ -229,6 +231,33 @@ def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any
         for seed in (1, 2):
             found = model.generate(prompt(90, seed=seed), past_key_values=cache, **GREEDY)
             assert torch.equal(found, model.generate(prompt(90, seed=seed), **GREEDY))
+
+
+@settings(max_examples=settings.default.max_examples)
+@given(when=st.integers(1, 160), method=st.sampled_from(["exact", "h2o:budget=0.5"]))
+def test_an_interrupt_on_the_way_into_or_out_of_a_pass_leaves_the_model_as_it_was(shared, when, method):
+    model, store = shared
+    cache, ids = TieredCache(model, store, method=method, record=False), prompt(100)
+    where = ("contextlib.py", f"{os.sep}scope.py")
+    if interrupted(lambda: model.generate(ids, past_key_values=cache, **GREEDY), when, where):
+        assert current() is None
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert torch.equal(model.generate(prompt(90, seed=7), **GREEDY), shared_answer(model))
+        again = model.generate(prompt(90, seed=7), past_key_values=cache, **GREEDY)
+        assert torch.equal(again, shared_answer(model))
+
+
+@pytest.fixture(scope="module")
+def shared(model, tmp_path_factory):
+    with KVStore(tmp_path_factory.mktemp("shared")) as store:
+        store.precompute(model, prompt(100), progress=False)
+        shared_answer(model)
+        yield model, store
+
+
+@functools.cache
+def shared_answer(model):
+    return model.generate(prompt(90, seed=7), **GREEDY)
 
 
 def descriptors(root):
