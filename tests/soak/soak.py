@@ -145,7 +145,7 @@ class Soak:
         self.choose.choice(self.running).signal(signal.SIGINT)
 
     def flip(self) -> None:
-        """A byte of a segment, anywhere in the file."""
+        """A bit of a segment, or what would be seen without checksums, too: all bits of some pages, anywhere."""
         files = sorted((self.root / "segments").glob("*.kv"))
         if not files:
             return
@@ -155,11 +155,12 @@ class Soak:
             file.write(f"{path.stem}\n")
         try:
             with path.open("r+b") as file:
-                place = self.choose.randrange(os.fstat(file.fileno()).st_size)
-                file.seek(place)
-                byte = file.read(1)[0]
-                file.seek(place)
-                file.write(bytes([byte ^ 1 << self.choose.randrange(8)]))
+                size = os.fstat(file.fileno()).st_size
+                place, count, bits = self.choose.randrange(size), 1, 1 << self.choose.randrange(8)
+                if self.choose.random() < 0.5:
+                    place, count, bits = place // 4096 * 4096, 4 * 4096, 255
+                damaged = bytes(byte ^ bits for byte in os.pread(file.fileno(), count, place))
+                os.pwrite(file.fileno(), damaged, place)
         except FileNotFoundError:  # evicted
             pass
 
