@@ -137,7 +137,7 @@ class KVStore:
                 raise ConfigError(f"{self.path} is encrypted with another key: {named}")
             self.upkeep = Upkeep(self.disk)
             close = partial(_close, self.upkeep, self.disk, self._engine, self.residency.scores)
-            self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders), close)
+            self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
             self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
         except BaseException:  # also Ctrl-C: nobody is going to close it
             self.disk.close()
@@ -496,9 +496,11 @@ def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) ->
         disk.let_go(lost)
 
 
-def _seal(recorders: weakref.WeakSet[Recorder]) -> bool:
+def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     """Queue what live caches have computed. Returns False while another thread holds one of them."""
-    return False not in [recorder.finish() for recorder in list(recorders)]  # none is left out
+    with lock:  # others may be registered meanwhile
+        found = list(recorders)
+    return False not in [recorder.finish() for recorder in found]  # none is left out
 
 
 def _close(upkeep: Upkeep, disk: SegmentStore, engine: Engine, scores: ScoreTable) -> None:

@@ -21,6 +21,7 @@ from .restore.history import History
 from .stats import Account
 from .store.format import EXACT, SegmentHeader, segment_id
 from .store.writer import Draft, Writer
+from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
@@ -98,6 +99,7 @@ class Recorder:
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
+        self._step = Step(self._mend)
         self._layers: dict[int, Caught] = {}
         self._reordered: list[tuple[int, torch.Tensor]] = []  # rows selected, and how many passes were caught before
         self._first = 0  # column of the first caught token
@@ -122,9 +124,11 @@ class Recorder:
             self._come_after()
             if first != self._first + self._count:
                 self.seal()
-                self._forget()
-                self._first = first
-            self._in_pass = self._catching = True
+            with self._step:
+                if first != self._first + self._count:
+                    self._forget()
+                    self._first = first
+                self._in_pass = self._catching = True
 
     def catch(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
@@ -143,7 +147,7 @@ class Recorder:
         Args:
             revocable: columns at the end that the next crop may take back.
         """
-        with self._lock:
+        with self._lock, self._step:
             self.history.append(ids)
             self._count += computed
             self._revocable = revocable
@@ -155,7 +159,7 @@ class Recorder:
 
     def abandon(self) -> None:
         """The pass failed midway: forget what it left."""
-        with self._lock:
+        with self._lock, self._step:
             for tensors in self._tensors():
                 _cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
             self._in_pass = self._catching = False
@@ -164,7 +168,7 @@ class Recorder:
 
     def crop(self, columns: int) -> None:
         """The cache forgets its last `columns` columns."""
-        with self._lock:
+        with self._lock, self._step:
             self.history.crop(columns)
             self._follow_rows()
             gone = min(columns, self._count)
@@ -180,7 +184,7 @@ class Recorder:
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was. Beam search does this at every token, so tensors follow later."""
-        with self._lock:
+        with self._lock, self._step:
             order = rows.tolist()
             self.history.select(order)
             if self._layers:
@@ -216,7 +220,7 @@ class Recorder:
         Returns:
             How many tokens these are.
         """
-        with self._lock:
+        with self._lock, self._step:
             drafts = self._drafts()
         for draft in drafts:  # without the lock where it can be: there may be no room for long
             self._submit(draft, wait)
@@ -280,6 +284,7 @@ class Recorder:
             twin = copy.copy(self)
             twin.account, twin._check = account, check
             twin._lock, twin._left = threading.RLock(), False
+            twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
             twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
@@ -394,6 +399,12 @@ class Recorder:
         for tensors in self._tensors():
             tensors[:] = [_last(tensors, keep)] if keep else []
         self._first, self._count = end - keep, keep
+
+    def _mend(self) -> None:
+        """A change was interrupted halfway: let go of what is caught, which may be of other columns than it seems."""
+        self._forget()
+        self._first, self._revocable = self.history.columns, 0
+        self._in_pass = self._catching = False
 
     def _forget(self) -> None:
         self._layers.clear()

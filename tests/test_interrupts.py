@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from segments import links, open_store, segment
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.kvstore import _seal
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.stats import Account
@@ -258,6 +259,64 @@ def shared(model, tmp_path_factory):
 @functools.cache
 def shared_answer(model):
     return model.generate(prompt(90, seed=7), **GREEDY)
+
+
+@pytest.fixture(scope="module")
+def sharp():
+    """Whose answers hang on what it attends to."""
+    model = build("llama", initializer_range=0.2)
+    prompts = [prompt(144, seed=3)[:, :length] for length in (96, 144)]
+    return model, prompts, [model.generate(ids, **GREEDY) for ids in prompts]
+
+
+@given(when=st.integers(1, 500))
+def test_an_interrupt_while_kv_is_recorded_stores_nothing_wrong_and_fails_no_other_request(
+    sharp, tmp_path_factory, when
+):
+    model, prompts, answers = sharp
+    with KVStore(tmp_path_factory.mktemp("recorded"), host_memory=0) as store:
+        cache = TieredCache(model, store)
+
+        def action():
+            with torch.no_grad():
+                model(input_ids=prompts[0], past_key_values=cache, logits_to_keep=1)
+            store.seal()
+            cache.crop(-12)
+
+        interrupted(action, when, (f"{os.sep}record.py",))
+        store.seal()
+        for _ in range(2):
+            for ids, answer in zip(prompts, answers, strict=True):
+                for asked in (TieredCache(model, store), cache):
+                    assert torch.equal(model.generate(ids, past_key_values=asked, **GREEDY), answer)
+
+
+def test_caches_may_be_made_while_a_store_is_closed(tmp_path):
+    """The set of recorders changes under who goes through it."""
+
+    class Idle:
+        def finish(self):
+            return True
+
+    recorders, lock, done = weakref.WeakSet(), threading.RLock(), threading.Event()
+
+    def register():
+        kept = []
+        while not done.is_set():
+            kept = [*kept[-50:], Idle()]
+            with lock:
+                recorders.add(kept[-1])
+
+    thread, interval = threading.Thread(target=register), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(1000):
+            assert _seal(recorders, lock)
+    finally:
+        sys.setswitchinterval(interval)
+        done.set()
+        thread.join()
 
 
 def descriptors(root):

@@ -68,16 +68,16 @@ class History:
 
     def crop(self, columns: int) -> None:
         """Forget the last `columns` columns."""
-        self._ids = self.ids()[:, : self.columns - columns]
-        self.columns -= columns
-        for row, links in enumerate(self._links):
-            del links[max(0, self.columns - self.pads[row]) // LINK_TOKENS :]
+        left = self.columns - columns
+        for row, links in enumerate(self._links):  # first: a Ctrl-C may leave too few, never links of other tokens
+            del links[max(0, left - self.pads[row]) // LINK_TOKENS :]
+        self._ids, self.columns = self.ids()[:, :left], left
 
     def select(self, order: list[int]) -> None:
         """Row i becomes what row `order[i]` was (beam search, repeats and subsets of a batch)."""
-        self._ids = self.ids()[order]
-        self._links = [list(self._links[row]) for row in order]
-        self.pads = [self.pads[row] for row in order]
+        links = [list(self._links[row]) for row in order]
+        pads = [self.pads[row] for row in order]
+        self._ids, self._links, self.pads = self.ids()[order], links, pads
 
     def fork(self) -> History:
         """A copy that goes its own way."""
