@@ -155,6 +155,8 @@ class _Eagerly(AbstractContextManager):
 
 
 _EAGERLY = _Eagerly()
+_ATTACHING = threading.RLock()
+"""Two threads may make the first caches of a model at once."""
 
 
 class _Wrapper:
@@ -330,11 +332,12 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 def attach(model: nn.Module) -> Attachment:
     """Let `model` serve caches of ours. Does nothing if it does already; `detach` undoes it."""
     model = base_model(model)
-    found = attachment_of(model)
-    if found is None:
-        found = Attachment(model)
-        model.__dict__[_ATTRIBUTE] = found
-    found.rewrap()
+    with _ATTACHING:
+        found = attachment_of(model)
+        if found is None:
+            found = Attachment(model)
+            model.__dict__[_ATTRIBUTE] = found
+        found.rewrap()
     return found
 
 

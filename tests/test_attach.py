@@ -6,6 +6,8 @@ import copy
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_tiered_cache
 from hf_tiered_cache import CacheMismatchError, KVStore, TieredCache, UnsupportedModelError, attach, detach
-from hf_tiered_cache.patches import attachment_of
+from hf_tiered_cache.patches import attachment_of, rotary
 from hf_tiered_cache.patches.scope import current
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -36,6 +38,19 @@ def state(model):
     code = {name: id(value) for name, value in vars(sys.modules[type(model).__module__]).items()}
     registered = [dict(functions) for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS)]
     return modules, code, registered, dict(vars(model.config))
+
+
+def test_two_threads_may_attach_a_model_at_once(monkeypatch):
+    model, watch = build("llama"), rotary.watch_tables
+
+    def slow(model):
+        time.sleep(0.2)
+        return watch(model)
+
+    monkeypatch.setattr(rotary, "watch_tables", slow)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(attach, [model, model])
+    assert first is second is attachment_of(model)
 
 
 def test_detach_leaves_the_model_exactly_as_it_was(tmp_path):
