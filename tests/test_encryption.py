@@ -28,6 +28,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, FormatError
 from hf_tiered_cache.geometry import LINK_TOKENS
 from hf_tiered_cache.methods import H2O, AttentionStore, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
@@ -716,3 +717,23 @@ def test_verify_wants_the_key(root, run, key_file, monkeypatch):
     monkeypatch.delenv("HF_TIERED_CACHE_KEY_FILE")
     key_file.write_text(KEY.hex())
     assert run("verify", root, "--key-file", key_file)[0] == 1
+
+
+def test_commands_that_store_take_the_key(run, tmp_path, model, key_file, monkeypatch):
+    """Serving and calibrating: what they store is encrypted."""
+    import hf_tiered_cache.integrations.serve as serving
+
+    model.save_pretrained(tmp_path / "model")
+    opened = []
+    monkeypatch.setattr(serving, "serve", lambda name, store, method, **options: opened.append(store.encrypted))
+    common = ("--store", tmp_path / "served", "--key-file", key_file)
+    assert run("serve", tmp_path / "model", *common)[0] == 0
+    assert opened == [True]
+
+    keys = set()
+    add = Catalogue.add
+    monkeypatch.setattr(Catalogue, "add", lambda self, row, *more: (keys.add(row.key), add(self, row, *more))[1])
+    asked = ("--passages", 2, "--tokens", 32, "--repeats", 1, "--json", "--key-file", key_file)
+    status, _, err = run("calibrate", tmp_path / "calibrated", "--model", tmp_path / "model", *asked)
+    assert status == 0, err
+    assert keys == {StoreCipher(KEY).key_id}

@@ -93,6 +93,15 @@ def test_the_command_scores_what_hf_does(run, saved, folder, tmp_path):
         assert store.stats.segments >= 1
 
 
+def test_a_store_has_the_key_of_the_arguments_or_of_the_environment(saved, tmp_path, monkeypatch):
+    (tmp_path / "kv.key").write_text("0f" * 32)
+    common = f"pretrained={saved},device=cpu,store={tmp_path / 'kv'}"
+    assert HFTieredLM.create_from_arg_string(f"{common},key_file={tmp_path / 'kv.key'}")._store.encrypted
+    assert not HFTieredLM.create_from_arg_string(common)._store.encrypted
+    monkeypatch.setenv("HF_TIERED_CACHE_KEY_FILE", str(tmp_path / "kv.key"))
+    assert HFTieredLM.create_from_arg_string(common)._store.encrypted
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
