@@ -29,6 +29,8 @@ from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
+from hf_tiered_cache.store.engines.posix import PosixFile
+from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.residency import Residency
@@ -167,6 +169,33 @@ def test_real_signals_leave_nothing_held(stored):
     assert hits > 50
     lease = None
     check_whole(residency, readers, blocks)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_real_signals_lose_no_descriptor(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)  # pytest's keeps what a finalizer was about
+    path, hits = tmp_path / "file", 0
+    path.write_bytes(bytes(4096))
+
+    def raise_it(*_):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, raise_it)
+    generator, deadline = np.random.default_rng(0), time.monotonic() + 2
+    while time.monotonic() < deadline:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-4 * generator.random())
+            for _ in range(1000):  # an interrupt in a finalizer is swallowed
+                PosixFile(str(path), direct=True)
+                with open_regular(path):
+                    pass
+        except Interrupt:
+            hits += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    gc.collect()
+    assert hits > 50
+    assert not descriptors(tmp_path)
 
 
 class Pending:

@@ -35,7 +35,16 @@ from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
 from .digest import Guard, content_of
 from .engines import Engine
-from .files import allocate, fsync, is_of_the_process, lock_beside, out_of_descriptors, publish_name, write_all
+from .files import (
+    allocate,
+    fsync,
+    is_of_the_process,
+    lock_beside,
+    open_file,
+    out_of_descriptors,
+    publish_name,
+    write_all,
+)
 from .folder import Folder
 from .format import SegmentHeader, encode_head, lay_out
 from .process import OpenSegments
@@ -345,8 +354,7 @@ class SegmentStore(Folder):
                 quota.make_room(self, nbytes)
                 stack.callback(_forget, Path(lock.lock_file))
                 stack.enter_context(lock.acquire(timeout=0))
-                fd = os.open(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                stack.callback(os.close, fd)
+                fd = stack.enter_context(open_file(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL)).fileno()
                 stack.callback(_forget, tmp)
                 allocate(fd, nbytes)
             yield fd, tmp

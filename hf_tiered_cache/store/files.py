@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 from pathlib import Path
 
 from filelock import FileLock
@@ -31,6 +32,14 @@ def is_of_the_process(error: BaseException) -> bool:
     return isinstance(error, MemoryError | RuntimeError)
 
 
+def open_file(path: str | os.PathLike[str], flags: int) -> FileIO:
+    """Open a file, no folder, new ones for their owner only. It is closed when the last reference goes, if not before.
+
+    In one call of C code: a Ctrl-C between `os.open` and what keeps its result would lose the descriptor.
+    """
+    return next(map(FileIO, map(os.open, [path], [flags | os.O_CLOEXEC], [0o600])))
+
+
 @contextmanager
 def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """A regular file's descriptor and status. Pipes and devices are not opened, since that may wait or do something.
@@ -40,11 +49,8 @@ def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise FormatError(f"{path.name} is no regular file")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        yield fd, os.fstat(fd)
-    finally:
-        os.close(fd)
+    with open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+        yield file.fileno(), os.fstat(file.fileno())
 
 
 def read_all(fd: int, nbytes: int, offset: int) -> bytes:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, cast
 
 from ...errors import EngineUnavailableError, StoreClosedError
 from ...geometry import ALIGNMENT
+from ..files import open_file
 from .base import READ_THROUGH_BYTES, Batch, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -25,21 +26,20 @@ class PosixFile(EngineFile):
     def __init__(self, path: str, direct: bool) -> None:
         self.path = path
         self.direct = False
-        self.fd = -1
         if direct and _O_DIRECT:
             try:
-                self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+                self._file = open_file(path, os.O_RDONLY | _O_DIRECT)
                 self.direct = True
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-        if self.fd < 0:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        if not self.direct:
+            self._file = open_file(path, os.O_RDONLY)
+        self.fd = self._file.fileno()
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:
-        if self.fd >= 0:
-            close(self.fd)  # when the interpreter ends there may be no module any more
-            self.fd = -1
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            self._file.close()  # else it would do so itself, with a warning
 
 
 class PosixEngine(Engine):
