@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -176,7 +176,7 @@ class KVStore:
         self._looked_up([run.row.id for run, _ in found])
         return found
 
-    def find(self, links: list[bytes]) -> list[SegmentRow]:
+    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
         """The stored segments that begin with one of `links`."""
         self._check()
         rows = self.disk.find(links)

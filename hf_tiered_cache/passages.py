@@ -6,7 +6,6 @@ import logging
 import random
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,17 @@ from torch import nn
 from .cache import TieredCache
 from .errors import ConfigError
 from .geometry import LINK_TOKENS, TokenOrder
-from .identity import rope_regime
+from .identity import Identity, rope_regime
 from .kvstore import KVStore
 from .methods import Method, Passages, make_method
 from .precompute import PrecomputeReport, as_prompts, bar_over, fill
-from .record import Recorder
+from .record import Names, Rank, Recorder, Submit
+from .request import DecodingCheck
 from .restore.history import History
 from .restore.passages import sink_token
 from .restore.spectral import KV, RANKED_IN_CONTEXT
+from .sequence import passage_finder
+from .serving import Serving
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -50,8 +52,8 @@ def precompute_passages(
     report = PrecomputeReport(len(passages))
     with bar_over(passages, progress) as bar:
         for number, passage in enumerate(passages):
-            cache = PassageCache(model, store, method=method, label=label, tag=tag)
-            restored = cache.stored_tokens(passage)
+            cache = PassageCache(model, store, method, label, tag)
+            restored = cache.passage.stored_tokens(passage)
             if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
                 restored = 0
                 if method.ranking in RANKED_IN_CONTEXT:
@@ -59,80 +61,91 @@ def precompute_passages(
                         logger.warning(
                             "a passage by itself is ranked by its own second half; store several in one call"
                         )
-                    others = neighbours(passages, number, cache.positions)
-                    cache.elsewhere = kv_behind(model, store, method, passage, others, tag)
-                fill(cache, torch.cat([cache.lead, passage]), pin)
+                    others = neighbours(passages, number, cache.passage.positions)
+                    cache.passage.elsewhere = kv_behind(model, store, method, passage, others, tag)
+                fill(cache, torch.cat([cache.passage.lead, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
     store.flush()
     return report
 
 
-class PassageCache(TieredCache):
+class PassageServing(Serving):
     """Computes one passage behind tokens whose KV is left out, and stores it.
 
     Args:
-        method: says how it is ranked and cut.
+        like: of a cache with a method for passages, which says how it is ranked and cut.
         context: int `[n]`, what stands between the sink and the passage; if any, nothing is stored.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        store: KVStore,
-        *,
-        method: Passages,
-        context: torch.Tensor | None = None,
-        label: str = "",
-        tag: str = "",
-    ) -> None:
-        super().__init__(model, store, method=method, restore=False, label=label, tag=tag)
-        sink = sink_token(self._attachment.config)
-        self.lead = torch.tensor([] if sink is None else [sink], dtype=torch.int64)
+    method: Passages
+
+    def __init__(self, like: Serving, context: torch.Tensor | None) -> None:
+        super().__init__(like.attachment, like.store, like.method, like.options, like.account)
+        self.sink = sink_token(like.attachment.config)
+        sink = torch.tensor([] if self.sink is None else [self.sink], dtype=torch.int64)
+        self.lead = sink if context is None else torch.cat([sink, context])
         """What is computed before the passage: the sink, if the model has such a token, and the context."""
         self.computed: list[KV] = []
         """With a context: the passage's keys and values, layer by layer."""
         self.elsewhere: list[KV] | None = None
         """The same of another cache, for the ranking."""
         self._in_context = context is not None
-        if context is not None:
-            self.lead = torch.cat([self.lead, context])
 
     @property
     def positions(self) -> int:
         """How many the model has."""
-        return getattr(self._attachment.config, "max_position_embeddings", None) or sys.maxsize
+        return getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
 
     def stored_tokens(self, passage: torch.Tensor) -> int:
         """How many tokens of a passage, int `[tokens]`, are stored already."""
-        self._regime = rope_regime(self._attachment.config, len(passage)) or ""
-        self._identity = self._fingerprinter.look(self._tag)
-        pieces = replace(self._finder(), begins=(0,))(passage.cpu().numpy(), 0)
+        config, identity = self.attachment.config, self.identify(closely=True)
+        if isinstance(identity, str):
+            return 0
+        regime = rope_regime(config, len(passage)) or ""
+        find = passage_finder(self.store, self.method, config, identity.fingerprint, regime, (0,))
+        pieces = find(passage.cpu().numpy(), 0)
         return pieces[0].count if pieces else 0
 
-    def _new_recorder(self, fingerprint: str, pads: list[int]) -> Recorder:
-        method, store, sink = self.method, self.store, sink_token(self._attachment.config)
-        chain = store.chain(fingerprint, f"{method.passages} {sink}", self._regime)
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+        """See `Serving`."""
+        method, store = self.method, self.store
+        chain = store.chain(identity.fingerprint, f"{method.passages} {self.sink}", regime)
         history = History(chain, [pad + len(self.lead) for pad in pads])  # left out like padding
-        submit, rank = store.submit, partial(method.rank, elsewhere=self.elsewhere)
-        if self._in_context:
-            submit, rank = _drop, self._keep
+        submit: Submit = _drop if self._in_context else store.submit
+        rank: Rank = self._keep if self._in_context else partial(method.rank, elsewhere=self.elsewhere)
         return Recorder(
             history,
-            fingerprint,
+            identity.fingerprint,
             method.geometry,
             submit,
             store.ttl,
             method.passages,
             rank=rank,
-            account=self._account,
-            names=self._names(),
-            check=self._check,
+            account=self.account,
+            names=Names(identity.facts, self.options.label),
+            check=check,
         )
 
     def _keep(self, layers: Iterable[KV], count: int) -> TokenOrder | None:
         self.computed.extend(layers)
         return None
+
+
+class PassageCache(TieredCache):
+    """A cache for one passage (see `PassageServing`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KVStore,
+        method: Passages,
+        label: str,
+        tag: str,
+        context: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(model, store, method=method, restore=False, label=label, tag=tag)
+        self.passage = self._serving = PassageServing(self._serving, context)
 
 
 def _drop(draft: object, wait: bool = True) -> None:
@@ -143,9 +156,9 @@ def kv_behind(
     model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor, tag: str
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""
-    cache = PassageCache(model, store, method=method, context=context, tag=tag)
-    fill(cache, torch.cat([cache.lead, passage]), pin=False)
-    return cache.computed
+    cache = PassageCache(model, store, method, "", tag, context)
+    fill(cache, torch.cat([cache.passage.lead, passage]), pin=False)
+    return cache.passage.computed
 
 
 def neighbours(passages: list[torch.Tensor], number: int, positions: int) -> torch.Tensor:

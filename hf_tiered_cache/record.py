@@ -27,6 +27,9 @@ from .tiers.streams import CopyStream, Event, copy_stream
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
 """Given the layers' keys and values, and how many layers the model has."""
 
+Submit = Callable[[Draft, bool], None]
+"""Takes a segment to be written, and whether to wait for room in the queue."""
+
 logger = logging.getLogger("hf_tiered_cache")
 
 
@@ -78,7 +81,7 @@ class Recorder:
         history: History,
         fingerprint: str,
         geometry: Geometry,
-        submit: Callable[[Draft, bool], None],
+        submit: Submit,
         ttl: float | None,
         provenance: str = EXACT,
         enabled: bool = True,

@@ -37,14 +37,14 @@ class Request:
 
     Args:
         kwargs: all arguments of forward by name.
-        pads: for each row the columns of left padding, where it begins a sequence; else None.
+        pads: for each row the columns of left padding.
         revocable: columns at the end that `generate` may take back (candidates of assisted decoding).
         must_compute: columns at the end that are computed: their outputs are asked for, or an image stands before them.
         text: columns before the first image; all, where there is none.
     """
 
     kwargs: dict[str, Any]
-    pads: list[int] | None
+    pads: list[int]
     revocable: int
     must_compute: int
     text: int

@@ -127,8 +127,8 @@ def attend(
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
-    if scope.attended is not None:
-        key, value = scope.attended(module.layer_idx, query, key, value, kwargs.get("scaling"))
+    if scope.selects:
+        key, value = scope.attend(module.layer_idx, query, key, value, kwargs.get("scaling"))
     if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,

@@ -86,6 +86,12 @@ class Unrotated:
     """False if a rotation may be in the tensors that could not be taken out."""
     call: RotaryCall | None = None
 
+    @property
+    def rotation(self) -> RotaryCall:
+        """How it got its rotation; only where something rotates."""
+        assert self.call is not None
+        return self.call
+
 
 @dataclass(eq=False)
 class RotaryTap:
@@ -119,22 +125,23 @@ class RotaryTap:
             return Unrotated(torch.cat([call.keys, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
         return Unrotated(keys, values, movable=False)
 
-    def rotate_(self, call: RotaryCall, dims: int, tensor: torch.Tensor, first: int) -> None:
-        """Rotate, in place, keys of the positions `first`, `first + 1`, … as `call` would.
+    def rotate_(self, like: Unrotated, tensor: torch.Tensor, first: int) -> None:
+        """Rotate, in place, keys of the positions `first`, `first + 1`, … as those of `like` were.
 
         Args:
-            dims: leading dimensions that rotate.
+            like: keys that rotate.
             tensor: `[batch, heads, n, dim]`.
         """
-        count = tensor.shape[2]
+        count, call = tensor.shape[2], like.rotation
         cos, sin = self._tables_at(call, first + count, tensor.device)
-        part = tensor[..., :dims]
+        part = tensor[..., : like.dims]
         part.copy_(call.rotate(part, cos[:, first : first + count], sin[:, first : first + count]))
 
-    def rotate_at_(self, call: RotaryCall, dims: int, tensor: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rotate, in place, keys `[batch, heads, n, dim]` of any ascending positions, int64 `[n]`, as `call` would."""
+    def rotate_at_(self, like: Unrotated, tensor: torch.Tensor, positions: torch.Tensor) -> None:
+        """The same for keys `[batch, heads, n, dim]` of any ascending positions, int64 `[n]`."""
+        call = like.rotation
         cos, sin = self._tables_at(call, int(positions[-1]) + 1, tensor.device)
-        at, part = positions.to(tensor.device), tensor[..., :dims]
+        at, part = positions.to(tensor.device), tensor[..., : like.dims]
         part.copy_(call.rotate(part, cos[:, at], sin[:, at]))
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,8 +24,6 @@ class Scope:
         positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None.
         kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
         rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
-        attended: given a layer's number, queries, keys, values and scaling, what these queries attend to: set where
-            that depends on the queries.
     """
 
     cache: object
@@ -33,7 +31,14 @@ class Scope:
     positions: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
-    attended: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None
+    selects: bool = False
+    """Whether `attend` says what queries attend to."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's queries, `[batch, heads, n, dim]`, attend to, given what its cache has handed over."""
+        return keys, values
 
 
 _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)

@@ -23,8 +23,8 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
-from hf_tiered_cache.layer import layers_for
 from hf_tiered_cache.restore.plan import Situation
+from hf_tiered_cache.sources import DenseSource, sources_for
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
@@ -148,7 +148,7 @@ def test_right_padding_reuses_nothing_and_is_right(model, store):
 def masks(model):
     """Ready-made masks of 60 tokens: one, or one for each kind of layer."""
     full = torch.ones(60, 60).tril().bool()[None, None]
-    windows = [layer.window for layer in layers_for(model) if layer.window]
+    windows = [layer.window for layer in sources_for(model, DenseSource) if layer.window]
     return {"full_attention": full, "sliding_attention": full & ~full.tril(-windows[0])} if windows else full
 
 
@@ -273,7 +273,7 @@ def test_what_beams_have_generated_is_stored_by_row(model, store, beams):
     mask = torch.ones_like(ids)
     cache = TieredCache(model, store)
     model.generate(ids, attention_mask=mask, past_key_values=cache, **arguments)
-    held = cache._history.ids()
+    held = cache._serving.sequence.history.ids()
     store.flush()
     for row in torch.from_numpy(held[:, :97]):
         asked = TieredCache(model, store, record=False)
@@ -337,7 +337,7 @@ def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
 def test_a_cache_that_is_gone_leaves_no_memory_but_stores_its_tokens(model, store):
     cache = TieredCache(model, store)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
-    recorder = cache._recorder
+    recorder = cache._serving.sequence.recorder
     assert recorder.unsealed
     del cache
     gc.collect()
@@ -353,7 +353,9 @@ def test_recording_keeps_no_more_than_the_ragged_end(model, store):
         model(input_ids=prompt(900), past_key_values=cache, logits_to_keep=1)
         model(input_ids=prompt(1), past_key_values=cache)  # now the prompt is whole
     held = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in cache._recorder._tensors() for t in ts
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for ts in cache._serving.sequence.recorder._tensors()
+        for t in ts
     }
     assert sum(held.values()) <= 2 * len(model.model.layers) * 2 * 16 * 16 * 4
     store.flush()
@@ -386,7 +388,7 @@ def test_a_cache_that_is_reset_keeps_nothing_of_what_was(model, store):
     cache, recorders = TieredCache(model, store), []
     for seed in range(3):
         model.generate(prompt(70, seed=seed), past_key_values=cache, **GREEDY)
-        recorders.append(weakref.ref(cache._recorder))
+        recorders.append(weakref.ref(cache._serving.sequence.recorder))
         cache.reset()
     store.flush()
     gc.collect()

@@ -462,7 +462,7 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
 def chain_of(store, model, ids):
     cache = TieredCache(model, store, record=False)
     cache.look_up(ids)
-    return cache._history.chain.links(ids[0].numpy())
+    return cache._serving.sequence.history.chain.links(ids[0].numpy())
 
 
 def flip(path, offset, bits=16):

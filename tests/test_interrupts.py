@@ -26,6 +26,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import _seal
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.patches.scope import current
+from hf_tiered_cache.sequence import SequenceState
 from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
@@ -255,7 +256,7 @@ def test_a_cache_whose_pass_was_interrupted_before_it_was_noted_goes_on_with_any
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         with monkeypatch.context() as patch:
-            patch.setattr(TieredCache, "_note", lambda *args: signal.raise_signal(signal.SIGINT))
+            patch.setattr(SequenceState, "commit", lambda *args: signal.raise_signal(signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 model.generate(prompt(100), past_key_values=cache, **GREEDY)
         for seed in (1, 2):
@@ -471,7 +472,7 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
     cache = TieredCache(model, store)
     model.generate(prompt(100), past_key_values=cache, **GREEDY)
     locks = [
-        cache._recorder._lock,
+        cache._serving.sequence.recorder._lock,
         store._lock,
         store.writer._lock,
         store.residency._lock,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
 
 
 def other_links(store, cache):
-    return cache._history.chain.links(prompt(TOKENS, seed=99)[0].numpy())
+    return cache._serving.sequence.history.chain.links(prompt(TOKENS, seed=99)[0].numpy())
 
 
 @settings(max_examples=15)
@@ -142,7 +142,7 @@ def test_after_a_plan_the_model_is_as_before(root):
 
 def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
     model, store, ids, _ = stored("llama", root)
-    monkeypatch.setattr("hf_tiered_cache.restoring.can_scatter", lambda config: False)
+    monkeypatch.setattr("hf_tiered_cache.forward_pass.can_scatter", lambda config: False)
     cache = TieredCache(model, store, method=Chosen(first=frozenset({3, 50})), record=False)
     with pytest.raises(ConfigError, match="set_attn_implementation"):
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
@@ -201,19 +201,14 @@ SCALINGS = {
 }
 
 
-class Moved(TieredCache):
-    """Restores one stored segment at another place than its own, and computes the rest."""
-
-    place = 0
-
-    def _plan(self, request):
-        (row,) = self.store.segments()
-        reader = self.store.disk.reader(row.id)
-        tokens = reader.shape.tokens
-        columns = request.columns
-        computed = np.r_[0 : self.place, self.place + tokens : columns]
-        group = RowGroup((0,), 0, (Piece(reader, 0, tokens, self.place),))
-        return Plan(0, columns, (computed,) * len(self.layers), (group,))
+def moved(store, place, request, sequence):
+    """A plan that restores one stored segment at another place than its own, and computes the rest."""
+    (row,) = store.segments()
+    reader = store.disk.reader(row.id)
+    tokens = reader.shape.tokens
+    computed = np.r_[0:place, place + tokens : request.columns]
+    group = RowGroup((0,), 0, (Piece(reader, 0, tokens, place),))
+    return Plan(0, request.columns, (computed,) * len(reader.shape.layout.layers), (group,))
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -240,8 +235,8 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, pl
         first = TieredCache(model, store, method=Plain(geometry=geometry))
         model(input_ids=passage, past_key_values=first, logits_to_keep=1)
         store.flush()
-        cache = Moved(model, store, record=False)
-        cache.place = place
+        cache = TieredCache(model, store, record=False)
+        cache._serving.plan = partial(moved, store, place)
         model(input_ids=around, past_key_values=cache, logits_to_keep=1)
     # the frequencies that a pass of this length uses
     cos, sin = model.model.rotary_emb(raw[0], torch.arange(place + 96 + 4).unsqueeze(0))

@@ -18,9 +18,9 @@ from test_selective import ask, fill, question, same
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import FormatError
+from hf_tiered_cache.forward_pass import RestoringForward
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from hf_tiered_cache.methods import METHODS, Impress
-from hf_tiered_cache.restoring import Restoring
 from hf_tiered_cache.store.relayout import laid_out_anew
 from hf_tiered_cache.tiers.importance import TokenImportance
 
@@ -198,13 +198,13 @@ def test_a_request_under_way_reads_the_old_segment_to_its_end(model, tmp_path, m
         expected, _ = ask(model, store, question(ids), METHOD)
         swapped = []
 
-        def take(self, index, *arguments, real=Restoring.take):
+        def take(self, index, *arguments, real=RestoringForward.append):
             if index == 2 and not swapped:
                 swapped.append(True)
                 shuffle(store)
             return real(self, index, *arguments)
 
-        monkeypatch.setattr(Restoring, "take", take)
+        monkeypatch.setattr(RestoringForward, "append", take)
         found, cache = ask(model, store, question(ids), METHOD)
         assert swapped
         same(found, expected)

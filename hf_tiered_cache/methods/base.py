@@ -10,6 +10,7 @@ import numpy as np
 from ..geometry import Geometry
 from ..restore.plan import Situation
 from ..select.selector import Selector
+from ..sources import DenseSource, SelectedSource
 from ..store.format import EXACT
 
 DEFAULT_BUDGET = 0.25
@@ -69,6 +70,10 @@ class Method:
     def selects(self) -> bool:
         """Whether layers with full attention attend to less than what is restored."""
         return False
+
+    def source(self, layer: int) -> DenseSource:
+        """Where a layer with full attention gets its keys and values from."""
+        return SelectedSource(layer) if self.selects else DenseSource(layer)
 
     def tuned(self, ratio: Callable[[], float | None]) -> Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""

@@ -15,6 +15,7 @@ from .prefetch import Prefetch, Unit
 
 def restore_layer(
     prefetch: Prefetch,
+    plan: Plan,
     layer: int,
     kind: LayerKV,
     dtype: torch.dtype,
@@ -27,6 +28,7 @@ def restore_layer(
 
     Args:
         prefetch: brings the blocks.
+        plan: of the pass.
         layer: which.
         kind: what the model hands over for this layer.
         dtype: of what it hands over, before its rotation (autocast rotates into another one).
@@ -37,7 +39,6 @@ def restore_layer(
     Raises:
         RestoreError: a block did not arrive, or does not fit.
     """
-    plan = prefetch.plan
     check_fit(plan, layer, kind, dtype)
     for unit in prefetch.units(layer):
         copy_unit(unit, layer, plan, keys, values, first_column)

@@ -137,9 +137,14 @@ class Plan:
         return tokens[~np.isin(tokens + start, self.computed[lane.layers[-1]], assume_unique=True)]
 
     @property
+    def num_selected(self) -> int:
+        """Restored columns that layers with full attention hold: all, if these choose none."""
+        return (self.suffix or 0) if self.attended is None else self.attended
+
+    @property
     def unattended(self) -> int:
-        """Restored columns that layers with full attention have no room for."""
-        return 0 if self.attended is None else self.suffix - self.attended
+        """Restored columns that they have no room for."""
+        return (self.suffix or 0) - self.num_selected
 
     @property
     def restored_tokens(self) -> int:

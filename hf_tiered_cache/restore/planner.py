@@ -24,7 +24,8 @@ Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 class Rules(Protocol):
     """What a method has to say on a plan (see `Method`)."""
 
-    compares: int | None
+    @property
+    def compares(self) -> int | None: ...
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]: ...
 

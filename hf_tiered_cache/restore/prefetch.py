@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -58,7 +58,7 @@ class Prefetch:
             needs when it needs it.
     """
 
-    plan: Plan
+    plan: InitVar[Plan]
     residency: Residency
     account: Account
     device_of: Callable[[int], torch.device]
@@ -69,8 +69,8 @@ class Prefetch:
     _layer: int = -1  # whose blocks are in use
     _furthest: int = -1  # first layer of the last unit that was started
 
-    def __post_init__(self) -> None:
-        order = units_of(self.plan)
+    def __post_init__(self, plan: Plan) -> None:
+        order = units_of(plan)
         for unit in order:
             for layer in unit.lane.layers:
                 self._by_layer.setdefault(layer, []).append(unit)

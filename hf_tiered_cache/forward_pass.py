@@ -1,0 +1,209 @@
+"""One forward pass: what the model computes is recorded, and what it does not compute comes from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .errors import UnsupportedModelError
+from .geometry import LayerKV
+from .kvstore import KVStore
+from .methods import Method
+from .patches.attach import Attachment
+from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select
+from .patches.layers import decoder_layers, dropping
+from .patches.rotary import RotaryTap
+from .patches.scope import Scope, entered
+from .record import Recorder
+from .restore.plan import Plan
+from .restore.prefetch import Prefetch
+from .restore.selective import SelectiveRestore
+from .sources import kv_sources
+from .stats import Account
+from .suitability import cannot_select, needs_attention
+
+
+class ForwardPass(Scope):
+    """A pass that computes all it is given.
+
+    Args:
+        cache: whose pass it is.
+        sources: the cache's layers.
+        attachment: of the model.
+        recorder: takes what is computed, if not None.
+        first: column of the sequence that is computed first.
+    """
+
+    def __init__(
+        self,
+        cache: object,
+        sources: Sequence[Any],
+        attachment: Attachment,
+        recorder: Recorder | None = None,
+        first: int = 0,
+    ) -> None:
+        super().__init__(cache, RotaryTap())
+        self._first = first
+        self._stack = ExitStack()
+        self.sources, self.attachment, self.recorder = sources, attachment, recorder
+        self._captures = recorder is not None
+
+    def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's `forward` on these arguments."""
+        with self._stack as stack:
+            self._begin(stack)
+            stack.enter_context(self.attachment.running_eagerly())
+            stack.enter_context(entered(self))
+            return forward(**kwargs)
+
+    def close(self) -> None:
+        """End it, where a Ctrl-C on the way out kept it from ending."""
+        self._stack.close()
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Prepare what the pass needs; `stack` ends all of it."""
+        if self.recorder is not None:
+            self.recorder.begin(self._first)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take a layer's new keys and values, `[batch, heads, n, dim]`; return what the model takes on."""
+        source = self.sources[layer]
+        if not self._captures:
+            return source.update(keys, values)
+        pre_rope = self.tap.take(keys, values)
+        kind = LayerKV(
+            keys.shape[1],
+            keys.shape[3],
+            values.shape[1],
+            values.shape[3],
+            source.window,
+            pre_rope.rotated,
+            pre_rope.dims,
+            pre_rope.movable,
+        )
+        if self.recorder is not None:
+            self.recorder.catch(layer, kind, pre_rope.keys, pre_rope.values)
+        return source.append(kind, pre_rope, keys, values)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a layer's queries, `[batch, heads, n, dim]`, attend to."""
+        return self.sources[layer].attend(query, keys, values, scaling)
+
+
+class RestoringForward(ForwardPass):
+    """A pass that follows a plan (see `RestoringPass`).
+
+    Args:
+        cache, sources, attachment, recorder, first: see `ForwardPass`.
+        plan: what is computed and what restored.
+        store: where blocks are.
+        method: whose plan it is.
+        account: counts what happens.
+    """
+
+    def __init__(
+        self,
+        cache: object,
+        sources: Sequence[Any],
+        attachment: Attachment,
+        recorder: Recorder | None,
+        first: int,
+        *,
+        plan: Plan,
+        store: KVStore,
+        method: Method,
+        account: Account,
+    ) -> None:
+        super().__init__(cache, sources, attachment, recorder, first)
+        self.plan, self.method, self.account = plan, method, account
+        self._captures = True
+        self._parked: int | None = None
+        device_of = attachment.device_of
+        self.prefetch = Prefetch(plan, store.residency, account, device_of, method.ahead_bytes)
+        self.selection: SelectiveRestore | None = None
+        if plan.attended is not None:
+            self.selection = SelectiveRestore(
+                plan,
+                [source.index for source in kv_sources(sources) if source.selects],
+                method.selector(),
+                store.residency,
+                account,
+                device_of,
+                method.ahead_bytes > 0,
+                store.upkeep.importance if method.reorder else None,
+            )
+            self.selects = True
+
+    def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """See `ForwardPass`."""
+        try:
+            output = super().run(forward, kwargs)
+        except RuntimeError as error:
+            if self._parked is None:
+                raise
+            raise self.cannot_select() from error
+        if self._parked is not None:
+            raise self.cannot_select()
+        return output
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Announce what is going to be restored, to masks and sources, and start to fetch it."""
+        super()._begin(stack)
+        plan, config = self.plan, self.attachment.config
+        for source in kv_sources(self.sources):
+            stack.callback(source.end_pass)
+            source.begin_pass(self)
+        if plan.suffix is None:
+            if not can_scatter(config):
+                raise needs_attention(self.method, self.attachment.model, WRAPPED)
+            self.positions = torch.from_numpy(plan.computed[0] + plan.base)
+            self._drop_with_depth(plan)
+            if self.rows:
+                layers = decoder_layers(self.attachment.model, len(plan.computed))
+                stack.enter_context(dropping(layers, min(self.rows)))
+        stack.callback(self.prefetch.cancel)
+        if self.selection is not None:
+            if not can_select(config):
+                raise needs_attention(self.method, self.attachment.model, SELECTING)
+            stack.callback(self.selection.cancel)
+            self.selection.start()
+        self.prefetch.start()
+
+    def _drop_with_depth(self, plan: Plan) -> None:
+        self.rows.clear()
+        self.kept.clear()
+        for layer in range(len(plan.computed)):
+            if (rows := plan.rows(layer)) is not None:
+                self.rows[layer] = torch.from_numpy(rows)
+            if (kept := plan.kept(layer)) is not None:
+                self.kept[layer] = torch.from_numpy(kept)
+
+    # --- what sources ask (see `RestoringPass`)
+
+    def park(self, layer: int) -> None:
+        if self._parked is not None:
+            raise self.cannot_select()
+        self._parked = layer
+
+    def unpark(self) -> None:
+        self._parked = None
+
+    def cannot_select(self) -> UnsupportedModelError:
+        return cannot_select(self.method, self.attachment.model)
+
+    def compare(self, layer: int, stored: torch.Tensor, computed: torch.Tensor) -> None:
+        plan = self.plan
+        deviation = (stored.float() - computed.float()).square().sum((0, 1, 3)).cpu().numpy()  # [n]
+        every, least = plan.computed[layer], plan.computed[-1]
+        reusable = np.isin(every, least, invert=True)
+        chosen = np.union1d(least, every[reusable][self.method.deviating(deviation[reusable])])
+        layers = tuple(before if before is not least else chosen for before in plan.computed)
+        self.plan = replace(plan, computed=layers)
+        self._drop_with_depth(self.plan)

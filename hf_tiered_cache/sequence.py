@@ -1,0 +1,183 @@
+"""What a cache knows of the tokens it holds: whose KV they have, what is stored of them, and how they go on."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from . import reasons
+from .errors import StoreClosedError
+from .identity import Identity, rope_regime
+from .kvstore import KVStore
+from .methods import Method
+from .record import Recorder
+from .request import DecodingCheck, Request
+from .restore.history import History
+from .restore.passages import PassageFinder, sink_token
+from .restore.plan import Plan
+from .restore.planner import make_plan
+from .stats import Account
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_STORE_AT = 64
+_STORE_GENERATED_AT = 512
+_STORE_PROMPT_AT = 4096
+"""Columns that are stored when they are computed: of a prompt, once it is whole, or of generated tokens. Chunks of a
+long prompt come together into larger segments. Fewer wait for more, for a look-up that wants them, or for `flush`."""
+
+
+class SequenceState:
+    """The tokens of a cache, of all its rows, from the first understood pass on.
+
+    Args:
+        store: where their KV is looked for, and stored.
+        method: by which it is restored, as far as it was left to measurement filled in.
+        config: of the model's text part.
+        identity: of the model when it began.
+        regime: of its RoPE frequencies.
+        recorder: of what is computed; it has their history.
+        check: of masks and positions while decoding.
+        segments: tokens at which passages may begin, or None for everywhere.
+        layers: how many the model has.
+        selects: whether a layer of the cache can attend to a part of what is restored.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        method: Method,
+        config: PreTrainedConfig,
+        identity: Identity,
+        regime: str,
+        recorder: Recorder,
+        check: DecodingCheck,
+        segments: tuple[int, ...] | None,
+        layers: int,
+        selects: bool,
+    ) -> None:
+        self.store, self.method, self.config = store, method, config
+        self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
+        self._segments, self._layers, self._selects = segments, layers, selects
+        self.approximate = False
+        """Whether it holds what no exact cache would."""
+        self._in_prompt = False  # whether the last pass had several columns
+
+    @property
+    def history(self) -> History:
+        """The tokens."""
+        return self.recorder.history
+
+    @property
+    def columns(self) -> int:
+        """Of the rows, left padding included."""
+        return self.history.columns
+
+    # --- before a pass
+
+    def plan(self, request: Request, account: Account) -> Plan | None:
+        """What a pass restores, or None if that is nothing."""
+        with account.timing("match_seconds"):
+            plan, found = make_plan(
+                self.history,
+                request.ids.to("cpu", torch.int64).numpy(),
+                request.must_compute,
+                self.method,
+                self._layers,
+                partial(self.store.match, asking=self.recorder),
+                self._finder() if self.method.passages else None,
+            )
+        for rows in found:
+            for row in rows.rows:
+                self.recorder.found(row, rows.held, rows.links, rows.segments)
+        return plan if plan is None or self._selects else replace(plan, attended=None)
+
+    def _finder(self) -> PassageFinder:
+        return passage_finder(
+            self.store, self.method, self.config, self.identity.fingerprint, self.regime, self._segments
+        )
+
+    def why_nothing(self, request: Request) -> str:
+        """Why a prompt that has no plan is not restored; "" where it goes on from what the cache holds."""
+        if self.columns or not self.store.usable:
+            return ""
+        passages = (self.method.passages, sink_token(self.config)) if self.method.passages else None
+        tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
+        identity = self.identity
+        return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages)
+
+    # --- after a pass
+
+    def commit(self, request: Request, plan: Plan | None, account: Account) -> str:
+        """A pass is done: its tokens are known, and stored if they are many.
+
+        Returns:
+            Why from here on passes run as with any cache, or "".
+        """
+        rows, columns = request.ids.shape
+        restored = plan.restored_tokens if plan is not None else 0
+        padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
+        attended = restored
+        if plan is not None and plan.attended is not None:
+            attended = sum(len(g.rows) * min(plan.attended, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups)
+            if self.method.reorder:
+                self.store.upkeep.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
+        account.add(
+            tokens_restored=restored,
+            tokens_computed=rows * columns - padding - restored,
+            tokens_attended=attended,
+        )
+        if plan is not None and not plan.exact:
+            self.approximate, self.recorder.enabled = True, False
+        computed = columns if plan is None else len(plan.computed[0])
+        self.recorder.end(request.ids, computed, request.revocable)
+        if request.text < columns:
+            self.recorder.crop(columns - request.text)
+            return reasons.IMAGES
+        prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
+        least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
+        if self.recorder.unsealed >= least:
+            try:
+                self.recorder.seal()
+            except StoreClosedError as error:  # the request itself goes on
+                logger.warning("%s: what is computed from here on is not stored", error)
+                self.recorder.enabled = False
+        return ""
+
+    def common_columns(self, prompt: torch.Tensor) -> int:
+        """How many columns it shares with a prompt, int `[rows, columns]`, of which at least the last is computed."""
+        return min(self.history.common_columns(prompt.cpu().numpy()), prompt.shape[1] - 1)
+
+    def fork(self, account: Account) -> SequenceState:
+        """The same tokens, going on elsewhere, and counting there."""
+        twin: SequenceState = object.__new__(SequenceState)
+        twin.__dict__.update(self.__dict__)
+        twin.check = DecodingCheck()
+        twin.recorder = self.recorder.fork(account, twin.check)
+        return twin
+
+
+def passage_finder(
+    store: KVStore,
+    method: Method,
+    config: PreTrainedConfig,
+    fingerprint: str,
+    regime: str,
+    begins: tuple[int, ...] | None = None,
+) -> PassageFinder:
+    """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
+    sink = sink_token(config)
+    regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
+    chains = tuple(store.chain(fingerprint, f"{method.passages} {sink}", each) for each in regimes)
+    return PassageFinder(chains, sink, store.find, store.disk.found, begins)
+
+
+def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Whether a pass asks for outputs that only computing every token gives."""
+    asked = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
+    return any(getattr(config, name, False) if said is None else said for said, name in asked)

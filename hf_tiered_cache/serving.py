@@ -1,0 +1,353 @@
+"""Serving the passes of one cache: restore what is stored, compute the rest, record it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from . import reasons
+from .calibrate import calibrated_ratio
+from .errors import CacheMismatchError, RestoreError
+from .forward_pass import ForwardPass, RestoringForward
+from .geometry import LINK_TOKENS
+from .identity import Fingerprinter, Identity, rope_regime
+from .kvstore import KVStore
+from .methods import Method
+from .patches.attach import Attachment
+from .patches.scope import leave
+from .record import Names, Recorder
+from .request import DecodingCheck, Request, count_tokens, placeholder_tokens, understand
+from .restore.history import History
+from .restore.plan import Plan
+from .sequence import SequenceState, asks_for_all
+from .sources import kv_sources
+from .stats import Account
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_REPLANS = 4
+"""Times a pass whose restore failed is planned again, around what failed; then all of it is computed."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """See `TieredCache`."""
+
+    restore: bool = True
+    record: bool = True
+    segments: tuple[int, ...] | None = None
+    strict: bool = False
+    label: str = ""
+    tag: str = ""
+
+
+class Serving:
+    """What a cache does behind transformers' interface. It is given the cache at each pass, and keeps no hold on it.
+
+    Args:
+        attachment: of the model.
+        store: where KV is looked for, and stored.
+        method: how it is restored.
+        options: of the cache.
+        account: counts what happens.
+    """
+
+    def __init__(
+        self, attachment: Attachment, store: KVStore, method: Method, options: CacheOptions, account: Account
+    ) -> None:
+        self.attachment, self.store, self.method = attachment, store, method
+        self.options, self.account = options, account
+        self.sequence: SequenceState | None = None
+        """What is known of the tokens that the cache holds; None before the first pass, and for what runs plain."""
+        self.bypass = ""
+        """Why what the cache holds can be neither stored nor restored, if so."""
+        self.untold = True
+        """Whether a prompt has begun of which nothing was said yet."""
+        self.forward_pass: ForwardPass | None = None
+        """The pass under way."""
+        self._finish: Callable[[], None] = lambda: None
+        self._placeholders = placeholder_tokens(attachment.model.config)
+
+    # --- one pass
+
+    def run(self, cache: Cache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """One forward pass of the model; `kwargs` holds all its arguments by name."""
+        with torch.no_grad():  # stored KV has no gradient
+            admitted = self.admit(cache, kwargs)
+            if admitted is not None:
+                return self._run_understood(cache, *admitted, forward)
+            output = self._run(cache, ForwardPass(cache, cache.layers, self.attachment), forward, kwargs)
+            self.account.add(tokens_computed=count_tokens(kwargs))
+            if self.untold:
+                self._tell(self.bypass)
+            return output
+
+    def _run_understood(
+        self, cache: Cache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> Any:
+        reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
+        while True:
+            plan = None if reason or not replans else self.plan(request, sequence)
+            try:
+                output = self._run_planned(cache, request, sequence, plan, forward)
+                break
+            except RestoreError as error:
+                self.account.add(recomputed=1)
+                self.store.disk.report(error.segment, error.__cause__ or error)
+                # a store that was closed under way has failed this pass, and finds no other plan
+                replans = replans - 1 if self.store.usable else 0
+        if replans < _REPLANS:
+            reason = reasons.DAMAGED
+        elif plan is None and self.untold:
+            reason = reason or sequence.why_nothing(request)
+        else:
+            reason = ""
+        kept = sequence.columns * sequence.history.rows
+        if cache.get_seq_length() == sequence.columns + request.columns:
+            self._run_plain(sequence.commit(request, plan, self.account))
+        else:
+            sequence.recorder.abandon()
+            self.account.add(tokens_computed=request.ids.numel())
+            self._run_plain(reasons.OTHER_TOKENS)
+        if self.untold:
+            self.account.add(tokens_kept=kept)
+            self._tell(self.bypass or reason)
+        return output
+
+    def _run_planned(
+        self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]
+    ) -> Any:
+        """Run the model on what the plan has computed."""
+        recorder = sequence.recorder
+        records = recorder.enabled and (plan is None or (plan.suffix is not None and plan.exact))
+        first = sequence.columns + (0 if plan is None else plan.suffix or 0)
+        own = cache, cache.layers, self.attachment, recorder if records else None, first
+        if plan is None:
+            return self._run(cache, ForwardPass(*own), forward, request.kwargs)
+        restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method, account=self.account)
+        pads, suffix = sequence.history.pads, plan.suffix is not None
+        return self._run(cache, restoring, forward, request.only(plan.computed[0], plan.base, pads, suffix))
+
+    def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run a pass; one that fails leaves no trace."""
+        sources = kv_sources(cache.layers)
+        snapshots = [source.snapshot() for source in sources]
+        self.forward_pass = forward_pass
+        try:
+            return forward_pass.run(forward, kwargs)
+        except BaseException:
+            forward_pass.close()
+            leave(cache)
+            for source, snapshot in zip(sources, snapshots, strict=True):
+                source.rollback(snapshot)
+            if self.sequence is not None:
+                self.sequence.recorder.abandon()
+            if not cache.get_seq_length():
+                self.bypass = ""  # the next prompt may be another
+            raise
+        finally:
+            self.forward_pass = None
+
+    def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
+        """What a pass restores, or None if that is nothing."""
+        return sequence.plan(request, self.account)
+
+    def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
+        """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
+        admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
+        if admitted is None:
+            return None, self.bypass
+        request, sequence = admitted
+        reason = self._why_not_looked_for(request, sequence)
+        plan = None if reason else self.plan(request, sequence)
+        return plan, "" if plan is not None else reason or sequence.why_nothing(request)
+
+    # --- what is asked of a pass before it runs
+
+    def admit(self, cache: Cache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
+        """What a pass asks for, or None if its KV can be neither stored nor restored: it runs as with any cache."""
+        if self.bypass:
+            return None
+        ids = kwargs.get("input_ids")
+        identity = self.identify(closely=self.untold or ids is None or ids.shape[-1] > 1)
+        admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
+        if not isinstance(admitted, str):
+            return admitted
+        self._run_plain(admitted)
+        if not self.untold:
+            self._explain(admitted)
+        return None
+
+    def identify(self, closely: bool) -> Identity | str:
+        """What the model is now, or why its KV can be neither stored nor restored."""
+        attachment = self.attachment
+        if attachment.model.training:
+            return reasons.TRAINING
+        if "fingerprinter" not in attachment.extras:  # making one reads all weights
+            attachment.extras["fingerprinter"] = Fingerprinter(attachment.model)
+        fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
+        if fingerprinter.rows_have_adapters():
+            return reasons.ROW_ADAPTERS
+        identity = fingerprinter.look(self.options.tag, closely)
+        if identity.training:
+            return reasons.TRAINING
+        if identity.looks_ahead:
+            return reasons.LOOKS_AHEAD
+        return reasons.nameless(identity.nameless) if identity.nameless else identity
+
+    def _understand(
+        self, cache: Cache, kwargs: dict[str, Any], identity: Identity
+    ) -> tuple[Request, SequenceState] | str:
+        """The request, and the sequence that it begins or goes on with, or why there is none."""
+        sequence, columns = self.sequence, cache.get_seq_length()
+        if columns != (0 if sequence is None else sequence.columns):
+            return reasons.FILLED_ELSEWHERE
+        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
+        request = understand(kwargs, columns, pads, self._placeholders, check)
+        if isinstance(request, str):
+            return request
+        regime = rope_regime(self.attachment.config, columns + request.columns - min(request.pads))
+        if regime is None:
+            return reasons.LENGTH_ROPE
+        if sequence is None:
+            sequence = self._new_sequence(cache, request, identity, regime)
+            self.follow(cache, sequence)
+        elif regime != sequence.regime:
+            return reasons.LENGTH_ROPE
+        elif identity.fingerprint != sequence.identity.fingerprint:
+            return reasons.MODEL_CHANGED
+        return request, sequence
+
+    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+        """The first pass of a sequence: from here on its tokens are known."""
+        store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
+        device, tokens = attachment.model.device, request.columns
+        method = self.method = self.method.tuned(partial(calibrated_ratio, store, identity.fingerprint, device, tokens))
+        recorder = self.new_recorder(identity, regime, request.pads, check)
+        segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
+        return SequenceState(
+            store, method, attachment.config, identity, regime, recorder, check, segments, len(layers), selects
+        )
+
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+        """Of what a sequence with these columns of left padding computes."""
+        method, store = self.method, self.store
+        return Recorder(
+            History(store.chain(identity.fingerprint, method.provenance, regime), pads),
+            identity.fingerprint,
+            method.geometry,
+            store.submit,
+            store.ttl,
+            method.provenance,
+            self.options.record,
+            account=self.account,
+            names=Names(identity.facts, self.options.label),
+            check=check,
+        )
+
+    def follow(self, cache: Cache, sequence: SequenceState) -> None:
+        """From now on the cache holds this sequence. What it has computed is stored also when it is gone."""
+        self.sequence = sequence
+        if self.options.record:
+            self.store.register(sequence.recorder)
+            self._finish = weakref.finalize(cache, sequence.recorder.leave_to, self.store.writer)
+
+    def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
+        """Why nothing is looked up for a pass, or ""."""
+        if sequence.approximate:
+            return reasons.APPROXIMATE
+        if not self.options.restore:
+            return reasons.SWITCHED_OFF
+        if asks_for_all(request.kwargs, self.attachment.model.config):
+            return reasons.ALL_STATES
+        if request.must_compute >= request.columns:
+            return reasons.SHORT if request.columns < LINK_TOKENS else reasons.ALL_LOGITS
+        return ""
+
+    # --- between passes
+
+    def store_now(self) -> tuple[str, ...]:
+        """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
+        if self.sequence is None:
+            return ()
+        self.sequence.recorder.seal()
+        return self.sequence.recorder.segments(0)
+
+    def dropped_columns(self, cache: Cache, prompt: torch.Tensor) -> int:
+        """How many of the cache's columns a prompt, int `[rows, columns]`, does not share; all or more if it is unsure.
+
+        Raises:
+            CacheMismatchError: the cache is strict, and there are such.
+        """
+        self.untold = True
+        sequence, held = self.sequence, cache.get_seq_length()
+        if sequence is None:
+            return 0
+        if held != sequence.columns:  # a Ctrl-C came between a pass and what is noted of it
+            sequence.recorder.abandon()
+            return max(held, sequence.columns)
+        kept = sequence.common_columns(prompt)
+        dropped = held - kept
+        if dropped > 0 and self.options.strict:
+            raise CacheMismatchError(
+                f"this cache holds {held} tokens, of which the prompt begins with {kept}; make a new "
+                "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
+                "far to go on with this one, or leave strict=False"
+            )
+        self.account.add(tokens_dropped=dropped * sequence.history.rows)
+        return dropped
+
+    def crop(self, columns: int) -> None:
+        """The cache forgets its last `columns` columns."""
+        if self.sequence is not None:
+            self.sequence.recorder.crop(columns)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Row i becomes what row `rows[i]` was."""
+        if self.sequence is not None:
+            self.sequence.recorder.select(rows)
+
+    def finish(self) -> None:
+        """The cache forgets all it holds; what was computed is stored now, so that the next look-up finds it."""
+        self._finish()
+        if self.sequence is not None:
+            self.sequence.recorder.finish()
+
+    # --- what is told
+
+    def _run_plain(self, reason: str) -> None:
+        """From here on passes run as with any cache, if there is a reason."""
+        if not reason:
+            return
+        self.bypass = reason
+        if self.sequence is not None:
+            self.sequence.recorder.seal()
+            self.sequence = None
+
+    def _tell(self, reason: str) -> None:
+        """The first pass of a prompt is done: count it, and say what came of it."""
+        self.untold = False
+        self.account.add(requests=1)
+        if reason:
+            self._explain(reason)
+        stats = self.account.stats
+        logger.info(
+            "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
+            stats.tokens_restored,
+            stats.tier,
+            stats.tokens_computed,
+            1e3 * stats.stall_seconds,
+            reason and f"; {reason}",
+        )
+
+    def _explain(self, reason: str) -> None:
+        self.account.explain(reason)
+        if not reasons.is_expected(reason):
+            self.store.disk.warn(reason, reason)

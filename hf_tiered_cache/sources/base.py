@@ -1,0 +1,80 @@
+"""What a source of KV is: one for each layer, as long as the cache lives."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..geometry import LayerKV
+from ..patches.rotary import RotaryTap, Unrotated
+from ..restore.plan import Plan
+from ..restore.prefetch import Prefetch
+from ..restore.selective import SelectiveRestore
+from ..stats import Account
+
+
+class RestoringPass(Protocol):
+    """What the sources of one forward pass share, where it restores something."""
+
+    plan: Plan
+    tap: RotaryTap
+    account: Account
+    prefetch: Prefetch
+    selection: SelectiveRestore | None
+    """Chooses, where layers attend to a part of what is restored."""
+
+    def park(self, layer: int) -> None:
+        """A layer's keys and values were taken in, and wait for its queries to choose the rest."""
+
+    def unpark(self) -> None:
+        """It has its queries."""
+
+    def cannot_select(self) -> UnsupportedModelError:
+        """The model does not show what it attends to."""
+
+    def compare(self, layer: int, stored: torch.Tensor, computed: torch.Tensor) -> None:
+        """A layer's stored and computed values, `[batch, heads, n, dim]`, say what later layers compute."""
+
+
+class KVSource(Protocol):
+    """Where a layer's keys and values come from: computed, restored, or chosen among what is restored.
+
+    A pass that restores begins with `begin_pass`; of every pass come `append`, from the cache's `update`, and `attend`,
+    from the registered attention function; `end_pass` ends it. The rest is transformers' interface of a cache layer.
+    """
+
+    window: int
+    """Of a sliding layer, in tokens; else 0."""
+
+    def begin_pass(self, restoring: RestoringPass) -> None:
+        """Announce a pass that restores, so that masks are made for what the layer is going to hold."""
+
+    def append(
+        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in what the layer has computed.
+
+        Args:
+            kind: what the model hands over for this layer.
+            pre_rope: keys and values as they are stored.
+            keys: `[batch, kv_heads, n, dim]`, rotated; values likewise.
+
+        Returns:
+            What the model takes on: all that the queries may see, unless `attend` says otherwise.
+        """
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What queries attend to.
+
+        Args:
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, as the attention function was given them; values likewise.
+            scaling: of the logits; None for dim ** -0.5.
+        """
+
+    def end_pass(self) -> None:
+        """The pass is over, well or not; `rollback` undoes one that failed."""

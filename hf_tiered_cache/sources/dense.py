@@ -1,0 +1,236 @@
+"""Sources of all that a layer's queries may see: with full attention, or within a sliding window."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import RestoreError
+from ..geometry import LayerKV
+from ..patches.rotary import Unrotated
+from ..restore.assemble import restore_layer
+from .base import RestoringPass
+from .buffer import KVBuffer
+
+
+class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys and values are views here
+    """A layer with full attention: all columns, computed and restored ones.
+
+    Args:
+        index: of the layer.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    window = 0
+    _pass: RestoringPass | None
+    selects = False
+    """Whether its queries choose what they attend to."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        super().__init__()
+        self.is_initialized = False
+        self.end_pass()
+
+    # --- a pass
+
+    def begin_pass(self, restoring: RestoringPass) -> None:
+        """See `KVSource`."""
+        plan, self._pass = restoring.plan, restoring
+        if plan.suffix is not None:
+            self._restored = plan.suffix
+        else:
+            self._scattered, self._skipped = plan.columns, max(0, plan.first_kept(self.window))
+
+    def end_pass(self) -> None:
+        """See `KVSource`."""
+        self._pass = None
+        self._announced()
+
+    def _announced(self) -> None:
+        """What was announced to masks is held now."""
+        self._restored = 0  # columns in front of the computed ones, where those are a suffix
+        self._scattered = 0  # all columns of the pass, where they are none, or where a part of them is held
+        self._skipped = 0  # columns of the pass that are not held: before every window, or attended to by none
+
+    def append(
+        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSource`."""
+        restoring = self._pass
+        if restoring is None:
+            return self.update(keys, values)
+        if keys.shape[2] != len(restoring.plan.computed[self.index]):
+            reader = restoring.plan.groups[0].pieces[0].reader
+            raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
+        return self._restore(restoring, kind, pre_rope, keys, values)
+
+    def attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSource`."""
+        return keys, values
+
+    def _restore(
+        self,
+        restoring: RestoringPass,
+        kind: LayerKV,
+        pre_rope: Unrotated,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Restored and computed columns, side by side."""
+        plan = restoring.plan
+        with restoring.account.timing("assemble_seconds"):
+            first = max(0, plan.first_kept(self.window))
+            keys, values = self.extend(key_states, value_states, plan.columns, first)
+            rotate_ = partial(restoring.tap.rotate_, pre_rope)
+            dtype = pre_rope.keys.dtype
+            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+            if plan.suffix is not None:
+                keys[:, :, plan.suffix - first :] = key_states
+                values[:, :, plan.suffix - first :] = value_states
+                return self._visible(key_states.shape[2])
+            columns = torch.from_numpy(plan.computed[self.index] - first).to(keys.device)
+            if self.index == plan.compares:
+                restoring.compare(self.index, values.index_select(2, columns), value_states)
+            keys.index_copy_(2, columns, key_states)
+            values.index_copy_(2, columns, value_states)
+            return self._visible(None)
+
+    # --- what transformers asks of a cache layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append `[batch, heads, n, dim]` and return all that the new queries may see."""
+        count = key_states.shape[2]
+        keys, values = self.extend(key_states, value_states, count)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self._visible(count)
+
+    def extend(
+        self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVBuffer`."""
+        if not self.is_initialized:
+            self.lazy_initialization(like_keys, like_values)
+        views = super().extend(like_keys, like_values, columns, first)
+        self._announced()
+        return views
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the last `queries` columns may attend to, as `get_mask_sizes` announced it; None for scattered ones."""
+        return self._views()
+
+    def get_seq_length(self) -> int:
+        return self.columns + self._restored
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._skipped:
+            return self._scattered - self._skipped, self.columns + self._skipped
+        if self._scattered:
+            return self.held + self._scattered, self._first
+        return self.get_seq_length() + query_length - self._first, self._first
+
+    # --- what generate() does to a cache
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` columns; a positive number (as in 5.17) is what stays."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.columns)
+        if self.is_initialized:
+            self._take_back(-tokens_to_remove)
+
+    def _take_back(self, columns: int) -> None:
+        self._stop = max(self._start, self._stop - columns)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._keys is not None:
+            rows = torch.arange(self._keys.shape[0], device=self._keys.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Row i becomes what row `indices[i]` was."""
+        self._select(indices)
+
+    def reset(self) -> None:
+        self._drop()
+        self.is_initialized = False
+        self.end_pass()
+
+    def fork(self) -> DenseSource:
+        """A source that shares this one's buffers until one of the two writes."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        self._shared = twin._shared = self._keys is not None
+        return twin
+
+
+class SlidingSource(DenseSource):
+    """A layer whose queries see the last `window` tokens, their own included.
+
+    Args:
+        index: of the layer.
+        window: in tokens.
+    """
+
+    is_sliding = True
+
+    def __init__(self, index: int, window: int) -> None:
+        super().__init__(index)
+        self.window = self.sliding_window = window
+        self.record_past = False
+
+    def get_max_length(self) -> int:
+        return self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._scattered:
+            return super().get_mask_sizes(query_length)
+        past = min(self.get_seq_length(), self.window - 1)
+        return past + query_length, self.get_seq_length() - past
+
+    def activate_past_recording(self) -> None:
+        """Keep everything until the next `crop`, which may take tokens back (assisted decoding)."""
+        self.record_past = True
+
+    def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._views()
+        if queries is not None:
+            past = min(self.columns - queries, self.window - 1)
+            keys, values = keys[:, :, -(past + queries) :], values[:, :, -(past + queries) :]
+        if not self.record_past:
+            self._forget_unseen()
+        return keys, values
+
+    def _forget_unseen(self) -> None:
+        """Let go what no later query sees; give the memory back if that is most of it, as after a long prompt."""
+        gone = self.held - min(self.columns, self.window - 1)
+        if gone > 0:
+            self._start, self._first = self._start + gone, self._first + gone
+        if self._start > 4 * self.window:
+            self._shrink()
+
+    def _take_back(self, columns: int) -> None:
+        super()._take_back(columns)
+        if self.held < min(self.columns, self.window - 1):
+            raise RuntimeError(
+                "a sliding layer cannot take back tokens whose window it no longer holds; "
+                "call `activate_past_recording` on the cache before"
+            )
+        self._forget_unseen()

@@ -1,0 +1,59 @@
+"""Whether a model's attention shows what a method needs to see; where it does not, what to do."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from .errors import ConfigError, TieredCacheError, UnsupportedModelError
+from .methods import Method
+from .patches.attach import Attachment
+from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+
+
+def check_depth(attachment: Attachment) -> None:
+    """Raises ConfigError: the model has more or fewer layers than when it was attached, and its KV was identified."""
+    depth = attachment.config.num_hidden_layers
+    if depth != attachment.depth:
+        raise ConfigError(
+            f"{type(attachment.model).__name__} had {attachment.depth} layers when it was attached, and its "
+            f"configuration says {depth} now; call detach(model) first"
+        )
+
+
+def check_suits(method: Method, model: PreTrainedModel) -> None:
+    """Refuse a method that needs more of a model's attention than the model shows.
+
+    Raises:
+        ConfigError: another attention implementation would do.
+        UnsupportedModelError: none does.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if method.selects:
+        if not shows_queries(model):
+            raise cannot_select(method, model)
+        if not can_select(config):
+            raise needs_attention(method, model, SELECTING)
+    elif method.passages and not can_scatter(config):
+        raise needs_attention(method, model, WRAPPED)
+
+
+def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
+        f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
+    )
+
+
+def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
+    """Advice that works for this model: another attention implementation, if it has one, or another method."""
+    name = type(method).__name__
+    needed = " or ".join(map(repr, implementations))
+    if "eager" not in implementations and not model._supports_sdpa:
+        return UnsupportedModelError(
+            f"{name} needs attention of the kind {needed}, which {type(model).__name__} does not have; use the exact "
+            "method with it"
+        )
+    return ConfigError(
+        f"{name} needs attention of the kind {needed}, and the model has {model.config._attn_implementation!r}; call "
+        f"model.set_attn_implementation({implementations[0]!r}) before"
+    )
