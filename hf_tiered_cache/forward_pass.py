@@ -22,6 +22,7 @@ from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
+from .restore.rechoose import LiveSelection, Rechoice
 from .restore.selective import SelectiveRestore
 from .sources import kv_sources
 from .stats import Account
@@ -35,6 +36,7 @@ class ForwardPass(Scope):
         cache: whose pass it is.
         sources: the cache's layers.
         attachment: of the model.
+        account: counts what happens.
         recorder: takes what is computed, if not None.
         first: column of the sequence that is computed first.
     """
@@ -44,6 +46,7 @@ class ForwardPass(Scope):
         cache: object,
         sources: Sequence[Any],
         attachment: Attachment,
+        account: Account,
         recorder: Recorder | None = None,
         first: int = 0,
     ) -> None:
@@ -51,7 +54,10 @@ class ForwardPass(Scope):
         self._first = first
         self._stack = ExitStack()
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
-        self._captures = recorder is not None
+        self.account = account
+        self._rechoice: Rechoice | None = None
+        self.selects = any(source.rechooses for source in kv_sources(sources))
+        self._captures = recorder is not None or self.selects
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` on these arguments."""
@@ -94,18 +100,24 @@ class ForwardPass(Scope):
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's queries, `[batch, heads, n, dim]`, attend to."""
-        return self.sources[layer].attend(query, keys, values, scaling)
+        return self.sources[layer].attend(self, query, keys, values, scaling)
+
+    def rechoice(self, live: LiveSelection) -> Rechoice:
+        """The choices of this pass, for sources that choose again while decoding."""
+        if self._rechoice is None:
+            self._rechoice = Rechoice(live, self.account)
+            self._stack.callback(self._rechoice.cancel)
+        return self._rechoice
 
 
 class RestoringForward(ForwardPass):
     """A pass that follows a plan (see `RestoringPass`).
 
     Args:
-        cache, sources, attachment, recorder, first: see `ForwardPass`.
+        cache, sources, attachment, account, recorder, first: see `ForwardPass`.
         plan: what is computed and what restored.
         store: where blocks are.
         method: whose plan it is.
-        account: counts what happens.
     """
 
     def __init__(
@@ -113,16 +125,16 @@ class RestoringForward(ForwardPass):
         cache: object,
         sources: Sequence[Any],
         attachment: Attachment,
+        account: Account,
         recorder: Recorder | None,
         first: int,
         *,
         plan: Plan,
         store: KVStore,
         method: Method,
-        account: Account,
     ) -> None:
-        super().__init__(cache, sources, attachment, recorder, first)
-        self.plan, self.method, self.account = plan, method, account
+        super().__init__(cache, sources, attachment, account, recorder, first)
+        self.plan, self.method = plan, method
         self._captures = True
         self._parked: int | None = None
         device_of = attachment.device_of
@@ -138,6 +150,7 @@ class RestoringForward(ForwardPass):
                 device_of,
                 method.ahead_bytes > 0,
                 store.upkeep.importance if method.reorder else None,
+                method.rechoose,
             )
             self.selects = True
 

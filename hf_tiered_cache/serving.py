@@ -83,7 +83,7 @@ class Serving:
             admitted = self.admit(cache, kwargs)
             if admitted is not None:
                 return self._run_understood(cache, *admitted, forward)
-            output = self._run(cache, ForwardPass(cache, cache.layers, self.attachment), forward, kwargs)
+            output = self._run(cache, ForwardPass(cache, cache.layers, self.attachment, self.account), forward, kwargs)
             self.account.add(tokens_computed=count_tokens(kwargs))
             if self.untold:
                 self._tell(self.bypass)
@@ -128,10 +128,10 @@ class Serving:
         recorder = sequence.recorder
         records = recorder.enabled and (plan is None or (plan.suffix is not None and plan.exact))
         first = sequence.columns + (0 if plan is None else plan.suffix or 0)
-        own = cache, cache.layers, self.attachment, recorder if records else None, first
+        own = cache, cache.layers, self.attachment, self.account, recorder if records else None, first
         if plan is None:
             return self._run(cache, ForwardPass(*own), forward, request.kwargs)
-        restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method, account=self.account)
+        restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
         pads, suffix = sequence.history.pads, plan.suffix is not None
         return self._run(cache, restoring, forward, request.only(plan.computed[0], plan.base, pads, suffix))
 

@@ -40,6 +40,9 @@ class Method:
     reorder = False
     """Whether segments are laid out by how important their tokens turn out to be, in the background."""
 
+    rechoose = 0
+    """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
+
     passages = ""
     """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
 

@@ -29,6 +29,8 @@ class ContiguousKV(Method):
         probe_heads: see `identify`.
         lead: the first layers that each choose for themselves, in blocks of their own, before the periods begin. 0 is
             the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
+        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours. 0 is the paper's:
+            the answer attends to what the prompt's suffix has chosen.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -39,6 +41,7 @@ class ContiguousKV(Method):
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
     lead: int = 1
+    rechoose: int = 1
 
     policy = "attention"
 
@@ -46,6 +49,8 @@ class ContiguousKV(Method):
         check_budget(self.budget)
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
+        if isinstance(self.rechoose, bool) or not isinstance(self.rechoose, int) or self.rechoose < 0:
+            raise ConfigError(f"rechoose is a number of tokens, 0 for never, not {self.rechoose!r}")
         index = KeyIndex(self.period, self._heads)
         cut = Geometry(self.chunk_tokens, self.subperiod, index=index, lead=self.lead)
         object.__setattr__(self, "geometry", cut)

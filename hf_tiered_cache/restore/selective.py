@@ -7,54 +7,22 @@ changes nothing but the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
 
-from ..geometry import Lane, SegmentShape, in_groups
-from ..select.chunks import ChunkMap
+from ..geometry import in_groups
 from ..select.selector import Asked, Choice, Selector
 from ..stats import Account
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
 from ..tiers.residency import Residency
 from ..tiers.resident import CoarseKeys
-from .lanes import LaneFetch, key_lanes
-from .plan import Piece, Plan, RowGroup
-from .prefetch import restore_error
-
-Rotate = Callable[[torch.Tensor, np.ndarray], None]
-"""Rotates, in place, `[1, heads, n, dim]` to the positions int64 `[n]`."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The restored tokens of one group of rows, of the positions `[0, tokens)`, and the chunks they lie in."""
-
-    group: RowGroup
-    tokens: int
-
-    def pieces(self) -> Iterator[Piece]:
-        """The pieces that hold them."""
-        return (piece for piece in self.group.pieces if piece.at < self.tokens)
-
-    @cached_property
-    def chunks(self) -> ChunkMap:
-        starts = []
-        for piece in self.pieces():
-            step = piece.reader.shape.geometry.chunk_tokens
-            stop = piece.first + min(piece.count, self.tokens - piece.at)
-            firsts = np.arange(piece.first - piece.first % step, stop, step)
-            starts.append(np.maximum(firsts, piece.first) - piece.first + piece.at)
-        return ChunkMap(np.concatenate(starts), self.tokens)
-
-    def inside(self, piece: Piece, tokens: np.ndarray) -> tuple[int, np.ndarray]:
-        """Which of ascending `tokens` of the row `piece` holds: the first one's index, and their numbers in it."""
-        low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
-        return int(low), tokens[low:high] - piece.at + piece.first
+from .lanes import LaneFetch, LaneFetches, RowPrefix, copy_chosen, key_lanes, restoring_lanes, sets_of
+from .plan import Plan
+from .rechoose import LiveRow, LiveSelection, Rotate
 
 
 class SelectiveRestore:
@@ -69,6 +37,7 @@ class SelectiveRestore:
         device_of: the device of each layer.
         guesses: whether the chunks of one period are fetched for the next before it chooses.
         importance: is told what attention each token gets, if not None.
+        rechoose: columns between two choices while decoding; 0 for never.
     """
 
     def __init__(
@@ -81,17 +50,22 @@ class SelectiveRestore:
         device_of: Callable[[int], torch.device],
         guesses: bool = True,
         importance: TokenImportance | None = None,
+        rechoose: int = 0,
     ) -> None:
         self.plan, self.selector = plan, selector
+        self._rechoose = rechoose
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
         self.residency, self.account, self.device_of, self.guesses = residency, account, device_of, guesses
         self.importance = importance
         self._periods = in_groups(layers, selector.period, selector.lead)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
-        self._rows = [Restored(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
+        self._rows = [RowPrefix(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
         self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]
         self._fetches: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period, in lanes of their own
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
+        self._lanes = LaneFetches(residency, account, device_of)
+        self._live: LiveSelection | None = None
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from. Call `cancel` in the end, also if this fails."""
@@ -110,7 +84,6 @@ class SelectiveRestore:
         own_keys: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        rotated: str,
         rotate_: Rotate,
         scaling: float | None,
     ) -> None:
@@ -120,28 +93,26 @@ class SelectiveRestore:
             query: `[batch, heads, queries, dim]`, rotated.
             own_keys: `[batch, kv_heads, queries, dim]`, rotated.
             keys: `[batch, kv_heads, attended, dim]`, to be filled; values likewise.
-            rotated: "key" if stored keys lack their rotation, else "".
-            rotate_: gives it to them.
+            rotate_: gives stored keys their rotation.
             scaling: of the logits, or None for dim ** -0.5.
 
         Raises:
             RestoreError: a block did not arrive.
         """
         number = self._period_of[layer]
-        rotate_ = rotate_ if rotated else _leave
         if layer == self._periods[number][0]:
             self._choose(number, query, own_keys, rotate_, scaling)
         fetches = self._fetches[number].values()
         mine = [fetch for fetch in fetches if layer in fetch.lane.layers]
         for fetch in mine:
-            self._bring(fetch, fetch.used)  # what there was no room for before
-        self._await(mine)
+            self._lanes.bring(fetch, fetch.used)  # what there was no room for before
+        self._lanes.wait_for(mine)
         for row, chosen in zip(self._rows, self._chosen, strict=True):
             one, others = row.group.rows[0], list(row.group.rows[1:])
             begin = self.plan.attended - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
             for tensor, name in ((keys, "key"), (values, "value")):
-                self._copy(mine, row, chosen, layer, name, tensor[one, :, begin:])
-            for heads, tokens in _sets(chosen, keys.shape[1]):
+                copy_chosen(mine, row, chosen, layer, name, tensor[one, :, begin:])
+            for heads, tokens in sets_of(chosen, keys.shape[1]):
                 rotate_(keys[one : one + 1, heads, begin:], tokens)
             for tensor in (keys, values):
                 tensor[list(row.group.rows), :, :begin] = 0  # padding is masked, but must be finite
@@ -149,7 +120,22 @@ class SelectiveRestore:
                     tensor[others, :, begin:] = tensor[one, :, begin:]
         for fetch in mine:
             if max(set(fetch.lane.layers) & set(self._periods[number])) == layer:
-                self._finish(fetch)
+                self._lanes.finish(fetch)
+
+    def live(self, layer: int, batch: int) -> tuple[LiveSelection, list[LiveRow | None]] | None:
+        """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
+        if not self._rechoose:
+            return None
+        if self._live is None:
+            columns, rows = self.plan.num_selected, self._rows
+            self._live = LiveSelection(
+                self.selector, self.residency, self.device_of, self._periods, rows, self._kept, columns, self._rechoose
+            )
+        held: list[LiveRow | None] = [None] * batch
+        for place, (row, chosen) in enumerate(zip(self._rows, self._chosen, strict=True)):
+            for one in row.group.rows:
+                held[one] = LiveRow(place, chosen[0])
+        return self._live, held
 
     # --- choosing
 
@@ -159,12 +145,12 @@ class SelectiveRestore:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
         before, self._chosen, stalled = self._chosen, [], self.account.stats.stall_seconds
         with self.account.timing("select_seconds"):
-            for row in self._rows:
+            for place, row in enumerate(self._rows):
                 one = row.group.rows[0]
                 asked = Asked(
                     query[one],
                     own_keys[one],
-                    partial(self._keys_of, number, row, rotate_),
+                    partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks,
                     min(self.plan.attended, row.tokens),
@@ -177,14 +163,14 @@ class SelectiveRestore:
             self.residency.guesses.note((self.selector, number), float(np.mean(right)))
         self.account.add(select_stall_seconds=self.account.stats.stall_seconds - stalled)
         for fetch in self._keys.pop(number, {}).values():
-            self._finish(fetch)
+            self._lanes.finish(fetch)
         self._fetch(number, wanted=True)
         if number + 1 < len(self._periods):
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
             if self.guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._fetch(number + 1, wanted=False)
 
-    def _note(self, number: int, row: Restored, choice: Choice) -> None:
+    def _note(self, number: int, row: RowPrefix, choice: Choice) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
         tokens, times = np.unique(choice.tokens, return_counts=True)
         share = times / len(choice.tokens)  # of the sets that want a token
@@ -197,7 +183,7 @@ class SelectiveRestore:
                     self.importance.note(piece.reader.id, size, layer, held, mass)
             first, inside = row.inside(piece, tokens)
             mine = slice(first, first + len(inside))
-            for lane in self._lanes(shape, number) if len(inside) else ():
+            for lane in restoring_lanes(shape, self._periods[number]) if len(inside) else ():
                 step = shape.geometry.chunk_tokens
                 chunks, which = np.unique(shape.places(lane, inside) // step, return_inverse=True)
                 held = np.minimum(step, shape.tokens - chunks * step)  # tokens of each
@@ -209,11 +195,6 @@ class SelectiveRestore:
                     np.bincount(which, share[mine]) / held,
                 )
 
-    def _lanes(self, shape: SegmentShape, number: int) -> Iterator[Lane]:
-        """The lanes of a segment that period `number` restores from."""
-        layers = self._periods[number]
-        return (lane for lane in shape.lanes if not lane.identifies and not set(lane.layers).isdisjoint(layers))
-
     def _fetch(self, number: int, wanted: bool) -> None:
         """Start to fetch what is chosen for period `number`, or as long as nothing is, guess it."""
         fetches = self._fetches.setdefault(number, {})
@@ -222,7 +203,7 @@ class SelectiveRestore:
             tokens = np.unique(chosen)
             for piece in row.pieces():
                 inside = row.inside(piece, tokens)[1]
-                for lane in self._lanes(piece.reader.shape, number) if len(inside) else ():
+                for lane in restoring_lanes(piece.reader.shape, self._periods[number]) if len(inside) else ():
                     name = piece.reader, lane.index
                     fetches.setdefault(name, LaneFetch(piece.reader, lane))
                     asked.setdefault(name, []).append(inside)
@@ -230,52 +211,7 @@ class SelectiveRestore:
             fetch, tokens = fetches[name], np.unique(np.concatenate(asked[name]))
             if wanted:
                 fetch.used = tokens
-            self._bring(fetch, tokens, ahead=not wanted or self._periods[number][0] not in fetch.lane.layers)
-
-    def _bring(self, fetch: LaneFetch, tokens: np.ndarray, ahead: bool = False) -> None:
-        """Start to fetch the blocks of `tokens` that are not held: those ahead of their need within the budgets."""
-        missing = np.setdiff1d(fetch.chunks_of(tokens), fetch.held, assume_unique=True)
-        if not len(missing):
-            return
-        device = self.device_of(fetch.lane.layers[0])
-        try:
-            lease = self.residency.fetch(fetch.reader, fetch.lane.index, missing, device, self.account, ahead)
-        except Exception as error:
-            raise restore_error(self.account, fetch.reader, error) from error
-        fetch.leases.append(lease)
-        fetch.held = np.union1d(fetch.held, lease.chunks)
-
-    # --- what is there
-
-    def _await(self, fetches: list[LaneFetch]) -> None:
-        for fetch in fetches:
-            for lease in fetch.leases:
-                try:
-                    with self.account.timing("stall_seconds"):
-                        lease.wait()
-                except Exception as error:
-                    raise restore_error(self.account, fetch.reader, error) from error
-
-    def _copy(
-        self, fetches: list[LaneFetch], row: Restored, chosen: np.ndarray, layer: int, name: str, target: torch.Tensor
-    ) -> None:
-        """Copy chosen tokens of a row to `target`, `[heads, tokens, dim]`."""
-        for piece in row.pieces():
-            for fetch in fetches:
-                if fetch.reader is not piece.reader:
-                    continue
-                for part in fetch.parts(layer, name):
-                    for heads, tokens in _sets(chosen, target.shape[0], part.first_head, part.heads):
-                        first, inside = row.inside(piece, tokens)
-                        fetch.copy(part, heads, inside, target, first)
-
-    def _finish(self, fetch: LaneFetch) -> None:
-        """Nobody needs it any more: count what came from disk and what for, and let it go."""
-        read = np.concatenate([lease.from_disk for lease in fetch.leases]) if fetch.leases else np.empty(0, np.int64)
-        used = fetch.reader.shape.bytes_of(fetch.lane, fetch.used, read)
-        rest = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
-        self.account.add(bytes_used=used, **{"bytes_identifying" if fetch.identifies else "bytes_guessed": rest})
-        fetch.release()
+            self._lanes.bring(fetch, tokens, ahead=not wanted or self._periods[number][0] not in fetch.lane.layers)
 
     # --- keys to choose by
 
@@ -295,10 +231,11 @@ class SelectiveRestore:
                     fetches = (self._keys if lane.identifies else self._fetches).setdefault(number, {})
                     fetch = fetches.setdefault((piece.reader, lane.index), LaneFetch(piece.reader, lane))
                     fetch.identifies = True
-                    self._bring(fetch, tokens, ahead)
+                    self._lanes.bring(fetch, tokens, ahead)
 
-    def _keys_of(self, number: int, row: Restored, rotate_: Rotate, heads: int | None) -> torch.Tensor:
+    def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""
+        row = self._rows[place]
         self._fetch_keys(number, heads)
         layer, every = self._periods[number][0], np.arange(row.tokens)
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
@@ -309,13 +246,15 @@ class SelectiveRestore:
             apart, among = (held.get(number, {}) for held in (self._keys, self._fetches))
             names = [(piece.reader, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
             fetches = [apart.get(name) or among[name] for name in names]
-            self._await(fetches)
+            self._lanes.wait_for(fetches)
             if self.selector.resident:
                 coarse = self._coarsen(piece.reader, layer, fetches)
                 coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
             else:
-                self._copy(fetches, row, every[None], layer, "key", keys)
+                copy_chosen(fetches, row, every[None], layer, "key", keys)
         rotate_(keys.unsqueeze(0), every)
+        if self._rechoose:
+            self._kept[number, place] = keys
         return keys
 
     def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:
@@ -338,20 +277,3 @@ class SelectiveRestore:
         if not reader.gone:
             self.residency.resident.admit(reader.key_owner(layer), coarse)
         return coarse
-
-
-def _sets(
-    chosen: np.ndarray, heads: int, first: int = 0, count: int | None = None
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Heads that share a set of tokens, among the `count` heads from `first` on, and the set."""
-    stop = min(heads, first + (heads if count is None else count))
-    if len(chosen) == 1:
-        if first < stop:
-            yield slice(first, stop), chosen[0]
-        return
-    for head in range(first, stop):
-        yield slice(head, head + 1), chosen[head]
-
-
-def _leave(tensor: torch.Tensor, positions: np.ndarray) -> None:
-    """Of keys that are stored as they are."""

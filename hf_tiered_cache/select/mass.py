@@ -33,7 +33,7 @@ def head_mass(
     Args:
         query: `[heads, queries, dim]`, rotated; those of the last tokens, in order.
         keys: `[kv_heads, tokens, dim]`, rotated, of the restored tokens; each kv head serves heads / kv_heads queries.
-        own_keys: `[kv_heads, queries, dim]`, the queries' own.
+        own_keys: `[kv_heads, own, dim]`, rotated, of the tokens behind these; the last ones are the queries' own.
         scaling: of the logits; None for dim ** -0.5.
 
     Returns:
@@ -43,8 +43,9 @@ def head_mass(
     kv_heads, tokens, _ = keys.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
-    own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, queries]
-    future = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
+    own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, own]
+    future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
+    future = future.triu(1 + own.shape[-1] - queries)
     own_total = own.masked_fill_(future, -torch.inf).logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
     mass = torch.zeros(kv_heads, tokens, dtype=torch.float32, device=query.device)
     rows = max(1, _LARGEST // max(1, heads * tokens))

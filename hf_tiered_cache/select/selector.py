@@ -18,7 +18,7 @@ class Asked:
 
     Args:
         query: `[heads, queries, dim]`, rotated: of the computed tokens.
-        own_keys: `[kv_heads, queries, dim]`, rotated: of the same tokens.
+        own_keys: `[kv_heads, own, dim]`, rotated: of all computed tokens; the last are those of the queries.
         keys: gives the restored tokens' rotated keys, `[kv_heads, tokens, dim]`, or those of the first n kv heads.
         scaling: of the logits, or None for dim ** -0.5.
         chunks: how the restored tokens are cut.

@@ -11,16 +11,25 @@ from ..geometry import LayerKV
 from ..patches.rotary import RotaryTap, Unrotated
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
+from ..restore.rechoose import LiveSelection, Rechoice
 from ..restore.selective import SelectiveRestore
 from ..stats import Account
 
 
-class RestoringPass(Protocol):
-    """What the sources of one forward pass share, where it restores something."""
+class Pass(Protocol):
+    """What the sources of one forward pass share."""
 
-    plan: Plan
     tap: RotaryTap
     account: Account
+
+    def rechoice(self, live: LiveSelection) -> Rechoice:
+        """The choices of the pass, for sources that choose again."""
+
+
+class RestoringPass(Pass, Protocol):
+    """A pass that restores something."""
+
+    plan: Plan
     prefetch: Prefetch
     selection: SelectiveRestore | None
     """Chooses, where layers attend to a part of what is restored."""
@@ -66,11 +75,17 @@ class KVSource(Protocol):
         """
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What queries attend to.
 
         Args:
+            forward_pass: which is under way.
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, as the attention function was given them; values likewise.
             scaling: of the logits; None for dim ** -0.5.

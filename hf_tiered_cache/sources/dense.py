@@ -11,7 +11,7 @@ from ..errors import RestoreError
 from ..geometry import LayerKV
 from ..patches.rotary import Unrotated
 from ..restore.assemble import restore_layer
-from .base import RestoringPass
+from .base import Pass, RestoringPass
 from .buffer import KVBuffer
 
 
@@ -27,7 +27,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     window = 0
     _pass: RestoringPass | None
     selects = False
-    """Whether its queries choose what they attend to."""
+    """Whether its queries may choose what they attend to."""
+
+    @property
+    def rechooses(self) -> bool:
+        """Whether they do so again in passes to come."""
+        return False
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -69,7 +74,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         return self._restore(restoring, kind, pre_rope, keys, values)
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
         return keys, values

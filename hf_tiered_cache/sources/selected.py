@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import numpy as np
 import torch
 
+from ..errors import RestoreError
 from ..geometry import LayerKV
 from ..patches.rotary import Unrotated
 from ..restore.assemble import check_fit
-from .base import RestoringPass
+from ..restore.rechoose import LiveRow, LiveSelection, Rotate
+from .base import Pass, RestoringPass
 from .dense import DenseSource
+
+logger = logging.getLogger("hf_tiered_cache")
 
 
 class SelectedSource(DenseSource):
@@ -22,8 +29,26 @@ class SelectedSource(DenseSource):
     selects = True
 
     def __init__(self, index: int) -> None:
-        self._num_selected = 0  # columns in front that were chosen from among more
+        self._begin()
         super().__init__(index)
+
+    def _begin(self) -> None:
+        self._num_selected = 0  # columns in front that were chosen from among more
+        self._live: LiveSelection | None = None  # to choose from again
+        self._rows: list[LiveRow | None] = []  # what was chosen last, for each row
+        self._pre_rope: Unrotated | None = None  # of the pass under way
+
+    @property
+    def rechooses(self) -> bool:
+        """See `DenseSource`."""
+        return self._live is not None
+
+    def append(
+        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSource`."""
+        self._pre_rope = pre_rope
+        return super().append(kind, pre_rope, keys, values)
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
@@ -35,6 +60,7 @@ class SelectedSource(DenseSource):
     def end_pass(self) -> None:
         """See `KVSource`."""
         super().end_pass()
+        self._pre_rope = None
         self._parked: tuple[Unrotated, torch.Tensor] | None = None
 
     def _restore(
@@ -55,11 +81,20 @@ class SelectedSource(DenseSource):
         return key_states, value_states
 
     def attend(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
         restoring = self._pass
-        if restoring is None or restoring.selection is None:
+        if restoring is None:
+            if self._live is not None and self._pre_rope is not None:
+                self._choose_again(self._live, self._pre_rope, forward_pass, query, scaling)
+            return keys, values
+        if restoring.selection is None:
             return keys, values
         if self._parked is None or self._parked[1] is not keys:
             raise restoring.cannot_select()
@@ -70,15 +105,35 @@ class SelectedSource(DenseSource):
             self._num_selected = plan.num_selected
             all_keys, all_values = self.extend(keys, values, plan.columns, plan.unattended)
             selected = slice(0, self._num_selected)
-
-            def rotate_(tensor: torch.Tensor, positions: np.ndarray) -> None:
-                restoring.tap.rotate_at_(pre_rope, tensor, torch.from_numpy(positions))
-
             chosen = all_keys[:, :, selected], all_values[:, :, selected]
-            selection.fill(self.index, query, keys, chosen[0], chosen[1], pre_rope.rotated, rotate_, scaling)
+            selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
             all_keys[:, :, self._num_selected :] = keys
             all_values[:, :, self._num_selected :] = values
+            if (live := selection.live(self.index, keys.shape[0])) is not None:
+                self._live, self._rows = live
             return self._visible(keys.shape[2])
+
+    def _choose_again(
+        self, live: LiveSelection, pre_rope: Unrotated, forward_pass: Pass, query: torch.Tensor, scaling: float | None
+    ) -> None:
+        """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
+        keys, values = self._views()
+        if (keys.shape[2] - live.columns) % live.every:
+            return
+        rotate_ = _rotation(forward_pass, pre_rope)
+        try:
+            with forward_pass.account.timing("assemble_seconds"):
+                choices = forward_pass.rechoice(live)
+                self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+        except RestoreError as error:  # what was chosen before is still there
+            logger.warning("%s; from here on what was chosen stays", error)
+            self._live = None
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """See `DenseSource`."""
+        super().batch_select_indices(indices)
+        if self._live is not None:
+            self._rows = [self._rows[row] for row in indices.tolist()]
 
     def _take_back(self, columns: int) -> None:
         if self._num_selected and self.held - columns < self._num_selected:
@@ -88,6 +143,23 @@ class SelectedSource(DenseSource):
             )
         super()._take_back(columns)
 
+    def rollback(self, snapshot: dict[str, Any]) -> None:
+        """See `KVBuffer`. What was chosen in the same buffer since then stays: its columns were written over."""
+        buffer, rows = self._keys, self._rows
+        super().rollback(snapshot)
+        if self._keys is buffer:
+            self._rows = rows
+
     def reset(self) -> None:
-        self._num_selected = 0
+        self._begin()
         super().reset()
+
+
+def _rotation(forward_pass: Pass, pre_rope: Unrotated) -> Rotate:
+    """Gives stored keys the rotation that a layer's own have got, at positions int64 `[n]`."""
+
+    def rotate_(tensor: torch.Tensor, positions: np.ndarray) -> None:
+        if pre_rope.rotated:
+            forward_pass.tap.rotate_at_(pre_rope, tensor, torch.from_numpy(positions))
+
+    return rotate_

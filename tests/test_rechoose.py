@@ -1,0 +1,236 @@
+"""Choosing again while decoding: each token attends to what was chosen for it, whatever happens in between."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from reference import kv_of, put
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.geometry import in_groups
+from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.sources import SelectedSource
+
+PREFIX, NEW = 200, 8
+METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, identify="keys", rechoose=1)
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+@pytest.fixture
+def chosen(monkeypatch):
+    """The tokens that were chosen, in order of the choices."""
+    noted: list[np.ndarray] = []
+
+    def note(self, asked, choose=TopChunks.choose):
+        choice = choose(self, asked)
+        noted.append(choice.tokens[0])
+        return choice
+
+    monkeypatch.setattr(TopChunks, "choose", note)
+    return noted
+
+
+@pytest.fixture
+def erratic(monkeypatch):
+    """Chooses other chunks each time, so that columns change hands a lot."""
+    random = np.random.default_rng(3)
+
+    def choose(self, asked, real=TopChunks.choose):
+        choice = real(self, asked)
+        chunks = np.sort(random.permutation(asked.chunks.tokens // 16)[: asked.count // 16])
+        return replace(choice, tokens=(16 * chunks[:, None] + np.arange(16)).reshape(1, -1))
+
+    monkeypatch.setattr(TopChunks, "choose", choose)
+
+
+def question(ids, tokens=24, seed=5):
+    return torch.cat([ids, prompt(tokens, seed=seed)], dim=1)
+
+
+def ask(model, store, ids, method=METHOD, **kwargs):
+    cache = TieredCache(model, store, method=method, record=False)
+    return model.generate(ids, past_key_values=cache, **{**GREEDY, **kwargs}), cache
+
+
+def decode(model, cache, steps, seed=9):
+    for token in prompt(steps, seed=seed).split(1, dim=1):
+        model(input_ids=token.expand(len(cache.layers[0].keys), 1), past_key_values=cache)
+
+
+def holds_what_it_says(cache, stored):
+    """Each restored column of each layer and row is the KV of the token that the layer says it is, bit for bit."""
+    for layer, (keys, values) in zip(cache.layers, stored, strict=True):
+        if not isinstance(layer, SelectedSource):
+            continue
+        for row, held in enumerate(layer._rows):
+            tokens = torch.from_numpy(held.tokens)
+            assert len(set(held.tokens.tolist())) == len(tokens) == layer._num_selected
+            assert torch.equal(layer.keys[row, :, : len(tokens)], keys[0][:, tokens])
+            assert torch.equal(layer.values[row, :, : len(tokens)], values[0][:, tokens])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"])
+@pytest.mark.parametrize("method", [METHOD, replace(METHOD, identify="index"), replace(METHOD, rechoose=3)])
+def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, chosen):
+    """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
+    model, ids = build(family), prompt(PREFIX)
+    store.precompute(model, ids, method=method, progress=False)
+    whole = question(ids)
+    ours, cache = ask(model, store, whole, method)
+    restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
+    assert restored == 192
+    layers = len(stored)
+    periods = in_groups(range(layers), method.period, method.lead)
+    behind = whole.shape[1] - restored  # columns behind the prefix, at the prompt's pass
+    choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
+    own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
+    choice: list[np.ndarray] = []
+    for step in range(NEW):
+        if step == 0 or (behind + step) % method.rechoose == 0:
+            choice = [np.sort(next(choices)) for _ in periods]
+        kept, attended = DynamicCache(config=model.config), len(choice[0])
+        for period, tokens in zip(periods, choice, strict=True):
+            for layer in period:
+                pairs = zip(stored[layer], own[layer], strict=True)
+                put(kept.layers[layer], *(torch.cat([all_[:, :, tokens], mine], 2) for all_, mine in pairs))
+        positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
+        with torch.no_grad():
+            output = model(input_ids=inputs, position_ids=positions, past_key_values=kept, logits_to_keep=1)
+        own = [(layer.keys[:, :, attended:], layer.values[:, :, attended:]) for layer in kept.layers]
+        logits.append(output.logits[:, -1])
+        position += inputs.shape[1]
+        inputs = ours.sequences[:, whole.shape[1] + step : whole.shape[1] + step + 1]
+    assert next(choices, None) is None
+    for mine, theirs in zip(ours.logits, logits, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+    if method.rechoose == 1:
+        holds_what_it_says(cache, stored)
+
+
+@pytest.mark.parametrize("host_memory", [0, 40_000, 1 << 24])
+def test_columns_hold_what_they_say_with_any_memory(model, tmp_path, erratic, host_memory):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=host_memory) as store:
+        store.precompute(model, ids, method=METHOD, progress=False)
+        _, cache = ask(model, store, question(ids))
+        holds_what_it_says(cache, kv_of(model, ids))
+        assert not store.residency._holds
+
+
+def test_beams_keep_their_rows_apart(model, store, erratic):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    _, cache = ask(model, store, question(ids), num_beams=3)
+    assert len(cache.layers[0]._rows) == 3
+    holds_what_it_says(cache, kv_of(model, ids))
+
+
+def test_rows_of_a_batch_are_what_they_are_alone(model, store):
+    ids = [prompt(PREFIX), prompt(PREFIX - 37, seed=7)]
+    for each in ids:
+        store.precompute(model, each, method=METHOD, progress=False)
+    whole = [question(each) for each in ids]
+    pad = whole[0].shape[1] - whole[1].shape[1]
+    batch = torch.cat([whole[0], torch.nn.functional.pad(whole[1], (pad, 0))])
+    mask = torch.ones_like(batch)
+    mask[1, :pad] = 0
+    together, cache = ask(model, store, batch, attention_mask=mask)
+    alone, _ = ask(model, store, whole[0])
+    assert cache.stats.tokens_restored > 300
+    for a, b in zip(together.logits, alone.logits, strict=True):
+        torch.testing.assert_close(a[:1], b, rtol=0, atol=1e-4)
+    again, _ = ask(model, store, batch, attention_mask=mask)
+    assert torch.equal(again.sequences, together.sequences)
+
+
+def test_forks_choose_apart(model, store, erratic):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    stored = kv_of(model, ids)
+    _, cache = ask(model, store, question(ids))
+    before = [layer.keys.clone() for layer in cache.layers]
+    twin = cache.fork()
+    decode(model, twin, 5)
+    assert all(torch.equal(layer.keys, kept) for layer, kept in zip(cache.layers, before, strict=True))
+    decode(model, cache, 3, seed=11)
+    holds_what_it_says(twin, stored)
+    holds_what_it_says(cache, stored)
+
+
+def test_a_pass_that_fails_may_be_run_again(model, store, erratic):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    _, cache = ask(model, store, question(ids))
+    columns = cache.get_seq_length()
+    for layer in range(len(cache.layers)):
+        handle = model.model.layers[layer].mlp.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decode(model, cache, 1)
+        handle.remove()
+        assert cache.get_seq_length() == columns
+        holds_what_it_says(cache, kv_of(model, ids))
+    assert not store.residency._holds
+    decode(model, cache, 2)
+    assert cache.get_seq_length() == columns + 2
+
+
+def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, tmp_path, erratic, monkeypatch, caplog):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, method=METHOD, progress=False)
+        _, cache = ask(model, store, question(ids))
+        stored, rows = kv_of(model, ids), [layer._rows[0].tokens.copy() for layer in cache.layers]
+
+        def fails(*args, **kwargs):
+            raise OSError("gone")
+
+        monkeypatch.setattr(store._engine, "submit", fails)
+        decode(model, cache, 3)
+        assert "what was chosen stays" in caplog.text
+        holds_what_it_says(cache, stored)
+        assert all((layer._rows[0].tokens == then).all() for layer, then in zip(cache.layers, rows, strict=True))
+        assert cache.stats.read_errors > 0
+
+
+def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, tmp_path, erratic):
+    ids = prompt(PREFIX)
+    store = KVStore(tmp_path, engine="posix", host_memory=0)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    _, cache = ask(model, store, question(ids))
+    store.close()
+    decode(model, cache, 3)
+    holds_what_it_says(cache, kv_of(model, ids))
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, "1"])
+def test_rechoose_is_a_number_of_tokens(wrong):
+    with pytest.raises(ConfigError, match="number of tokens"):
+        ContiguousKV(rechoose=wrong)
+
+
+def test_a_whole_budget_chooses_nothing(model, store, chosen):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    ours, _ = ask(model, store, question(ids), replace(METHOD, budget=1.0))
+    exact, _ = ask(model, store, question(ids), None)
+    assert not chosen
+    for a, b in zip(ours.logits, exact.logits, strict=True):
+        assert torch.equal(a, b)
