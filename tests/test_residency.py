@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from segments import links, open_store, segment
 
-from hf_tiered_cache.errors import IntegrityError
+from hf_tiered_cache.errors import IntegrityError, StoreClosedError
 from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import pool as pool_module
@@ -263,7 +263,7 @@ def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, range(4))
     store.engine.close()
-    fetch_fails(residency, reader, RuntimeError)
+    fetch_fails(residency, reader, StoreClosedError)
     assert nothing_is_pinned(residency)
 
 
