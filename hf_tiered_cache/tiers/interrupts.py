@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
-import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 Action = Callable[[], None]
 
@@ -35,17 +36,19 @@ class Apart:
     It ends when this object is gone.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        weakref.finalize(self, self._actions.put, None).atexit = False
-        threading.Thread(target=_do_all, args=(self._actions,), name=name, daemon=True).start()
+        gone = weakref.ref(self, partial(self._actions.put, None))  # all of it C code, which no signal interrupts
+        # not `Thread.start`, which waits in Python for the thread to begin: interrupted, it may leave it hanging
+        _thread.start_new_thread(_do_all, (self._actions, gone))
 
     def do(self, action: Action) -> None:
         """Do it soon. Either it is queued or it is not: an interrupt finds nothing in between."""
         self._actions.put(action)
 
 
-def _do_all(actions: queue.SimpleQueue[Action | None]) -> None:
+def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Apart]) -> None:
+    """Until the object is gone: `gone`, which says so, is kept here."""
     while (action := actions.get()) is not None:
         action()
         action = None  # lets go of what it holds

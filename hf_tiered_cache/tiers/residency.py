@@ -68,7 +68,7 @@ class Residency:
         self._lock = threading.Lock()
         self._step = Step(self._mend)
         self._clock = 0
-        self._starting = Apart("hf-tiered-start")  # a read that is half begun could not be taken back
+        self._starting = Apart()  # a read that is half begun could not be taken back
 
     # --- the two verbs
 
