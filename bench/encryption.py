@@ -3,8 +3,8 @@
     python bench/encryption.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
 
 Both ways are measured in every turn, and who comes first alternates. Figures are medians; ratios are taken within a
-turn. Reads are cold: O_DIRECT, and the page cache is told to forget the files. Of blocks in memory the best of many short
-turns is told: nothing but other programs makes one slower.
+turn. Reads are cold: O_DIRECT, and the page cache is told to forget the files. Of blocks in memory the best of many
+short turns is told: nothing but other programs makes one slower.
 """
 
 from __future__ import annotations
@@ -222,9 +222,9 @@ def report(document: dict[str, Any]) -> str:
         f"{on['cpu']}, {on['cores']} cores, {on['file_system']}; PyTorch {on['torch']}, transformers "
         f"{on['transformers']}, cryptography {document['cryptography']}; {on['date']}, commit {on['commit']}. Random "
         f"weights, suffix of {SUFFIX} tokens. Medians of {document['repeats']} turns ({document['record_repeats']} of "
-        f"recording); ratios, with a key over without, are taken within a turn. Load averages were {document['load'][0]:.1f} "
-        f"at the beginning and {document['load'][1]:.1f} at the end: where others work on the machine, too, times are "
-        "longer and differ by chance, and only ratios say something. The spread is in the JSON.\n\n"
+        "recording); ratios, with a key over without, are taken within a turn. The load average was "
+        f"{document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end: above 2 others worked "
+        "beside, so that times are longer, and differ by chance. The spread is in the JSON.\n\n"
         "## Restoring from disk, cold\n\n"
         + table(
             [
