@@ -33,6 +33,7 @@ from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.interrupts import Apart
 from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.residency import Residency
 
@@ -197,6 +198,32 @@ def test_real_signals_lose_no_descriptor(tmp_path, monkeypatch):
     gc.collect()
     assert hits > 50
     assert not descriptors(tmp_path)
+
+
+def test_real_signals_leave_no_thread(monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: None)
+
+    def raise_it(*_):
+        raise Interrupt
+
+    threads = len(os.listdir("/proc/self/task"))
+    before = signal.signal(signal.SIGALRM, raise_it)
+    generator, deadline, hits = np.random.default_rng(0), time.monotonic() + 2, 0
+    while time.monotonic() < deadline:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-3 * generator.random())
+            while True:
+                Apart()
+        except Interrupt:
+            hits += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while len(os.listdir("/proc/self/task")) > threads and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert hits > 50
+    assert len(os.listdir("/proc/self/task")) <= threads
 
 
 class Pending:
