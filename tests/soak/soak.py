@@ -4,7 +4,7 @@
 
 Several processes of several threads share one store whose quota and memory are small, and do all that can be done with
 one, chosen at random (`worker.py`). Meanwhile processes are killed, stopped for a while and interrupted, system calls
-fail, bits of segments flip, and the catalogue is deleted. Answers are compared with those of a DynamicCache, computed
+fail, segments are damaged, and the catalogue is deleted. Answers are compared with those of a DynamicCache, computed
 beforehand.
 """
 
@@ -323,7 +323,7 @@ def page(runs: list[dict[str, Any]], about: dict[str, Any]) -> str:
         "processes killed": "kill",
         "processes stopped for up to 5 s": "stop",
         "interrupts that hit": "interrupts",
-        "bits flipped": "flip",
+        "segments damaged, by a bit or by pages": "flip",
         "catalogues deleted": "lose_catalogue",
     }
     rows = [[name, *(str(run["counts"].get(key, 0)) for run in runs)] for name, key in named.items()]
