@@ -29,8 +29,8 @@ class ContiguousKV(Method):
         probe_heads: see `identify`.
         lead: the first layers that each choose for themselves, in blocks of their own, before the periods begin. 0 is
             the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
-        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours. 0 is the paper's:
-            the answer attends to what the prompt's suffix has chosen.
+        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours, best with a
+            `period` of 2. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -41,7 +41,7 @@ class ContiguousKV(Method):
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
     lead: int = 1
-    rechoose: int = 1
+    rechoose: int = 0
 
     policy = "attention"
 
