@@ -48,10 +48,10 @@ format: $(FOR_DEV)
 bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
-COMMA := ,
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
 METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:lead=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
-PERIODS := contiguous_kv,contiguous_kv:rechoose=1$(foreach n,4 2 1,$(COMMA)contiguous_kv:period=$n:subperiod=$n$(COMMA)contiguous_kv:period=$n:subperiod=$n:rechoose=1)
+FROZEN := contiguous_kv,contiguous_kv:period=4:subperiod=4,contiguous_kv:period=2:subperiod=2,contiguous_kv:period=1:subperiod=1
+CHOSEN := contiguous_kv:rechoose=1,contiguous_kv:period=4:subperiod=4:rechoose=1,contiguous_kv:period=2:subperiod=2:rechoose=1,contiguous_kv:period=1:subperiod=1:rechoose=1
 RANKINGS := cache_tune:ranking=context,cache_tune:ranking=high_frequency,cache_tune:ranking=random
 PASSAGES := cache_tune:recompute=0,cache_tune,$(RANKINGS),cache_blend,epic
 EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
@@ -61,7 +61,7 @@ RESULTS := eval/results
 eval: $(FOR_DEV)
 	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
-	$(BIN)/python -m eval.run --methods exact,$(PERIODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32 --model eval/reference/xs \
+	$(BIN)/python -m eval.run --methods exact,$(FROZEN),$(CHOSEN) --budgets 0.05,0.1,0.25,0.5 --dtype float32 --model eval/reference/xs \
 		--tasks reference --prefix-tokens 512 --limit 25 --out $(RESULTS)/rechoose-xs
 	$(BIN)/python -m eval.report $(RESULTS)/rechoose-xs
 	$(EVAL_PASSAGES) --methods $(PASSAGES),cache_tune:ranking=context:across=false --tasks reference --prefix-tokens 512 \
