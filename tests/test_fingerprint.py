@@ -66,6 +66,25 @@ def test_it_is_the_same_in_every_process_and_for_every_copy(family):
     assert fingerprint(one) != fingerprint(build(family, seed=1))
 
 
+def test_an_upgrade_of_the_library_or_its_format_leaves_what_is_stored(tmp_path, monkeypatch):
+    """Nothing of ours is part of a model's name: no version, and none of the code that an attached model runs."""
+    alone = fingerprint(build("llama"))
+    with KVStore(tmp_path) as store:
+        model = build("llama")
+        fill(model, store)
+        assert restored(model, store) == 64
+        assert fingerprint(model) == alone
+    for name in ("hf_tiered_cache.__version__", "transformers.__version__"):
+        monkeypatch.setattr(name, "99.0.0")
+    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 99)
+    with KVStore(tmp_path) as store:
+        later = build("llama")
+        assert restored(later, store) == 64
+        assert fingerprint(later) == alone
+    monkeypatch.setattr("torch.__version__", "99.0.0")  # other kernels, other bits
+    assert fingerprint(later) != alone
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_any_one_tensor_counts(family):
     model = build(family)

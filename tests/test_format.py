@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import stat
 import struct
@@ -14,9 +15,17 @@ from hypothesis import strategies as st
 from segments import LAYOUT, links, open_store, read_back, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, SegmentShape, TokenOrder
 from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
-from hf_tiered_cache.store.format import FORMAT_VERSION, MAGIC, SegmentHeader, decode_header, encode_head, lay_out
+from hf_tiered_cache.store.format import (
+    FORMAT_VERSION,
+    MAGIC,
+    SegmentHeader,
+    decode_header,
+    encode_head,
+    lay_out,
+    segment_id,
+)
 from hf_tiered_cache.store.segment import SegmentReader, read_head
 
 
@@ -39,6 +48,40 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     assert nbytes >= found.file_bytes
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
+
+
+WRITTEN_BEFORE = {
+    Geometry(): ("c70dd34bcc5e34f3", "c5feceae43c79d6a"),
+    Geometry(24, 2, 1): ("ce25537c82873f8f", "263f02a3289a3799"),
+    Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("47bcd62e72b113a4", "cc82dbb1135bde4b"),
+    Geometry(16, 4, lead=1): ("8ba8c36a3279602f", "96341e45affff1ad"),
+}
+"""sha256 of files as they were before there were codecs: without and with an order of tokens."""
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("geometry", WRITTEN_BEFORE, ids=str)
+def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(tmp_path, geometry, ordered):
+    kind = LayerKV(2, 8, 2, 12, rotated="key", rotary_dims=8)
+    layout = KVLayout((kind, kind, kind, LayerKV(1, 8, 3, 8, window=32), None, kind), torch.bfloat16)
+    importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 64)
+    order = TokenOrder.by_importance(importance) if ordered else None
+    shape, chain, parent = SegmentShape(layout, geometry, 64, order), links(4), b"\0" * 16
+    name = segment_id(parent, chain[-1], geometry, "exact", order)
+    header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
+    blocks, put = [], {}
+    for lane in shape.lanes:
+        blocks.append(torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8))
+        for part in lane.parts:
+            put[part] = torch.arange(part.heads * 64 * part.dim).view(part.heads, 64, part.dim).bfloat16() + part.layer
+            shape.pack(blocks[-1], lane, part, put[part])
+    store = open_store(tmp_path)
+    assert store.publish(header, chain, blocks)
+    written = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
+    assert written.startswith(WRITTEN_BEFORE[geometry][ordered])
+    read = store.reader(name).shape
+    for lane, memory in zip(read.lanes, read_back(store, name), strict=True):
+        assert all(torch.equal(read.unpack(memory, lane, part), put[part]) for part in lane.parts)
 
 
 def test_files_are_their_owners_alone(tmp_path):
