@@ -68,6 +68,7 @@ class TieredCache(Cache, ServedCache):
         attachment = attach(inner)
         check_depth(attachment)
         opened = open_store(store, chosen, attachment.extras)
+        chosen = chosen.coded(opened.codec)
         begins = None if segments is None else tuple(segments)
         options = CacheOptions(restore, record, begins, strict, label, tag)
         self._serving = Serving(attachment, opened, chosen, options, Account())

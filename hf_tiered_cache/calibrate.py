@@ -155,12 +155,13 @@ def calibrated_ratio(store: KVStore, fingerprint: str, device: torch.device, tok
 @contextmanager
 def _stored(store: KVStore, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune) -> Iterator[None]:
     """Passages in the store for as long as this lasts."""
+    stored_as = method.coded(store.codec).passages
     before = {row.id for row in store.segments()}
     store.precompute(model, passages, segments=True, method=method, progress=False)
     try:
         yield
     finally:
-        mine = [row.id for row in store.segments() if row.id not in before and row.provenance == method.passages]
+        mine = [row.id for row in store.segments() if row.id not in before and row.provenance == stored_as]
         store.remove(mine)
 
 

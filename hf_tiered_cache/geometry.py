@@ -16,7 +16,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from .errors import ConfigError, FormatError
+from .codecs import CODECS, RAW, Codec, make_codec
+from .errors import ConfigError, FormatError, NewerFormatError
 
 ALIGNMENT = 4096
 """Offsets, lengths and memory addresses of blocks are multiples of this, as O_DIRECT and GPUDirect ask."""
@@ -27,12 +28,15 @@ LINK_TOKENS = 16
 _MOST = 1 << 18
 """No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""
 
+_UNSAID = (None, 0, RAW)
+"""Index, lead and codec of a geometry whose JSON ends before them."""
+
 TensorName = Literal["key", "value"]
 
 
-def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to `ALIGNMENT`."""
-    return ceil(nbytes / ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """`nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
 
 
 @dataclass(frozen=True)
@@ -113,16 +117,38 @@ class KVLayout:
 
 
 @dataclass(frozen=True)
+class FieldSlot:
+    """Where one field of a part lies in every block: `[heads, chunk_tokens, dim]` of `dtype`."""
+
+    dtype: torch.dtype
+    dim: int
+    offset: int  # bytes from the start of the block, a multiple of the dtype's
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Part:
-    """One tensor of one layer, or some of its heads, inside every block of a lane: `[heads, chunk_tokens, dim]`."""
+    """One tensor of one layer, or some of its heads, inside every block of a lane: `[heads, chunk_tokens, dim]`.
+
+    It lies there as the fields that the codec makes of it, one behind the other.
+    """
 
     layer: int
     tensor: TensorName
     first_head: int
     heads: int
     dim: int
-    offset: int  # bytes from the start of the block
-    nbytes: int
+    fields: tuple[FieldSlot, ...]
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the start of the block."""
+        return self.fields[0].offset
+
+    @property
+    def end(self) -> int:
+        """Of its last field, likewise."""
+        return self.fields[-1].offset + self.fields[-1].nbytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +163,7 @@ class Lane:
 
     @cached_property
     def payload_bytes(self) -> int:
-        return sum(part.nbytes for part in self.parts)
+        return self.parts[-1].end
 
     @cached_property
     def block_bytes(self) -> int:
@@ -178,6 +204,7 @@ class Geometry:
         split_kv: whether keys and values lie in blocks of their own.
         index: keys that are stored once more, or None.
         lead: the first layers without a window that have blocks, and an index, of their own: they attend elsewhere.
+        codec: the name of what stands between tensors and bytes (see `codecs`), of the index, too.
     """
 
     chunk_tokens: int = 16
@@ -186,8 +213,10 @@ class Geometry:
     split_kv: bool = False
     index: KeyIndex | None = None
     lead: int = 0
+    codec: str = RAW
 
     def __post_init__(self) -> None:
+        make_codec(self.codec)
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
             _check_count(name, getattr(self, name))
         if not isinstance(self.lead, int) or self.lead < 0:
@@ -195,15 +224,19 @@ class Geometry:
 
     def to_json(self) -> list[Any]:
         cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
-        index = None if self.index is None else [self.index.every, self.index.heads]
-        return [*cut, index, self.lead] if self.lead else cut if index is None else [*cut, index]
+        more = [None if self.index is None else [self.index.every, self.index.heads], self.lead, self.codec]
+        while more and more[-1] == _UNSAID[len(more) - 1]:
+            more.pop()
+        return [*cut, *more]
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
         try:
             chunk, layers, heads, split, *more = data
-            index, lead = [*more, *[None, 0][len(more) :]]
-            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead)
+            index, lead, codec = [*more, *_UNSAID[len(more) :]]
+            if isinstance(codec, str) and codec not in CODECS:
+                raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
+            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead, codec)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
         if chunk > _MOST:
@@ -261,7 +294,7 @@ def _parts(
     names: tuple[TensorName, ...],
     heads: tuple[int, int] | None,
 ) -> Iterator[Part]:
-    offset = 0
+    codec, offset = make_codec(geometry.codec), 0
     for index in layers:
         layer = layout.layers[index]
         for name in names:
@@ -269,9 +302,12 @@ def _parts(
             count = min(stop, layer.heads(name)) - first
             if count <= 0:
                 continue
-            nbytes = count * geometry.chunk_tokens * layer.dim(name) * layout.dtype.itemsize
-            yield Part(index, name, first, count, layer.dim(name), offset, nbytes)
-            offset += nbytes
+            slots = []
+            for dtype, dim in codec.fields(layout.dtype, layer.dim(name)):
+                offset = aligned(offset, dtype.itemsize)
+                slots.append(FieldSlot(dtype, dim, offset, count * geometry.chunk_tokens * dim * dtype.itemsize))
+                offset += slots[-1].nbytes
+            yield Part(index, name, first, count, layer.dim(name), tuple(slots))
 
 
 @dataclass(frozen=True, eq=False)
@@ -328,10 +364,23 @@ class SegmentShape:
     def blocks_bytes(self) -> int:
         return self.lane_offsets[-1]
 
-    def part_view(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
-        """The typed view of one part in `blocks`, uint8 `[n, block_bytes]`, as `[n, heads, chunk_tokens, dim]`."""
-        typed = blocks[:, part.offset : part.offset + part.nbytes].view(self.layout.dtype)
-        return typed.unflatten(1, (part.heads, self.geometry.chunk_tokens, part.dim))
+    @property
+    def codec(self) -> Codec:
+        """What stands between tensors and the bytes of blocks."""
+        return make_codec(self.geometry.codec)
+
+    def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+        """The typed views of a part's fields in `blocks`, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]`."""
+        return tuple(
+            blocks[:, slot.offset : slot.offset + slot.nbytes]
+            .view(slot.dtype)
+            .unflatten(1, (part.heads, self.geometry.chunk_tokens, slot.dim))
+            for slot in part.fields
+        )
+
+    def decoded(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
+        """What a part holds in `blocks`, uint8 `[n, block_bytes]`, as `[n, heads, chunk_tokens, dim]`."""
+        return self.codec.decode(self.field_views(blocks, part), self.layout.dtype)
 
     def ordered(self, lane: Lane) -> bool:
         """Whether the tokens of `lane` lie in an order of their own."""
@@ -360,21 +409,30 @@ class SegmentShape:
 
     def pack(self, blocks: torch.Tensor, lane: Lane, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into `blocks`, uint8 `[chunks, block_bytes]`."""
-        if self.ordered(lane):
-            placed = torch.empty_like(source)
-            placed[:, self._every_place(lane)] = source
-            source = placed
-        target, chunk = self.part_view(blocks, part), self.geometry.chunk_tokens
-        whole, rest = divmod(source.shape[1], chunk)
-        if whole:
-            target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
-        if rest:
-            target[whole, :, :rest] = source[:, whole * chunk :]
+        self.pack_fields(blocks, lane, part, self.codec.encode(source))
+
+    def pack_fields(self, blocks: torch.Tensor, lane: Lane, part: Part, fields: tuple[torch.Tensor, ...]) -> None:
+        """The same of what is coded already, `[heads, tokens, field's dim]` each."""
+        chunk = self.geometry.chunk_tokens
+        for target, source in zip(self.field_views(blocks, part), fields, strict=True):
+            if self.ordered(lane):
+                placed = torch.empty_like(source)
+                placed[:, self._every_place(lane)] = source
+                source = placed
+            whole, rest = divmod(source.shape[1], chunk)
+            if whole:
+                target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
+            if rest:
+                target[whole, :, :rest] = source[:, whole * chunk :]
 
     def unpack(self, blocks: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
         """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
-        placed = self.part_view(blocks, part).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
-        return placed[:, self._every_place(lane)] if self.ordered(lane) else placed
+        return self.codec.decode(self.unpack_fields(blocks, lane, part), self.layout.dtype)
+
+    def unpack_fields(self, blocks: torch.Tensor, lane: Lane, part: Part) -> tuple[torch.Tensor, ...]:
+        """The reverse of `pack_fields`, a copy."""
+        placed = (view.transpose(0, 1).flatten(1, 2)[:, : self.tokens] for view in self.field_views(blocks, part))
+        return tuple(field[:, self._every_place(lane)] if self.ordered(lane) else field for field in placed)
 
     def _every_place(self, lane: Lane) -> torch.Tensor:
         return torch.from_numpy(self.places(lane, np.arange(self.tokens)))

@@ -15,6 +15,7 @@ import torch
 from tqdm.auto import tqdm
 
 from .calibrate import Calibration, calibrate
+from .codecs import RAW, codec_in, make_codec
 from .errors import ConfigError, StoreClosedError
 from .geometry import Geometry
 from .precompute import PrecomputeReport, precompute
@@ -69,6 +70,8 @@ class KVStore:
         free_space_floor: bytes of the file system that always stay free.
         queue_memory: bytes of KV that may wait to be written before a request waits for the disk. What a cache
             leaves when it is collected cannot wait: without room it is not stored, and counted.
+        codec: how KV becomes bytes, where a method names none of its own: "raw", or "int8" or "fp8", which take half of
+            what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
 
     Raises:
         ConfigError: an argument has no meaning, or what is stored is encrypted with another key.
@@ -92,6 +95,7 @@ class KVStore:
         watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
         queue_memory: int | str = "2GiB",
+        codec: str = RAW,
     ) -> None:
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
             raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
@@ -109,6 +113,7 @@ class KVStore:
         self._secret = cipher.chain_secret(salt)
         self.ttl = ttl
         self.policy = policy
+        self.codec = make_codec(codec).name
         self._counters = Counters()
         self._engine = open_engine(engine)
         self.residency = Residency(
@@ -324,6 +329,8 @@ class KVStore:
     ) -> int:
         """Lay segments out anew, as a method wants them: `store.relayout(method)`. No model is needed.
 
+        Each keeps its codec: the hashes of its tokens name it, and the tokens are not stored.
+
         Args:
             geometry: how they are to be cut, or the method that says so. The new segment is whole on disk before the
                 old one goes.
@@ -332,11 +339,25 @@ class KVStore:
 
         Returns:
             How many were cut in another way. What cannot be read is left as it is, and counted.
+
+        Raises:
+            ConfigError: a lossy codec is named, and a segment has another.
         """
         from .methods import make_method
 
         cut = geometry if isinstance(geometry, Geometry) else make_method(geometry).geometry
+        if cut.codec != RAW:
+            self._check_codec(cut.codec, ids)
         return self._each(partial(self.upkeep.relayout, geometry=cut), ids, "relayout", progress)
+
+    def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
+        wanted = None if ids is None else set(ids)
+        for row in self.segments():
+            if codec_in(row.provenance) != codec and (wanted is None or row.id in wanted):
+                raise ConfigError(
+                    f"segment {row.id} is stored as {codec_in(row.provenance)}, and relayout leaves that as it is; "
+                    f"store.precompute(model, input_ids, method=...) with codec={codec!r} stores a prompt anew"
+                )
 
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
         """Lay the tokens of segments out by the attention that prompts of this process paid them, most of it first.

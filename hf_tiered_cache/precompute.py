@@ -71,7 +71,8 @@ def precompute(
     """See `KVStore.precompute`."""
     from .cache import TieredCache  # a cache knows its store; only here does the store make caches
 
-    prompts, exact = as_prompts(input_ids), Exact(geometry=make_method(method).geometry)
+    prompts, theirs = as_prompts(input_ids), make_method(method)
+    exact = Exact(geometry=theirs.geometry, codec=theirs.codec)
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .codecs import CODECS, RAW, codec_in, coded_provenance
 from .geometry import LINK_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
@@ -53,6 +54,14 @@ def nameless(what: str) -> str:
     )
 
 
+def other_codec(codec: str) -> str:
+    """Why a look-up with one codec sees nothing of what is stored with another."""
+    return (
+        f"these tokens are stored with the codec {codec!r}, and found with it alone; open the store, or make the "
+        f"method, with codec={codec!r}"
+    )
+
+
 def is_expected(reason: str) -> bool:
     """Whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
     return reason in _EXPECTED
@@ -65,6 +74,7 @@ def of_a_miss(
     facts: Mapping[str, str],
     regime: str,
     passages: tuple[str, int | None] | None = None,
+    codec: str = RAW,
 ) -> str:
     """Why nothing was found of a prompt.
 
@@ -73,20 +83,32 @@ def of_a_miss(
         fingerprint: of the model, and its facts, as `Identity.facts` has them.
         regime: of the prompt's RoPE.
         passages: for methods that reuse passages the provenance they look for, and the sink token.
+        codec: that was looked for.
     """
     if len(tokens) < LINK_TOKENS:
         return SHORT
     known = store.disk.ask(Catalogue.models, {})
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
-        begin = store.chain(other, EXACT, regime).links(tokens[:LINK_TOKENS])
-        if store.disk.find(begin):
+        if _begins(store, tokens, other, codec, regime):
             parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
             return f"these tokens are stored for another state of the model, which differs in {parts}"
+    for other in CODECS:
+        if other != codec and _begins(store, tokens, fingerprint, other, regime):
+            return other_codec(other)
     if passages is not None:
-        for ranking in _other_rankings(store, tokens, fingerprint, regime, *passages):
+        for other in _other_passages(store, tokens, fingerprint, regime, *passages):
+            ranking = other.split()[1]
+            if ranking == passages[0].split()[1] and codec_in(other) != codec:
+                return other_codec(codec_in(other))
             return f"its passages are stored with the ranking {ranking!r}; name that ranking in the method"
     return _other_keys(store, fingerprint) or NOTHING
+
+
+def _begins(store: KVStore, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
+    """Whether a stored prefix of this model, under this codec, begins with the same tokens."""
+    chain = store.chain(fingerprint, coded_provenance(EXACT, codec), regime)
+    return bool(store.disk.find(chain.links(tokens[:LINK_TOKENS])))
 
 
 def _other_keys(store: KVStore, fingerprint: str) -> str:
@@ -98,11 +120,11 @@ def _other_keys(store: KVStore, fingerprint: str) -> str:
     return NO_KEY if not mine else OTHER_KEY if keys - {""} else NOT_ENCRYPTED
 
 
-def _other_rankings(
+def _other_passages(
     store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> Iterator[str]:
     for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), []):
         if other not in (EXACT, provenance):
             chain = store.chain(fingerprint, f"{other} {sink}", regime)
             if find_passages(tokens, chain, store.disk.find):
-                yield other.split()[1]
+                yield other

@@ -108,8 +108,8 @@ class SequenceState:
             return ""
         passages = (self.method.passages, sink_token(self.config)) if self.method.passages else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
-        identity = self.identity
-        return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages)
+        identity, codec = self.identity, self.method.geometry.codec
+        return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
 
     # --- after a pass
 

@@ -6,14 +6,17 @@ import logging
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 
+from .codecs import coded_provenance
 from .errors import IntegrityError
 from .geometry import Geometry, TokenOrder
 from .store.disk import SegmentStore
 from .store.format import EXACT
 from .store.relayout import laid_out_anew
+from .store.segment import SegmentReader
 from .tiers.importance import TokenImportance
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -33,17 +36,21 @@ class Upkeep:
         self._queued: set[Future[None]] = set()
 
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
-        """Cut a segment in another way. Returns whether it was; one that cannot be read is left, and counted."""
+        """Cut a segment in another way; its codec stays.
+
+        Returns:
+            Whether it was cut. One that cannot be read is left, and counted.
+        """
         reader = self._disk.reader(segment_id)
-        if reader is None or reader.shape.geometry == geometry:
+        if reader is None or reader.shape.geometry == replace(geometry, codec=reader.shape.geometry.codec):
             return False
-        order = None if reader.header.provenance == EXACT else reader.shape.order  # a passage's ranking stays with it
+        order = None if _is_prefix(reader) else reader.shape.order  # a passage's ranking stays with it
         return self._replace(segment_id, geometry, order)
 
     def reorder(self, segment_id: str) -> bool:
         """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
         reader, order = self._disk.reader(segment_id), self.importance.order(segment_id)
-        if reader is None or order is None or reader.header.provenance != EXACT:
+        if reader is None or order is None or not _is_prefix(reader):
             return False
         old = reader.shape.order
         if old is not None and np.array_equal(old.places, order.places):
@@ -89,3 +96,8 @@ class Upkeep:
         self.importance.rename(old, header.id)
         self._disk.remove([old])
         return True
+
+
+def _is_prefix(reader: SegmentReader) -> bool:
+    """Whether it is a run of a prompt's tokens, and no passage."""
+    return reader.header.provenance == coded_provenance(EXACT, reader.shape.geometry.codec)

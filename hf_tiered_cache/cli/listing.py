@@ -181,6 +181,8 @@ def _held(lane: Lane) -> str:
 
 
 def _cut(shape: SegmentShape) -> str:
+    from ..codecs import RAW
+
     geometry = shape.geometry
     heads = "all heads" if geometry.heads_per_block is None else count(geometry.heads_per_block, "head")
     said = [
@@ -192,6 +194,8 @@ def _cut(shape: SegmentShape) -> str:
     if geometry.index is not None:
         heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
         said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")
+    if geometry.codec != RAW:
+        said.append(f"coded as {geometry.codec}")
     if shape.order is not None:
         said.append("tokens in an order of their own")
     return ", ".join(said)

@@ -29,6 +29,9 @@ def serve(
     *,
     store: Annotated[Path, typer.Option(help="The store's folder; made if missing.")],
     method: Annotated[str, typer.Option(help='How KV is restored, such as "contiguous_kv:budget=0.1".')] = "exact",
+    codec: Annotated[
+        str, typer.Option(help="How KV is stored: raw, or int8 or fp8, which take half of bfloat16 and lose bits.")
+    ] = "raw",
     host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory for KV.")] = "1GiB",
     device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each GPU for KV.")] = "0",
     disk_quota: Annotated[
@@ -69,6 +72,7 @@ def serve(
         disk_quota=disk_quota,
         policy=chosen.policy,
         key=read_key_file(key_file),
+        codec=codec,
     ) as opened:
         run(
             model,

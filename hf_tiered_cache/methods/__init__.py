@@ -79,6 +79,8 @@ def make_method(method: Method | str | None) -> Method:
 
 def _read(text: str, option: Field) -> Any:
     kind = type(option.default)
+    if option.default is None:  # such as "float | None"
+        kind = {"float": float, "str": str}[str(option.type).partition(" ")[0]]
     if repr(text) in str(option.type):  # one of a few words
         return text
     if kind is bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
 from ..restore.plan import Situation
 from ..select.selector import Selector
@@ -29,10 +30,13 @@ class Method:
         geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
         ahead_bytes: how far blocks are fetched ahead of the layers that need them: enough to keep a fast disk busy,
             little enough to bound what a request takes. 0 fetches them when they are needed.
+        codec: what stands between tensors and the bytes of blocks: "raw", or "int8" or "fp8", which halve what bfloat16
+            takes and lose bits. It restores what was stored with this codec, and nothing else. None: the store's.
     """
 
     geometry: Geometry = field(default_factory=Geometry)
     ahead_bytes: int = 128 << 20
+    codec: str | None = None
 
     policy = "lru"
     """The eviction policy it was published with: `KVStore(path, policy=method.policy)`."""
@@ -49,8 +53,18 @@ class Method:
     compares = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
-    provenance = EXACT
-    """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
+    def __post_init__(self) -> None:
+        if self.codec is not None:
+            object.__setattr__(self, "geometry", replace(self.geometry, codec=self.codec))
+
+    @property
+    def provenance(self) -> str:
+        """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
+        return coded_provenance(EXACT, self.geometry.codec)
+
+    def coded(self, codec: str) -> Method:
+        """This method with the store's codec, if it names none of its own."""
+        return self if self.codec is not None or self.geometry.codec != RAW else replace(self, codec=codec)
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
         """For each layer the columns to compute, ascending; the others are restored. The suffix, unless said otherwise.

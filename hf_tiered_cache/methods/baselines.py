@@ -47,6 +47,7 @@ class H2O(Method):
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_budget(self.budget)
         if self.policy not in ("lru", "lfu"):
             raise ConfigError(f'policy is "lru" or "lfu", not {self.policy!r}')

@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from ..codecs import coded_provenance
 from ..errors import ConfigError
 from ..geometry import Geometry, TokenOrder
 from ..restore.plan import Piece, Situation
@@ -40,6 +41,7 @@ class Passages(Method, ABC):
     check_layer: Literal[0, 1] = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.ranking not in RANKINGS:
             raise ConfigError(f"ranking is one of {', '.join(RANKINGS)}, not {self.ranking!r}")
         if not 0 < self.alpha <= 1:
@@ -49,7 +51,8 @@ class Passages(Method, ABC):
 
     @property
     def passages(self) -> str:
-        return f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
+        ranked_by = f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
+        return coded_provenance(ranked_by, self.geometry.codec)
 
     def rank(self, layers: Iterable[KV], count: int, elsewhere: Iterable[KV] | None = None) -> TokenOrder:
         """How the tokens of a new passage lie in its blocks, given its keys and values; the model has `count` layers.

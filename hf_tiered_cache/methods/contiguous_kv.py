@@ -54,6 +54,7 @@ class ContiguousKV(Method):
         index = KeyIndex(self.period, self._heads)
         cut = Geometry(self.chunk_tokens, self.subperiod, index=index, lead=self.lead)
         object.__setattr__(self, "geometry", cut)
+        super().__post_init__()
 
     @property
     def _heads(self) -> int | None:

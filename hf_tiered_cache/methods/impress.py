@@ -40,6 +40,7 @@ class Impress(Method):
         check_budget(self.budget)
         cut = Geometry(self.chunk_tokens, 1, split_kv=True, index=KeyIndex(1, self.probe_heads))
         object.__setattr__(self, "geometry", cut)
+        super().__post_init__()
 
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, 1)

@@ -82,7 +82,7 @@ def copy_unit(unit: Unit, layer: int, plan: Plan, keys: torch.Tensor, values: to
             continue
         target = (keys if part.tensor == "key" else values)[:, part.first_head : part.first_head + part.heads]
         for first_chunk, memory in unit.lease.runs:
-            blocks = shape.part_view(memory, part)  # [n, heads, chunk_tokens, dim]
+            blocks = shape.decoded(memory, part)  # [n, heads, chunk_tokens, dim]
             start = first_chunk * shape.geometry.chunk_tokens
             for group, piece in unit.pieces:
                 shift = piece.at - piece.first + group.pad - plan.base - first_column

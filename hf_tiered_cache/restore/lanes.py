@@ -61,7 +61,7 @@ class LaneFetch:
         places = shape.places(self.lane, tokens)
         for lease in self.leases:
             for first, memory in lease.runs:
-                blocks = shape.part_view(memory, part)[:, within]
+                blocks = shape.decoded(memory, part)[:, within]
                 start = first * blocks.shape[2]
                 if shape.ordered(self.lane):
                     copy_places(target[heads, column : column + len(places)], blocks, start, places)

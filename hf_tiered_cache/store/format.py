@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ..codecs import RAW, codec_in
 from ..errors import ConfigError, FormatError, NewerFormatError
 from ..geometry import ALIGNMENT, LINK_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
 from . import EXACT, LINK_BYTES
@@ -25,9 +26,9 @@ from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
-_RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
+_ENCRYPTED_VERSION, _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 4, 3, 2, 1
 CIPHER = "aes-256-gcm"
 KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
@@ -165,6 +166,7 @@ def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, by
 
 def _encode_page(header: SegmentHeader, links: int) -> bytearray:
     """The header page, with zeros for checksum and tag."""
+    _check_provenance(header)
     data: dict[str, Any] = {
         "id": header.id,
         "fingerprint": header.fingerprint,
@@ -208,8 +210,10 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.seal is not None:
+    if header.shape.geometry.codec != RAW:
         return FORMAT_VERSION
+    if header.seal is not None:
+        return _ENCRYPTED_VERSION
     if header.importance.nbytes:
         return _RANKED_VERSION
     return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.lead else _PLAIN_VERSION
@@ -284,7 +288,14 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
             if name in _SECTIONS
         },
     )
+    _check_provenance(header)
     return header, links
+
+
+def _check_provenance(header: SegmentHeader) -> None:
+    """What a codec has lost bits of is nowhere taken for what was computed, whoever wrote the file."""
+    if (codec := header.shape.geometry.codec) != (said := codec_in(header.provenance)):
+        raise FormatError(f"blocks are stored as {codec}, and the provenance {header.provenance!r} says {said}")
 
 
 def _whole(value: Any, least: int, most: int) -> int:

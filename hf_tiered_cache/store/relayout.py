@@ -19,10 +19,14 @@ def laid_out_anew(
 ) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
     """What `SegmentStore.publish` takes, for the same tokens in another geometry or order.
 
+    Blocks keep their codec: what lies in them is moved, and nothing is lost on the way. Another codec would be another
+    provenance, whose chain takes the tokens to hash.
+
     Returns:
         Header, links, and for each lane its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
     """
     links = [reader.chain[at : at + LINK_BYTES] for at in range(0, len(reader.chain), LINK_BYTES)]
+    geometry = replace(geometry, codec=reader.shape.geometry.codec)
     shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens, order)
     old = reader.header
     name = segment_id(old.parent, links[-1], geometry, old.provenance, order)
@@ -36,25 +40,26 @@ def _lanes(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]
     for number, lane in enumerate(shape.lanes):
         blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
         for part in lane.parts:
-            shape.pack(blocks, lane, part, _tensor(reader, part, held))
+            shape.pack_fields(blocks, lane, part, _fields(reader, part, held))
         yield blocks
         later = {part.layer for after in shape.lanes[number + 1 :] for part in after.parts}
         for index in [index for index in held if later.isdisjoint(reader.shape.lanes[index].layers)]:
             del held[index]
 
 
-def _tensor(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) -> torch.Tensor:
-    """`[heads, tokens, dim]`: the heads of one layer's keys or values that `wanted` has."""
+def _fields(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The fields of one layer's keys or values, as they are coded, of the heads that `wanted` has."""
     shape, stop = reader.shape, wanted.first_head + wanted.heads
-    found = torch.empty(wanted.heads, shape.tokens, wanted.dim, dtype=shape.layout.dtype)
+    found = tuple(torch.empty(wanted.heads, shape.tokens, slot.dim, dtype=slot.dtype) for slot in wanted.fields)
     for lane in shape.lanes:
         for part in lane.parts if not lane.identifies else ():
             low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
             if (part.layer, part.tensor) == (wanted.layer, wanted.tensor) and low < high:
                 if lane.index not in held:
                     held[lane.index] = _read(reader, lane.index)
-                mine = shape.unpack(held[lane.index], lane, part)[low - part.first_head : high - part.first_head]
-                found[low - wanted.first_head : high - wanted.first_head] = mine
+                for target, source in zip(found, shape.unpack_fields(held[lane.index], lane, part), strict=True):
+                    mine = source[low - part.first_head : high - part.first_head]
+                    target[low - wanted.first_head : high - wanted.first_head] = mine
     return found
 
 
