@@ -58,3 +58,21 @@ def test_encryption(tmp_path, monkeypatch):
     assert {(one["block_bytes"], one["threads"]) for one in document["raw"]} >= {(4096, 1), (262144, 8)}
     assert document["machine"]["commit"]
     assert "decrypt" in (tmp_path / "encryption-tiny-float32-cpu.md").read_text()
+
+
+def test_codec(tmp_path, monkeypatch):
+    import codec
+
+    options = ["--shape", "tiny", "--prefixes", "64", "--repeats", "1", "--dtypes", "bfloat16", "--bandwidth", "1e9"]
+    models = ["--models", f"{BENCH.parent / 'eval/reference/xs'},nowhere", "--tokens", "128,128", "--questions", "2,2"]
+    monkeypatch.setattr(sys, "argv", ["codec.py", *options, *models, "--out", str(tmp_path)])
+    codec.main()
+    document = json.loads((tmp_path / "codec-cpu.json").read_text())
+    (times,) = document["times"]
+    assert times["bytes_on_disk"]["int8"] < times["bytes_on_disk"]["raw"]
+    assert all(len(times["ttft_s"][place][name]) == 1 for place in codec.PLACES for name in ("raw", "int8", "fp8"))
+    ways = document["agreement"]["xs bfloat16"]["ways"]
+    assert ways["ours, raw"]["kl_max"] == 0.0 < ways["ours, int8"]["kl_mean"] < ways["QuantizedCache, fp8"]["kl_mean"]
+    assert document["agreement"]["nowhere"] == {"skipped": "the model is not here"}
+    page = (tmp_path / "codec-cpu.md").read_text()
+    assert "hqq" in page and "not measured, the model is not here" in page

@@ -1,0 +1,330 @@
+"""What codecs save, and what they cost: bytes on disk, time to first token, and agreement with full KV.
+
+    PYTHONPATH=. python bench/codec.py --models eval/reference/xs
+
+Bytes and times are of one stored prefix behind a new suffix, random weights of a known shape: from an emulated slow
+disk, from the disk there is (cold, O_DIRECT), and from host memory, where what differs is decoding. All ways are
+measured in every turn; figures are medians.
+
+Agreement is that of reference models, which were trained: the distributions of each next token of questions and their
+answers behind a context, against a DynamicCache filled by the same two passes. Beside our codecs stand transformers'
+QuantizedCache in its eight-bit forms: backend "fp8", which has one scale a tensor and layer, and backend "hqq" with
+eight bits, or where hqq is not installed its scheme by hand: codes from 0 to 255 with a scale and a zero point for each
+64 numbers, by the smallest and the largest of them, without hqq's optimization of the zero point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, forget_page_cache, interleaved, load, machine, median, ratio, save, seconds, table
+from slow_disk import SlowDisk, SlowDiskEngine
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
+from transformers.utils import is_hqq_available
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.codecs import CODECS
+from hf_tiered_cache.geometry import LINK_TOKENS
+
+SUFFIX = 64
+GROUP = 64
+LATENCY_S = 100e-6
+PLACES = ("slow disk", "disk", "host memory")
+
+
+# --- bytes and times
+
+
+class Bench:
+    """One model, and for each codec a folder that holds the same prefix."""
+
+    def __init__(self, arguments: argparse.Namespace, dtype: str, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        self.device = torch.device("cpu")
+        self.model = build(arguments.shape, getattr(torch, dtype), self.device)
+        self._random = torch.Generator().manual_seed(0)
+
+    def ids(self, tokens: int) -> torch.Tensor:
+        return torch.randint(1, self.model.config.vocab_size, (1, tokens), generator=self._random)
+
+    def run(self, prefix: int) -> dict[str, Any]:
+        document, suffix = self.ids(prefix), self.ids(SUFFIX)
+        sizes: dict[str, int] = {}
+        for codec in CODECS:
+            with KVStore(self.folder / codec, engine="posix", codec=codec) as store:
+                store.precompute(self.model, document, progress=False)
+                sizes[codec] = sum(row.nbytes for row in store.segments())
+        ids = torch.cat([document, suffix], dim=1)
+        times = {
+            place: interleaved(
+                {codec: lambda codec=codec, place=place: self.first_token(ids, codec, place) for codec in CODECS},
+                self.arguments.repeats,
+            )
+            for place in PLACES
+        }
+        for codec in CODECS:
+            shutil.rmtree(self.folder / codec)
+        return {"prefix": prefix, "suffix": SUFFIX, "bytes_on_disk": sizes, "ttft_s": times}
+
+    def first_token(self, ids: torch.Tensor, codec: str, place: str) -> float:
+        """Seconds that `generate()` takes to the first token, with a store that was opened for it."""
+        engine = SlowDiskEngine(SlowDisk(self.arguments.bandwidth, LATENCY_S)) if place == "slow disk" else "posix"
+        forget_page_cache(self.folder / codec)
+        with KVStore(self.folder / codec, engine=engine, codec=codec, host_memory="2GiB") as store:
+            if place == "host memory":
+                store.warm(self.model, ids, progress=False)
+            cache = TieredCache(self.model, store, record=False)
+            took = seconds(
+                lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
+            )
+        assert cache.stats.tokens_restored == (ids.shape[1] - SUFFIX) // LINK_TOKENS * LINK_TOKENS
+        assert cache.stats.tier == ("host" if place == "host memory" else "disk")
+        return took
+
+
+# --- agreement
+
+Fill = Callable[[torch.Tensor], Cache]
+"""Given a prefix, int64 `[1, tokens]`, a cache that holds its KV, or knows where it is."""
+
+
+def by_groups(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in eight bits and back: for each 64 numbers side by side a scale and a zero point, in float32."""
+    wide = tensor.float().reshape(-1, GROUP)
+    least, most = wide.aminmax(dim=1, keepdim=True)
+    scale = (255 / (most - least)).clamp_(max=2e4)  # as hqq has it
+    zero = -least * scale
+    codes = (wide * scale + zero).round_().clamp_(0, 255)
+    return ((codes - zero) / scale).view(tensor.shape).to(tensor.dtype)
+
+
+@torch.no_grad()
+def filled(model: PreTrainedModel, cache: Cache, prefix: torch.Tensor) -> Cache:
+    """`cache` after a pass over the prefix."""
+    model(input_ids=prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def quantized_by_hand(model: PreTrainedModel, prefix: torch.Tensor) -> Cache:
+    cache = filled(model, DynamicCache(config=model.config), prefix)
+    for layer in cache.layers:
+        layer.keys, layer.values = by_groups(layer.keys), by_groups(layer.values)
+    return cache
+
+
+def ways(model: PreTrainedModel, folder: Path, stack: ExitStack) -> Iterator[tuple[str, Fill]]:
+    """The caches that are compared, by name; `stack` closes their stores."""
+    config = model.config
+    for codec in CODECS:
+        store = stack.enter_context(KVStore(folder / codec, codec=codec, engine="posix", host_memory=0))
+
+        def fill(prefix: torch.Tensor, store: KVStore = store) -> Cache:
+            store.precompute(model, prefix, progress=False)
+            return TieredCache(model, store, record=False)
+
+        yield f"ours, {codec}", fill
+    yield "QuantizedCache, fp8", lambda prefix: filled(model, QuantizedCache("fp8", config), prefix)
+    if is_hqq_available():
+        options = {"nbits": 8, "axis_key": 1, "axis_value": 1, "q_group_size": GROUP}
+        yield (
+            "QuantizedCache, hqq, 8 bits",
+            lambda prefix: filled(model, QuantizedCache("hqq", config, **options), prefix),
+        )
+    else:
+        yield "8 bits in groups of 64, by hand", lambda prefix: quantized_by_hand(model, prefix)
+
+
+def questions(folder: Path, tokens: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """A context in whole links, the question and answer that follow it, int64 `[1, n]`, and the answer's length."""
+    from eval.data import Data
+    from eval.reference import check
+    from eval.reference.language import Language
+    from eval.tasks.ruler.haystack import sentences
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
+    for context, question in check.questions(Language(tokenizer, text), tokens, count, seed=0):
+        ids = [token for document in context.documents for token in document]
+        border = len(ids) // LINK_TOKENS * LINK_TOKENS
+        ids = torch.tensor([[*ids, *question.prompt, *question.answer]])
+        yield ids[:, :border], ids[:, border:], len(question.answer)
+
+
+@torch.no_grad()
+def agreement(
+    model: PreTrainedModel, folder: Path, tokens: int, count: int, compared: dict[str, Fill]
+) -> dict[str, Any]:
+    """For each way: how often the likeliest next token is that of full KV, how far distributions are, what is right."""
+    found: dict[str, dict[str, list[float]]] = {}
+
+    def note(way: str, logits: torch.Tensor, full: torch.Tensor, rest: torch.Tensor, answer: int) -> None:
+        mine, theirs = logits.log_softmax(-1), full.log_softmax(-1)
+        row = found.setdefault(way, {"top1": [], "kl": [], "right": []})
+        row["top1"] += (mine.argmax(-1) == theirs.argmax(-1)).double().tolist()
+        row["kl"] += (theirs.exp() * (theirs - mine)).sum(-1).clamp(min=0).tolist()
+        row["right"].append(float((logits[-answer - 1 : -1].argmax(-1) == rest[0, -answer:]).all()))
+
+    for prefix, rest, answer in tqdm(questions(folder, tokens, count), total=count, unit="question"):
+
+        def ask(cache: Cache, rest: torch.Tensor = rest) -> torch.Tensor:
+            out = model(input_ids=rest, past_key_values=cache, use_cache=True)
+            return out.logits[0, -rest.shape[1] :].double()
+
+        full = ask(filled(model, DynamicCache(config=model.config), prefix))
+        note("full KV", full, full, rest, answer)
+        for way, fill in compared.items():
+            cache = fill(prefix)
+            if isinstance(cache, TieredCache):
+                logits = ask_behind(model, cache, prefix, rest)
+                assert cache.stats.tokens_restored == prefix.shape[1], "the prefix was not restored"
+            else:
+                logits = ask(cache)
+            note(way, logits, full, rest, answer)
+    return {
+        way: {
+            "tokens": len(row["kl"]),
+            "top1_percent": 100 * float(np.mean(row["top1"])),
+            "kl_mean": float(np.mean(row["kl"])),
+            "kl_p99": float(np.quantile(row["kl"], 0.99)),
+            "kl_max": float(np.max(row["kl"])),
+            "right_percent": 100 * float(np.mean(row["right"])),
+        }
+        for way, row in found.items()
+    }
+
+
+def ask_behind(model: PreTrainedModel, cache: TieredCache, prefix: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Logits of `rest`, float64 `[tokens, vocabulary]`, behind a prefix that the cache restores."""
+    ids = torch.cat([prefix, rest], dim=1)
+    return model(input_ids=ids, past_key_values=cache, logits_to_keep=rest.shape[1]).logits[0].double()
+
+
+# --- reporting
+
+
+def report(document: dict[str, Any]) -> str:
+    on = document["machine"]
+    text = [
+        "# Codecs\n",
+        f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
+        f"Load average {document['load'][0]:.1f} at the beginning and {document['load'][1]:.1f} at the end: above "
+        f"{on['cores']} others worked beside.\n",
+        f"## Bytes and times, {document['shape']}'s shape\n",
+        f"A prefix under a suffix of {SUFFIX} tokens; medians of {document['repeats']} turns. The slow disk gives "
+        f"{document['bandwidth'] / 1e6:.0f} MB/s. In brackets: the share of raw's bytes, and the median ratio of raw's "
+        "time to this one within a turn.\n",
+    ]
+    rows = [
+        [
+            f"{one['prefix']}, {one['dtype']}, {codec}",
+            f"{sizes[codec] / 2**20:.1f} MiB ({sizes[codec] / sizes['raw']:.3f})",
+            *(
+                f"{1e3 * median(times[codec]):.0f} ms ({ratio(times['raw'], times[codec]):.2f} ×)"
+                for times in (one["ttft_s"][place] for place in PLACES)
+            ),
+        ]
+        for one in document["times"]
+        for sizes in [one["bytes_on_disk"]]
+        for codec in CODECS
+    ]
+    text += [table(["prefix, dtype, codec", "on disk", *(f"first token, {place}" for place in PLACES)], rows)]
+    text += ["## Agreement with full KV\n", document["beside"] + "\n"]
+    for name, one in document["agreement"].items():
+        if "skipped" in one:
+            text.append(f"*{name}*: not measured, {one['skipped']}.\n")
+            continue
+        head = f"### {name}, {one['questions']} questions about contexts of {one['context']} tokens\n"
+        rows = [
+            [
+                way,
+                f"{row['top1_percent']:.2f} %",
+                *(f"{row[key]:.1e}" for key in ("kl_mean", "kl_p99", "kl_max")),
+                f"{row['right_percent']:.1f} %",
+            ]
+            for way, row in one["ways"].items()
+        ]
+        text += [head, table(["KV", "same top-1", "KL, mean", "99 %", "most", "answers right"], rows)]
+    text.append(
+        "KL in nats, from full KV's distribution of the next token to this one's, over all tokens of questions and "
+        "answers. Our codecs have keys before their rotation; QuantizedCache and its scheme by hand have them rotated, "
+        "and its fp8 backend also codes the tokens behind the prefix. These models are small (8 layers, heads of 32 "
+        "dims); large ones have not been measured.\n"
+    )
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="qwen2.5-0.5b, qwen2.5-7b or tiny")
+    parser.add_argument("--dtypes", default="float32,bfloat16", help="separated by commas")
+    parser.add_argument("--prefixes", default="1024,4096", help="tokens, separated by commas")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--bandwidth", type=float, default=100e6, help="of the slow disk, bytes a second")
+    parser.add_argument(
+        "--models", default="eval/reference/xs", help="folders of reference models, separated by commas"
+    )
+    parser.add_argument("--tokens", default="512", help="of a context, for each model")
+    parser.add_argument("--questions", default="100", help="about contexts, for each model")
+    parser.add_argument("--store", type=Path, help="a folder on the disk to measure; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    folder, load_before = Path(tempfile.mkdtemp(prefix="bench-codec-", dir=arguments.store)), os.getloadavg()[0]
+    try:
+        times = []
+        for dtype in arguments.dtypes.split(","):
+            bench = Bench(arguments, dtype, folder)
+            for prefix in tqdm(arguments.prefixes.split(","), desc=dtype):
+                times.append({"dtype": dtype} | bench.run(int(prefix)))
+            del bench
+            gc.collect()
+        agreed: dict[str, Any] = {}
+        each = zip(
+            *(given.split(",") for given in (arguments.models, arguments.tokens, arguments.questions)), strict=True
+        )
+        for model, tokens, count in ((Path(name), int(tokens), int(count)) for name, tokens, count in each):
+            if not (model / "config.json").exists():
+                agreed[model.name] = {"skipped": "the model is not here"}
+                continue
+            for dtype in arguments.dtypes.split(","):
+                stores = folder / f"{model.name}-{dtype}"
+                loaded = load(model, getattr(torch, dtype), torch.device("cpu"))
+                with ExitStack() as stack:
+                    found = agreement(loaded, model, tokens, count, dict(ways(loaded, stores, stack)))
+                agreed[f"{model.name} {dtype}"] = {
+                    "dtype": dtype,
+                    "context": tokens,
+                    "questions": count,
+                    "ways": found,
+                }
+        document = {
+            "shape": arguments.shape,
+            "repeats": arguments.repeats,
+            "bandwidth": arguments.bandwidth,
+            "load": [load_before, os.getloadavg()[0]],
+            "machine": machine(torch.device("cpu"), folder),
+            "times": times,
+            "agreement": agreed,
+            "beside": "hqq is installed: QuantizedCache with eight bits is transformers' own."
+            if is_hqq_available()
+            else "hqq is not installed, and quanto has no eight bits: beside transformers' own fp8 stands hqq's scheme "
+            "by hand (groups of 64, scale and zero point in float32, by least and most).",
+        }
+        save(arguments.out, "codec-cpu", document, report(document))
+        print(report(document))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
