@@ -64,7 +64,8 @@ class Method:
 
     def coded(self, codec: str) -> Method:
         """This method with the store's codec, if it names none of its own."""
-        return self if self.codec is not None or self.geometry.codec != RAW else replace(self, codec=codec)
+        settled = self.codec is not None or self.geometry.codec != RAW or codec == RAW
+        return self if settled else replace(self, codec=codec)
 
     def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
         """For each layer the columns to compute, ascending; the others are restored. The suffix, unless said otherwise.

@@ -17,6 +17,7 @@ from families import FAMILIES, build, prompt
 from reference import kv_of, prefilled
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
+from hf_tiered_cache.codecs import CODECS
 from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.store.digest import lin64
 from hf_tiered_cache.store.engines import open_engine
@@ -220,3 +221,12 @@ def test_passages_are_restored_anywhere(tmp_path, method, engine, dtype):
     full = model.generate(asked, **GREEDY)
     atol = 1e-4 if dtype == torch.float32 else 5e-2
     torch.testing.assert_close(whole.logits[0], full.logits[0], rtol=0, atol=atol * float(full.logits[0].abs().max()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_codecs_give_the_same_bits_as_on_the_cpu(codec, dtype):
+    tensor = torch.randn(4, 300, 64).mul_(torch.logspace(-20, 20, 300)[:, None]).to(dtype)
+    fields = CODECS[codec].encode(tensor)
+    there = CODECS[codec].encode(tensor.to(DEVICE))
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(fields, there, strict=True))
+    assert torch.equal(CODECS[codec].decode(there, dtype).cpu(), CODECS[codec].decode(fields, dtype))
