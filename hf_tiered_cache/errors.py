@@ -6,6 +6,8 @@ nothing were stored. What raises is a mistake that only the caller can mend.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 
 class TieredCacheError(Exception):
     """Base of every exception raised by hf_tiered_cache."""
@@ -58,12 +60,12 @@ class OtherKeyError(NotOursError):
 class IntegrityError(StoreError):
     """The bytes of a block are not those that were written."""
 
-    def __init__(self, message: str, whole_links: int = 0, file: tuple[int, int] | None = None) -> None:
+    def __init__(self, message: str, whole_links: int = 0, version: Hashable = None) -> None:
         super().__init__(message)
         self.whole_links = whole_links
         """Links of the segment's hash chain that stand before the first bad block."""
-        self.file = file
-        """Device and inode of the file that was read."""
+        self.version = version
+        """Which bytes were read (see `Stored`); None if that is not known."""
 
 
 class QuotaError(StoreError):

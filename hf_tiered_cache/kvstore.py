@@ -27,6 +27,7 @@ from .store.catalogue import Catalogue, SegmentRow
 from .store.cipher import cipher_of
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
+from .store.folder import FolderBackend
 from .store.quota import Limits
 from .store.segment import SegmentReader
 from .store.writer import Draft, Writer
@@ -124,15 +125,8 @@ class KVStore:
             direct=self._engine.reads_device and key is None,  # the CPU decrypts
             index_budget=parse_bytes(index_memory, "index_memory"),
         )
-        self.disk = SegmentStore(
-            self.path,
-            engine=self._engine,
-            verify=verify,
-            limits=limits,
-            ttl=ttl,
-            counters=self._counters,
-            cipher=cipher,
-        )
+        backend = FolderBackend(self.path, self._engine)
+        self.disk = SegmentStore(backend, verify=verify, limits=limits, counters=self._counters, cipher=cipher)
         self._lock = threading.RLock()
         self._pid = os.getpid()
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -141,16 +135,15 @@ class KVStore:
                 named = f"{other}, and not {cipher.key_id}, as the two are called"
                 raise ConfigError(f"{self.path} is encrypted with another key: {named}")
             self.upkeep = Upkeep(self.disk)
-            close = partial(_close, self.upkeep, self.disk, self._engine, self.residency.scores)
+            close = partial(_close, self.upkeep, self.disk, self.residency.scores)
             self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
             self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
         except BaseException:  # also Ctrl-C: nobody is going to close it
             self.disk.close()
-            self._engine.close()
             raise
         self._close.atexit = False  # the writer sees to that
         self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
-        self.residency.scores.load(self.disk.ask(Catalogue.scores, []))
+        self.residency.scores.load(self.disk.index.scores())
 
     # --- for caches
 
@@ -419,7 +412,7 @@ class KVStore:
         """What the store holds and what happened since it was opened."""
         stats = self._counters.snapshot()
         if self._close.alive:
-            counts = self.disk.ask(Catalogue.counts, (0, 0, 0, 0))
+            counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk_bytes, stats.encrypted_segments = counts
         stats.disk_quota = self.disk.limits.quota
         stats.host_bytes, stats.host_budget = self.residency.host.allocated, self.residency.host.budget
@@ -431,7 +424,7 @@ class KVStore:
     def segments(self) -> list[SegmentRow]:
         """What is stored, last used last."""
         self._check()
-        return self.disk.ask(Catalogue.all, [])
+        return self.disk.index.rows()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
         """Read every stored byte and compare every checksum. Damaged segments are named in the report.
@@ -460,7 +453,7 @@ class KVStore:
         """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
         self._check()
         ids = list(ids)
-        unknown = set(ids) - self.disk.ask(Catalogue.ids, set(ids))
+        unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
         if pinned and unknown:
             raise ConfigError(
                 f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
@@ -496,8 +489,8 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
-    if disk.writable and (changes := scores.changes()):
-        disk.ask(lambda catalogue: catalogue.keep_scores(changes), None)
+    if disk.backend.writable:
+        disk.index.keep_scores(scores.changes())
 
 
 def _admit(draft: Draft, residency: Residency, lane: int, blocks: torch.Tensor, content: int) -> None:
@@ -512,9 +505,8 @@ def _refused(draft: Draft, residency: Residency) -> None:
 
 def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
     if used:
-        disk.touch(used)
-    if lost := [segment for segment in residency.segments() if not disk.path(segment).exists()]:
-        disk.let_go(lost)
+        disk.index.touch(used)
+    disk.forget_deleted(residency.segments())
 
 
 def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
@@ -524,8 +516,7 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     return False not in [recorder.finish() for recorder in found]  # none is left out
 
 
-def _close(upkeep: Upkeep, disk: SegmentStore, engine: Engine, scores: ScoreTable) -> None:
+def _close(upkeep: Upkeep, disk: SegmentStore, scores: ScoreTable) -> None:
     upkeep.close()
-    engine.close()
     _keep_scores(disk, scores)
     disk.close()

@@ -11,7 +11,6 @@ from .codecs import CODECS, RAW, codec_in, coded_provenance
 from .geometry import LINK_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
-from .store.catalogue import Catalogue
 from .store.format import EXACT
 
 if TYPE_CHECKING:
@@ -87,7 +86,7 @@ def of_a_miss(
     """
     if len(tokens) < LINK_TOKENS:
         return SHORT
-    known = store.disk.ask(Catalogue.models, {})
+    known = store.disk.index.models()
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
         if _begins(store, tokens, other, codec, regime):
@@ -113,8 +112,7 @@ def _begins(store: KVStore, tokens: np.ndarray, fingerprint: str, codec: str, re
 
 def _other_keys(store: KVStore, fingerprint: str) -> str:
     """Links say nothing without their key: if nothing of a model's is of the store's, that may be why."""
-    nothing: set[str] = set()
-    keys, mine = store.disk.ask(lambda catalogue: catalogue.keys(fingerprint), nothing), store.disk.cipher.key_id
+    keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
     if not keys or mine in keys:
         return ""
     return NO_KEY if not mine else OTHER_KEY if keys - {""} else NOT_ENCRYPTED
@@ -123,7 +121,7 @@ def _other_keys(store: KVStore, fingerprint: str) -> str:
 def _other_passages(
     store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> Iterator[str]:
-    for other in store.disk.ask(lambda catalogue: catalogue.provenances(fingerprint), []):
+    for other in store.disk.index.provenances(fingerprint):
         if other not in (EXACT, provenance):
             chain = store.chain(fingerprint, f"{other} {sink}", regime)
             if find_passages(tokens, chain, store.disk.find):

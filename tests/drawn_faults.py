@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from hf_tiered_cache.store import database, disk, folder, writer
+from hf_tiered_cache.store import database, folder, index, writer
 
 ERRORS = [errno.EIO, errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.EINTR, errno.EACCES, errno.ENOMEM]
 BY_PATH = ["open", "scandir", "listdir", "rename", "link", "unlink", "mkdir"]
@@ -80,10 +80,10 @@ class Faults:
             patch.setattr(fcntl, "flock", self.wrap("flock", fcntl.flock))
             patch.setattr(database.Database, "run", self.wrap_catalogue(database.Database.run))
             patch.setattr(database, "_BUSY_SECONDS", 0.05)
-            patch.setattr(disk, "_LOCK_SECONDS", 0.05)
-            patch.setattr(disk, "_LOCK_SECONDS_AFTERWARDS", 0.05)
-            patch.setattr(folder, "_SCANNING_SECONDS", 0.0)
-            patch.setattr(folder, "_MENDING_SECONDS", 0.0)
+            patch.setattr(folder, "_LOCK_SECONDS", 0.05)
+            patch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.05)
+            patch.setattr(index, "_SCANNING_SECONDS", 0.0)
+            patch.setattr(index, "_MENDING_SECONDS", 0.0)
             patch.setattr(writer, "_PATIENCE_SECONDS", 1.0)
             yield
 

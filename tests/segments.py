@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 
 from hf_tiered_cache.geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
 from hf_tiered_cache.stats import Counters
+from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.folder import FolderBackend, head_of_file
 from hf_tiered_cache.store.format import LINK_BYTES, SegmentHeader
 from hf_tiered_cache.store.quota import Limits
+from hf_tiered_cache.store.segment import Head, read_head
 
 LAYOUT = KVLayout((LayerKV(2, 8, 2, 8),) * 5, torch.float32)
 
@@ -61,19 +65,20 @@ def segment(
     return header, chain, blocks
 
 
-def open_store(
-    root: Path, *, verify: bool = True, ttl: float | None = None, cipher: Plain | None = None, **limits
-) -> SegmentStore:
+def open_store(root: Path, *, verify: bool = True, cipher: Plain | None = None, **limits) -> SegmentStore:
     """A segment store with an engine and counters of its own."""
-    return SegmentStore(
-        root,
-        engine=PosixEngine(),
-        verify=verify,
-        limits=Limits(**{"floor": 0} | limits),
-        ttl=ttl,
-        counters=Counters(),
-        cipher=cipher,
-    )
+    return store_over(FolderBackend(root, PosixEngine()), verify=verify, cipher=cipher, **limits)
+
+
+def store_over(backend: SegmentBackend, *, verify: bool = True, cipher: Plain | None = None, **limits) -> SegmentStore:
+    """The same over any backend."""
+    bounds = Limits(**{"floor": 0} | limits)
+    return SegmentStore(backend, verify=verify, limits=bounds, counters=Counters(), cipher=cipher)
+
+
+def read_file(path: Path, cipher: Plain | None = None) -> Head:
+    """What stands before the blocks of a file, wherever it lies."""
+    return read_head(partial(head_of_file, path), cipher)
 
 
 def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ def test_ls_for_scripts(run, store):
 def test_ls_says_what_is_damaged(run, store):
     root, headers = store
     opened = open_store(root)
-    opened.catalogue.limit(headers["a"].id, 1)
+    opened.index.catalogue.limit(headers["a"].id, 1)
     opened.close()
     assert "damaged: 16 tokens usable" in run("ls", root)[1]
 
@@ -118,7 +118,7 @@ def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, 
     for number in range(3):
         header, chain, blocks = segment(links(4, str(number)), position=123_456, label=label, expires=1.0, model=QWEN)
         opened.publish(header, chain, blocks)
-        opened.catalogue.touch([header.id], now=time.time() - 400 * 86400)
+        opened.index.catalogue.touch([header.id], now=time.time() - 400 * 86400)
         opened.pin([header.id])
     opened.close()
     lines = in_a_terminal(80, "ls", tmp_path).splitlines()
@@ -199,10 +199,10 @@ def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
         done = subprocess.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
         assert json.loads(run("stat", tmp_path, "--json")[1])["segments"] == number + 1
-    assert len(writer.catalogue.ids()) == 8
-    assert writer.catalogue._database._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+    assert len(writer.index.catalogue.ids()) == 8
+    assert writer.index.catalogue._database._db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
     writer.close()
-    assert len(open_store(tmp_path).catalogue.ids()) == 8
+    assert len(open_store(tmp_path).index.catalogue.ids()) == 8
 
 
 # --- stat

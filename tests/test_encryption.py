@@ -20,7 +20,7 @@ from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import kv_of, prefilled
-from segments import links, open_store, read_back, segment
+from segments import links, open_store, read_back, read_file, segment
 from test_forged import ODD, places
 from test_relayout import geometries
 
@@ -35,7 +35,6 @@ from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import _PREFIX as PREFIX
 from hf_tiered_cache.store.format import HEADER_BYTES, LINK_BYTES, MAGIC, TAG_BYTES, decode_header
 from hf_tiered_cache.store.memory import aligned_bytes
-from hf_tiered_cache.store.segment import read_head
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 IDS, OTHER = prompt(100), prompt(100, seed=9)
@@ -300,7 +299,7 @@ def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
     for number in range(2):
         store = open_store(tmp_path / str(number), cipher=StoreCipher(KEY))
         assert store.publish(header, chain, lanes)
-        data = store.path(header.id).read_bytes()[read_head(store.path(header.id)).header.blocks.offset :]
+        data = store.path(header.id).read_bytes()[read_file(store.path(header.id)).header.blocks.offset :]
         pieces = {data[at : at + 16] for at in range(0, len(data), 16)}
         assert len(pieces) == len(data) // 16  # blocks are alike, and so are the bytes in them
         assert bytes([7]) * 16 not in data
@@ -317,7 +316,7 @@ def recovered(root, model, cipher):
         table = inner.layers[0].self_attn.v_proj(normed)  # [vocabulary, heads * dim]
     engine, found = PosixEngine(), []
     for path in files(root):
-        head = read_head(path, cipher)
+        head = read_file(path, cipher)
         shape = head.header.shape
         lane = shape.lanes[0]
         data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks * lane.block_bytes]

@@ -324,7 +324,7 @@ def test_a_catalogue_that_fails_under_way(model, root, monkeypatch):
 
     with KVStore(root) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(type(store.disk.catalogue), "beginning_with", failing)
+            patch.setattr(type(store.disk.index.catalogue), "beginning_with", failing)
             assert ask(model, store, record=False).tokens_restored == 0
         assert store.stats.catalogue_errors == 1
         assert ask(model, store).tokens_restored == 144

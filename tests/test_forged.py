@@ -14,14 +14,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, read_back, segment
+from segments import links, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.format import _PREFIX as PREFIX
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, MAGIC, decode_header, lay_out
-from hf_tiered_cache.store.segment import read_head
 
 NAME = "0" * 32
 NUMBERS = [True, -1, 0, 3, 2**31, 2**63, 2**70, 1e300, float("nan"), float("inf")]
@@ -60,7 +59,7 @@ def made(tmp_path_factory):
     assert store.publish(header, chain, blocks)
     whole = store.path(header.id).read_bytes()
     store.close()
-    return store.root, header.id, whole
+    return store.backend.root, header.id, whole
 
 
 @settings(max_examples=settings.default.max_examples // 2)
@@ -86,7 +85,7 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
         read_back(store, name)  # what still serves is what was there
     else:
         stats = store.counters.snapshot()
-        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.catalogue.ids() == {name}
+        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.index.catalogue.ids() == {name}
     assert maintain.verify(store).segments == 1
     assert time.monotonic() - started < 5
     store.close()
@@ -97,7 +96,7 @@ def test_json_that_is_nested_deeply_is_no_header(tmp_path, opening):
     path = tmp_path / f"{NAME}.kv"
     forge(path, (opening * 4072)[: 4072 // len(opening) * len(opening)], 1 << 20)
     with pytest.raises(FormatError):
-        read_head(path)
+        read_file(path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to a segment", "link to nothing", "device", "socket"])
@@ -118,7 +117,7 @@ def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch, kind):
         path.symlink_to({"link to a segment": store.path(header.id), "device": "/dev/zero"}.get(kind, "nothing"))
     started = time.monotonic()
     store = open_store(tmp_path)
-    assert store.catalogue.ids() == {header.id}
+    assert store.index.catalogue.ids() == {header.id}
     assert store.counters.snapshot().damaged_files == 1
     assert store.reader(NAME) is None
     assert list(maintain.verify(store).bad) in ([NAME], [])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import LAYOUT, links, open_store, read_back, segment
+from segments import LAYOUT, links, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, SegmentShape, TokenOrder
@@ -26,7 +26,7 @@ from hf_tiered_cache.store.format import (
     lay_out,
     segment_id,
 )
-from hf_tiered_cache.store.segment import SegmentReader, read_head
+from hf_tiered_cache.store.segment import SegmentReader
 
 
 @given(
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     geometry = Geometry(chunk, 2, heads, split)
     header, chain, blocks = segment(links(count), geometry=geometry)
     assert store.publish(header, chain, blocks)
-    found, table, digests, nbytes, *_ = read_head(store.path(header.id))
+    found, table, digests, nbytes, *_ = read_file(store.path(header.id))
     assert found.shape == header.shape
     assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
@@ -146,7 +146,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     data[offset] ^= 1 << bit
     path.write_bytes(data)
     with pytest.raises((FormatError, IntegrityError)):
-        reader = SegmentReader(path, store.engine, verify=True)
+        reader = SegmentReader(store.backend, header.id, verify=True)
         store.readers.keep(reader)
         read_back(store, header.id)
 
@@ -160,7 +160,7 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
     data = path.read_bytes()
     path.write_bytes(data[:cut])
     with pytest.raises(FormatError):
-        read_head(path)
+        read_file(path)
 
 
 def test_a_newer_format_says_so(tmp_path):
@@ -203,7 +203,7 @@ def test_the_header_names_the_model_and_the_text(tmp_path):
     store = open_store(tmp_path)
     header, chain, blocks = segment(links(2), model=MODEL, label="Jahresbericht 二〇二五")
     store.publish(header, chain, blocks)
-    found, *_ = read_head(store.path(header.id))
+    found, *_ = read_file(store.path(header.id))
     assert (found.model, found.label) == (MODEL, "Jahresbericht 二〇二五")
 
 

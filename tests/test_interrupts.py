@@ -381,11 +381,11 @@ def descriptors(root):
     return [target for target in targets if target.startswith(str(root))]
 
 
-@pytest.mark.parametrize("where", ["SegmentStore.scan", "ScoreTable.load"])
+@pytest.mark.parametrize("where", ["store.disk.Index.scan", "kvstore.ScoreTable.load"])
 def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
-        patch.setattr(f"hf_tiered_cache.kvstore.{where}", lambda *args: signal.raise_signal(signal.SIGINT))
+        patch.setattr(f"hf_tiered_cache.{where}", lambda *args: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             KVStore(tmp_path)
     deadline = time.monotonic() + 10
@@ -427,7 +427,7 @@ def test_a_segment_whose_publication_is_interrupted_has_a_row_or_no_file(tmp_pat
     with pytest.raises(Interrupt):
         store.publish(*segment(links(4, "a")))
     files = {path.stem for path in (tmp_path / "segments").iterdir()}
-    assert files == store.catalogue.ids()
+    assert files == store.index.catalogue.ids()
     assert len(files) == (when == "after the row")
 
 
@@ -503,7 +503,7 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
         store._lock,
         store.writer._lock,
         store.residency._lock,
-        store.disk.catalogue._database._lock,
+        store.disk.index.catalogue._database._lock,
     ]
     held, leave = threading.Event(), threading.Event()
 

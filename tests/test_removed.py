@@ -102,9 +102,7 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
             store.flush()
             store.remove([row.id for row in store.segments()])  # what was stored anew
         elif how == "quota":
-            from hf_tiered_cache.store import quota
-
-            quota.evict(store.disk, [(gone, 1)])
+            store.disk.evict([(gone, 1)])
         elif how == "relayout":
             store.relayout(ContiguousKV(0.5), progress=False)
         else:

@@ -295,11 +295,11 @@ def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, mo
         def fail(*_):
             raise error
 
-        monkeypatch.setattr("hf_tiered_cache.store.disk.write_all", fail)
+        monkeypatch.setattr("hf_tiered_cache.store.folder.write_all", fail)
         with caplog.at_level(logging.WARNING):
             for _ in range(8):
                 ask(model, store, question(ids), method)
             store.flush()
         assert caplog.records
         assert store.disk.path(row.id).exists()
-        assert list(store.disk.tmp_dir.iterdir()) == []
+        assert list(store.disk.backend.tmp_dir.iterdir()) == []

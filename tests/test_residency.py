@@ -262,7 +262,7 @@ def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
     store, (reader, _), _ = stored
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, range(4))
-    store.engine.close()
+    store.backend.engine.close()
     fetch_fails(residency, reader, StoreClosedError)
     assert nothing_is_pinned(residency)
 

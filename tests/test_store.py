@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sqlite3
 import struct
 import subprocess
@@ -17,7 +18,7 @@ import torch
 from segments import links, open_store, read_back, segment
 
 from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
-from hf_tiered_cache.store import disk, maintain, quota
+from hf_tiered_cache.store import folder, maintain
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
 
@@ -104,10 +105,10 @@ def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
     for path in catalogue_files(tmp_path):
         path.unlink(missing_ok=True)
     again = open_store(tmp_path)
-    assert again.catalogue.ids() == wanted
+    assert again.index.catalogue.ids() == wanted
     row = again.find(links(4, "b"))[0]
     assert (row.tokens, row.usable_links, row.position, row.label) == (64, 4, 0, "text b")
-    assert again.catalogue.models() == {"model": {"name": "small"}}
+    assert again.index.catalogue.models() == {"model": {"name": "small"}}
     assert row.nbytes == again.path(row.id).stat().st_blocks * 512
 
 
@@ -129,10 +130,10 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    store.catalogue._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
+    store.index.catalogue._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)"))
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
-    store.catalogue._run(lambda db: db.execute("PRAGMA shrink_memory"))
+    store.index.catalogue._run(lambda db: db.execute("PRAGMA shrink_memory"))
     found = store.find(links(4)[:1]) or store.find(links(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
@@ -146,7 +147,7 @@ def test_a_stale_catalogue_is_brought_in_line_with_the_files(tmp_path):
     store.close()
     (tmp_path / "segments" / f"{gone.id}.kv").unlink()
     os.rename(other.path(moved.id), tmp_path / "segments" / f"{moved.id}.kv")
-    assert open_store(tmp_path).catalogue.ids() == {kept.id, moved.id}
+    assert open_store(tmp_path).index.catalogue.ids() == {kept.id, moved.id}
 
 
 def test_another_schema_is_replaced(tmp_path):
@@ -159,7 +160,7 @@ def test_another_schema_is_replaced(tmp_path):
     db.execute("PRAGMA user_version=99")
     db.commit()
     db.close()
-    assert open_store(tmp_path).catalogue.ids() == {header.id}
+    assert open_store(tmp_path).index.catalogue.ids() == {header.id}
 
 
 def test_rows_survive_a_round_trip(tmp_path):
@@ -179,10 +180,10 @@ def test_the_catalogue_names_the_models_whose_segments_are_stored(tmp_path):
     kept = publish(store, fingerprint="aa", model={"name": "a"}, label="the report")
     gone = publish(store, fingerprint="bb", model={"name": "b"})
     publish(store, fingerprint="cc")  # by an older version, say
-    assert store.catalogue.models() == {"aa": {"name": "a"}, "bb": {"name": "b"}}
-    assert store.catalogue.get(kept.id).label == "the report"
+    assert store.index.catalogue.models() == {"aa": {"name": "a"}, "bb": {"name": "b"}}
+    assert store.index.catalogue.get(kept.id).label == "the report"
     store.remove([gone.id])
-    assert store.catalogue.models() == {"aa": {"name": "a"}}
+    assert store.index.catalogue.models() == {"aa": {"name": "a"}}
 
 
 def test_many_processes_may_open_a_new_store_at_once(tmp_path):
@@ -194,7 +195,7 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path):
     here = os.path.dirname(__file__)
     processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "new"), here, str(i)]) for i in range(4)]
     assert [p.wait(timeout=120) for p in processes] == [0] * 4
-    assert len(open_store(tmp_path / "new").catalogue.ids()) == 4
+    assert len(open_store(tmp_path / "new").index.catalogue.ids()) == 4
 
 
 # --- faults of the folder
@@ -225,7 +226,7 @@ def test_an_unwritable_folder_is_read_and_drops_are_counted(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "open", refusing)
     readonly = open_store(tmp_path)
-    assert not readonly.writable
+    assert not readonly.backend.writable
     assert [row.id for row in readonly.find(links(4))] == [header.id]
     assert read_back(readonly, header.id)
     for seed in "xy":
@@ -252,7 +253,7 @@ def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypa
     assert store.counters.snapshot().dropped_writes == 2
     assert sum("was not stored" in r.message for r in caplog.records) == 1
     assert not list((tmp_path / "tmp").iterdir())
-    assert store.catalogue.ids() == {kept.id}
+    assert store.index.catalogue.ids() == {kept.id}
     publish(store, seed="later")  # the disk has room again
     assert read_back(store, kept.id)
 
@@ -321,7 +322,7 @@ store.publish(header, chain, blocks)
     again = open_store(tmp_path)
     header, _chain, blocks = segment(links(3, "new"))
     whole = step in ("linked", "catalogued")
-    assert again.catalogue.ids() == ({kept.id, header.id} if whole else {kept.id})
+    assert again.index.catalogue.ids() == ({kept.id, header.id} if whole else {kept.id})
     assert read_back(again, kept.id)
     if whole:
         for written, read in zip(blocks, read_back(again, header.id), strict=True):
@@ -335,9 +336,9 @@ store.publish(header, chain, blocks)
 def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    with ours._reserved(100_000) as (_, tmp):
-        assert quota.clean_tmp(theirs) == 0
-        assert tmp.exists()
+    with ours._publisher.reserved("0" * 32, 100_000) as upload:
+        assert theirs.clean_up() == 0
+        assert upload.path.exists()
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -347,7 +348,7 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from segments import *
 store = open_store(Path(sys.argv[2]))
-with store._reserved(100_000) if sys.argv[3] == "a temporary file" else store.locked():
+with store._publisher.reserved("0" * 32, 100_000) if sys.argv[3] == "a temporary file" else store.backend.locked():
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -373,18 +374,18 @@ def holder(tmp_path):
 
 def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_path, holder):
     store, other = open_store(tmp_path), holder("a temporary file")
-    assert quota.clean_tmp(store) == 0
+    assert store.clean_up() == 0
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
     other.kill()
     other.wait()
-    assert quota.clean_tmp(store, dry_run=True) >= 100_000
+    assert store.clean_up(dry_run=True) >= 100_000
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
-    assert quota.clean_tmp(store) >= 100_000
+    assert store.clean_up() >= 100_000
     assert not list((tmp_path / "tmp").iterdir())
 
 
 def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_path, holder, caplog, monkeypatch):
-    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.3)
+    monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.3)
     store, other = open_store(tmp_path), holder("the store")
     started = time.monotonic()
     assert not store.publish(*segment(links(2)))
@@ -399,15 +400,15 @@ def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_
 
 
 def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.5)
-    monkeypatch.setattr(disk, "_LOCK_SECONDS_AFTERWARDS", 0.01)
+    monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.5)
+    monkeypatch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.01)
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
     waited = []
     done = threading.Event()
     held = threading.Event()
 
     def hold():
-        with theirs.locked():
+        with theirs.backend.locked():
             held.set()
             done.wait(60)
 
@@ -415,15 +416,15 @@ def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, mo
     thread.start()
     held.wait(60)
     for _ in range(2):
-        with pytest.raises(StoreBusyError, match="not free within") as error, ours.locked():
+        with pytest.raises(StoreBusyError, match="not free within") as error, ours.backend.locked():
             pass
         waited.append(str(error.value).split("within ")[1].split(";")[0])
     assert waited == ["0.5 s", "0.01 s"]
     done.set()
     thread.join()
-    with ours.locked():
+    with ours.backend.locked():
         pass
-    assert ours._lock_seconds == 0.5
+    assert ours.backend._lock_seconds == 0.5
 
 
 def test_locks_truncate_no_data(tmp_path):
@@ -431,7 +432,7 @@ def test_locks_truncate_no_data(tmp_path):
     header = publish(store)
     orphan = tmp_path / "tmp" / "orphan"
     os.link(store.path(header.id), orphan)  # as a writer that died after publishing left it
-    assert quota.clean_tmp(store) == 0
+    assert store.clean_up() == 0
     assert not orphan.exists()
     assert read_back(store, header.id)
 
@@ -440,13 +441,13 @@ def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path)
     """Else nobody finds it, and no quota knows of it."""
     store = open_store(tmp_path)
     header = publish(store)
-    before = store.listed_bytes()
-    store.catalogue.remove([header.id])
-    assert store.listed_bytes() == 0
+    before = store.index.listed_bytes()
+    store.index.catalogue.remove([header.id])
+    assert store.index.listed_bytes() == 0
     os.link(store.path(header.id), tmp_path / "tmp" / "orphan")
-    quota.make_room(store, 4096)
-    assert [row.id for row in store.catalogue.all()] == [header.id]
-    assert store.listed_bytes() == before
+    store.make_room(4096)
+    assert [row.id for row in store.index.catalogue.all()] == [header.id]
+    assert store.index.listed_bytes() == before
 
 
 # --- quota
@@ -460,8 +461,8 @@ def test_the_quota_is_never_exceeded_and_the_least_recently_used_go_first(tmp_pa
     for i in range(20):
         made.append(publish(store, seed=f"s{i}").id)
         assert du(tmp_path / "store") <= limit
-        store.touch([made[0]])  # in use all the time
-    left = store.catalogue.ids()
+        store.index.touch([made[0]])  # in use all the time
+    left = store.index.catalogue.ids()
     assert made[0] in left
     assert made[-1] in left
     assert left - {made[0]} == set(made[-(len(left) - 1) :])
@@ -499,7 +500,7 @@ def test_a_segment_over_the_whole_quota_is_dropped_and_evicts_nothing(tmp_path):
     header, chain, blocks = segment(links(100))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
-    assert store.catalogue.ids() == {kept.id}
+    assert store.index.catalogue.ids() == {kept.id}
 
 
 def test_pinned_segments_stay_also_when_the_catalogue_is_lost(tmp_path):
@@ -514,11 +515,11 @@ def test_pinned_segments_stay_also_when_the_catalogue_is_lost(tmp_path):
     store = open_store(root, quota=3 * size + 500_000)
     for i in range(8):
         publish(store, seed=f"s{i}")
-    assert pinned in store.catalogue.ids()
+    assert pinned in store.index.catalogue.ids()
     store.pin([pinned], pinned=False)
     for i in range(8, 16):
         publish(store, seed=f"s{i}")
-    assert pinned not in store.catalogue.ids()
+    assert pinned not in store.index.catalogue.ids()
 
 
 def test_a_child_is_evicted_before_its_parent(tmp_path):
@@ -527,8 +528,8 @@ def test_a_child_is_evicted_before_its_parent(tmp_path):
     parent = publish(store, seed="parent", position=0)
     header, chain, blocks = segment(links(4, "child"), position=64)
     store.publish(header, chain, blocks, ancestors=[parent.id])
-    quota.evict(store, quota.victims(store, 1))
-    assert store.catalogue.ids() == {parent.id}
+    store.evict(store.victims(1))
+    assert store.index.catalogue.ids() == {parent.id}
 
 
 def test_expired_segments_make_room_before_others(tmp_path):
@@ -536,20 +537,20 @@ def test_expired_segments_make_room_before_others(tmp_path):
     store = open_store(tmp_path / "store", quota=100 * size)
     live = publish(store, seed="live")
     publish(store, seed="expired", expires=time.time() - 1)
-    quota.evict(store, quota.victims(store, 1))
-    assert store.catalogue.ids() == {live.id}
+    store.evict(store.victims(1))
+    assert store.index.catalogue.ids() == {live.id}
 
 
 def test_the_free_space_floor_is_kept(tmp_path, monkeypatch):
     store = open_store(tmp_path, floor=1 << 30)
     kept = publish(store, seed="kept")
-    real = quota.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(quota.shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 200_000))
+    real = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 200_000))
     header, chain, blocks = segment(links(4, "too much"))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
-    assert store.catalogue.ids() == {kept.id}  # giving it up would not have been enough
-    monkeypatch.setattr(quota.shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
+    assert store.index.catalogue.ids() == {kept.id}  # giving it up would not have been enough
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
     assert not store.publish(*segment(links(1, "little")))
 
 
@@ -581,17 +582,17 @@ def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at)
     whole, header = publish(store, seed="whole"), publish(store, count=6)
     offset = {"header": 100, "first block": store.reader(header.id).header.blocks.offset, "last block": -4096}[at]
     flip(store.path(header.id), offset)
-    before = {path: path.read_bytes() for path in store.segment_files()}
+    before = {name: store.path(name).read_bytes() for name in store.backend.names()}
     for _ in range(2):
         report = maintain.verify(store)
         assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
-        assert {path: path.read_bytes() for path in store.segment_files()} == before
+        assert {name: store.path(name).read_bytes() for name in store.backend.names()} == before
         assert store.find(links(6))[0].usable_links == 6
     report = maintain.verify(store, repair=True)
     assert (list(report.bad), report.removed, report.ok) == ([header.id], [header.id], True)
     report = maintain.verify(store)
     assert (report.bad, report.segments) == ({}, 1)
-    assert store.catalogue.ids() == {whole.id}
+    assert store.index.catalogue.ids() == {whole.id}
 
 
 def test_repair_leaves_what_only_failed_to_be_read(tmp_path, monkeypatch):
@@ -634,13 +635,13 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     store = open_store(tmp_path)
     (tmp_path / "tmp" / "orphan").write_bytes(b"x" * 5000)
     promised = maintain.gc(store, dry_run=True)
-    assert len(list(store.segment_files())) == 4
+    assert len(store.backend.names()) == 4
     assert (tmp_path / "tmp" / "orphan").exists()
     report = maintain.gc(store)
     assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
     assert report.temporary_bytes > 0
-    left = {path.stem for path in store.segment_files()}
+    left = set(store.backend.names())
     assert left == {good.id, newer.id}  # a newer version's file is not ours to delete
     assert store.counters.snapshot().newer_files >= 1
 
@@ -653,7 +654,7 @@ def test_gc_brings_an_overfull_store_under_its_quota(tmp_path):
     limit = du(tmp_path) // 2
     store = open_store(tmp_path, quota=limit)
     promised = maintain.gc(store, dry_run=True)
-    assert len(store.catalogue.ids()) == 40
+    assert len(store.index.catalogue.ids()) == 40
     assert maintain.gc(store) == promised
     assert promised.evicted > 0
     assert du(tmp_path) <= limit
@@ -667,7 +668,7 @@ def test_a_segment_under_another_name_is_not_believed(tmp_path):
     store.close()
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
-    assert store.catalogue.ids() == set()
+    assert store.index.catalogue.ids() == set()
     assert store.counters.snapshot().damaged_files == 1
 
 
@@ -736,11 +737,11 @@ def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, m
 def test_without_a_shared_catalogue_the_quota_is_kept_by_looking_at_the_files(tmp_path, monkeypatch):
     ours = open_store(tmp_path)
     publish(ours)
-    used = quota.used_bytes(ours)
+    used = ours.used_bytes()
     monkeypatch.setattr(
         Catalogue, "total_bytes", lambda self: (_ for _ in ()).throw(sqlite3.OperationalError("locked"))
     )
-    assert quota.used_bytes(ours) == used
+    assert ours.used_bytes() == used
 
 
 def test_room_of_segments_that_others_deleted_is_given_back(tmp_path):
@@ -763,7 +764,7 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
             raise OSError(errno.EIO, "input/output error")
         synced.append(path)
 
-    monkeypatch.setattr(disk, "fsync", fsync)
+    monkeypatch.setattr(folder, "fsync", fsync)
     with pytest.raises(StoreError, match="cannot be made durable"):
         store.sync()
     broken.clear()
@@ -776,9 +777,9 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
 def test_a_segment_that_is_evicted_while_others_are_verified_is_not_damaged(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     gone, stays = publish(store), publish(store, seed="b")
-    files = list(store.segment_files())
+    names = store.backend.names()
     store.path(gone.id).unlink()
-    monkeypatch.setattr(store, "segment_files", lambda: iter(files))
+    monkeypatch.setattr(store.backend, "names", lambda: names)
     report = maintain.verify(store)
     assert (report.ok, report.segments) == (True, 1)
     assert store.find(links(4, "b"))[0].id == stays.id

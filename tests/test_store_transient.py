@@ -19,7 +19,7 @@ from segments import links, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
-from hf_tiered_cache.store import database, disk, folder, maintain, process, quota, writer
+from hf_tiered_cache.store import database, disk, folder, index, maintain, process, quota, writer
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.writer import Draft, Writer
@@ -108,7 +108,7 @@ def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
 
 
 def test_files_that_could_not_be_read_at_opening_are_entered_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_SCANNING_SECONDS", 0.0)
+    monkeypatch.setattr(index, "_SCANNING_SECONDS", 0.0)
     store = open_store(tmp_path)
     header = publish(store)
     store.close()
@@ -156,7 +156,7 @@ def test_a_folder_that_cannot_be_listed_is_not_empty(tmp_path, error):
         maintain.gc(other)
         with pytest.raises(StoreError, match="cannot be listed"):
             maintain.verify(other)
-    assert store.catalogue.ids() == headers
+    assert store.index.catalogue.ids() == headers
     with failing("listdir", error, "pins"), pytest.raises(StoreError, match="pins cannot be listed"):
         maintain.gc(store)
 
@@ -197,13 +197,13 @@ def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "store")
     (tmp_path / "store").mkdir()
     stores = [open_store(tmp_path / "store"), open_store(tmp_path / "link"), open_store(tmp_path / "store")]
-    assert len({id(store.catalogue._database) for store in stores}) == 1
+    assert len({id(store.index.catalogue._database) for store in stores}) == 1
     held = [path for path in process._process().databases if str(tmp_path) in str(path)]
     assert len(held) == 1
     for store in stores[:2]:
         store.close()
-    assert stores[2].ask(Catalogue.ids, None) == set()
-    assert stores[0].ask(Catalogue.ids, None) is None
+    assert stores[2].index.ask(Catalogue.ids, None) == set()
+    assert stores[0].index.ask(Catalogue.ids, None) is None
     stores[2].close()
     assert held[0] not in process._process().databases
 
@@ -232,7 +232,7 @@ def test_a_process_that_opens_and_closes_leaves_the_log_of_others_alone(tmp_path
     again.close()
     assert other_process(tmp_path, 2).wait(timeout=60) == 0
     assert (tmp_path / "catalogue.sqlite-wal").stat().st_ino == log
-    assert len(ours.catalogue.ids()) == 3
+    assert len(ours.index.catalogue.ids()) == 3
     assert ours.counters.snapshot().catalogue_errors == 0
 
 
@@ -242,9 +242,9 @@ def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone
     pid = os.fork()
     if not pid:
         try:
-            code = 0 if store.ask(Catalogue.ids, None) is None else 1  # the parent's is not used
+            code = 0 if store.index.ask(Catalogue.ids, None) is None else 1  # the parent's is not used
             child = open_store(tmp_path)
-            code += 2 * (len(child.catalogue.ids()) != 1)
+            code += 2 * (len(child.index.catalogue.ids()) != 1)
             child.close()
             store.close()
         except BaseException:
@@ -252,7 +252,7 @@ def test_a_forked_child_has_a_connection_of_its_own_and_leaves_its_parents_alone
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     publish(store, seed="b")
-    assert len(store.catalogue.ids()) == 2
+    assert len(store.index.catalogue.ids()) == 2
     assert store.counters.snapshot().catalogue_errors == 0
 
 
@@ -278,7 +278,7 @@ def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
     assert other.wait(timeout=60) == 0
     with KVStore(tmp_path) as fresh:
         assert {row.id for row in fresh.segments()} == {p.stem for p in (tmp_path / "segments").iterdir()}
-        assert ours.catalogue.ids() == {row.id for row in fresh.segments()}
+        assert ours.index.catalogue.ids() == {row.id for row in fresh.segments()}
     assert ours.find(links(4, "theirs5"))
     assert ours.path(before.id).exists() == bool(ours.find(links(4, "before")))
 
@@ -293,14 +293,14 @@ def test_the_log_does_not_outgrow_the_room_that_is_left_for_it(tmp_path):
     log = tmp_path / "catalogue.sqlite-wal"
     before = log.stat().st_size
     for _ in range(300):
-        store.touch(ids)
+        store.index.touch(ids)
     assert log.stat().st_size - before <= quota.CATALOGUE_GROWTH
     reading.close()
-    used = store.catalogue.get(ids[0]).used
+    used = store.index.catalogue.get(ids[0]).used
     publish(store, seed="more")  # which begins the log anew
     publish(store, seed="and more")
-    store.touch(ids)
-    assert store.catalogue.get(ids[0]).used > used
+    store.index.touch(ids)
+    assert store.index.catalogue.get(ids[0]).used > used
     assert log.stat().st_size <= quota.CATALOGUE_GROWTH
 
 
@@ -308,14 +308,14 @@ def test_many_files_are_entered_in_a_short_log(tmp_path):
     store = open_store(tmp_path)
     for number in range(60):
         publish(store, seed=f"{number}")
-    store.catalogue.remove(store.catalogue.ids())
+    store.index.catalogue.remove(store.index.catalogue.ids())
     reading = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
     reading.execute("BEGIN")
     reading.execute("SELECT count(*) FROM segments").fetchall()
     log = tmp_path / "catalogue.sqlite-wal"
     before = log.stat().st_size
-    store.scan()
-    assert len(store.catalogue.ids()) == 60
+    store.index.scan()
+    assert len(store.index.catalogue.ids()) == 60
     assert log.stat().st_size - before <= quota.CATALOGUE_GROWTH
     reading.close()
 
@@ -328,10 +328,10 @@ def test_a_catalogue_that_is_still_being_filled_is_not_reckoned_with(tmp_path):
     before = sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv"))
     for suffix in ("", "-wal", "-shm"):
         (tmp_path / f"catalogue.sqlite{suffix}").unlink()
-    with store._mending:  # as that thread
-        assert quota.used_bytes(store) >= before
-    assert quota.used_bytes(store) >= before
-    assert len(store.catalogue.ids()) == 3
+    with store.index._mending:  # as that thread
+        assert store.used_bytes() >= before
+    assert store.used_bytes() >= before
+    assert len(store.index.catalogue.ids()) == 3
 
 
 @pytest.mark.parametrize(
@@ -350,12 +350,12 @@ def test_asking_never_raises_nor_recurses_and_rebuilds_at_most_once(tmp_path, mo
     monkeypatch.setattr(database.Database, "rebuild", lambda *a: (rebuilt.append(a), real(*a)))
     for _ in range(5):
         assert store.find(links(4)) == []
-        store.touch(["x"])
+        store.index.touch(["x"])
         assert not store.publish(*segment(links(2, "new")))
     assert len(rebuilt) == isinstance(error, DatabaseError) - isinstance(error, OperationalError)
     assert len(asked) < 100
     monkeypatch.undo()
-    store.scan()
+    store.index.scan()
     assert store.find(links(4))
 
 
@@ -366,7 +366,7 @@ def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, 
     db.execute("BEGIN IMMEDIATE")
     for i in range(5):
         assert not store.publish(*segment(links(4, f"s{i}")))
-    assert store.segment_files() == []
+    assert store.backend.names() == []
     assert store.counters.snapshot().dropped_writes == 5
     db.execute("ROLLBACK")
     db.close()
@@ -375,7 +375,7 @@ def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, 
 
 
 def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "_MENDING_SECONDS", 0.0)
+    monkeypatch.setattr(index, "_MENDING_SECONDS", 0.0)
     theirs = open_store(tmp_path)
     kept = publish(theirs)
     with pytest.MonkeyPatch.context() as patch:
@@ -384,7 +384,7 @@ def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypat
         assert [row.id for row in store.find(links(4))] == [kept.id]  # reading goes on
         assert not store.publish(*segment(links(2, "b")))
     mine = publish(store, seed="c")
-    assert theirs.catalogue.ids() == {kept.id, mine.id}
+    assert theirs.index.catalogue.ids() == {kept.id, mine.id}
 
 
 # --- waiting, paths, clocks, memory
@@ -426,7 +426,7 @@ def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(tmp_path, monke
         writing.submit(draft(f"s{i}"))
     writing.wait_for(links(4, "s4"))
     writing.close()
-    assert len(store.catalogue.ids()) == 5
+    assert len(store.index.catalogue.ids()) == 5
     assert store.counters.snapshot().dropped_writes == 0
 
 
@@ -442,7 +442,7 @@ def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tm
     hang.set()
     writing.close()
     assert len(refused) == store.counters.snapshot().dropped_writes == 7
-    assert len(store.catalogue.ids()) == 3
+    assert len(store.index.catalogue.ids()) == 3
 
 
 def test_the_working_directory_may_change(tmp_path, monkeypatch):
@@ -466,7 +466,7 @@ def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_store
     assert now + 90 < store.find(links(4, "future"))[0].expires < now + 130
     row = store.find(links(4, "future"))[0]
     assert row.created <= time.time() >= row.used
-    store.catalogue._run(lambda db: db.execute("UPDATE segments SET expires = 1"))
+    store.index.catalogue._run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     publish(store, seed="future", expires=now + 1000)
     assert store.find(links(4, "future"))[0].expires == now + 1000
     for i in range(20):
@@ -475,13 +475,13 @@ def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_store
 
 
 def test_paths_to_be_made_durable_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk, "_MOST_UNSYNCED", 5)
+    monkeypatch.setattr(folder, "_MOST_UNSYNCED", 5)
     store = open_store(tmp_path)
     for i in range(20):
         publish(store, 1, seed=f"s{i}")
-        assert len(store._unsynced) <= 5
-    store.remove(list(store.catalogue.ids()))
-    assert not store._unsynced
+        assert len(store.backend._unsynced) <= 5
+    store.remove(list(store.index.catalogue.ids()))
+    assert not store.backend._unsynced
 
 
 def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
@@ -491,5 +491,5 @@ def test_a_quota_that_cannot_be_reckoned_lets_nothing_in(tmp_path):
         failing("scandir", errno.EIO, "tmp"),
         pytest.raises((OSError, QuotaError)),
     ):
-        quota.used_bytes(store)
+        store.used_bytes()
     assert torch.is_tensor(read_back(store, publish(store).id)[0])

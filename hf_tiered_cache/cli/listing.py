@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -121,11 +122,11 @@ def stat(
 
 
 def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
+    from ..store.folder import head_of_file
     from ..store.format import CIPHER, sections
     from ..store.segment import read_head
 
-    path = store / "segments" / f"{row.id}.kv"
-    header = read_head(path).header
+    header = read_head(partial(head_of_file, store / "segments" / f"{row.id}.kv")).header
     shape, described = header.shape, contents.describe(row)
     if as_json:
         lanes = [

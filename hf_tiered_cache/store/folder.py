@@ -1,70 +1,64 @@
-"""The store's folder and its catalogue, kept in line with each other whatever fails."""
+"""Segments as files in a folder of a POSIX file system: the first backend.
+
+<root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>       segments never to evict
+<root>/tmp/               files being written            <root>/catalogue.sqlite  rebuilt from headers if lost
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import sqlite3
+import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from stat import S_ISDIR, S_ISREG
 
-from ..errors import FormatError, NotOursError, StoreError
-from ..stats import Counters
-from .catalogue import Catalogue, SegmentRow
-from .database import is_damage
-from .segment import read_head
+from filelock import FileLock, Timeout
+
+from ..errors import StoreBusyError, StoreError
+from .backend import ByteRun, HeadLength, Stored
+from .engines import Engine, EngineFile, ReadOp, ReadReport
+from .files import LOCK_SUFFIX, allocate, fsync, lock_beside, open_file, open_regular, publish_name, read_all, write_all
+from .format import HEADER_BYTES
 
 logger = logging.getLogger("hf_tiered_cache")
 
 SUFFIX = ".kv"
-_MENDING_SECONDS = 10.0
-"""How long to do without a catalogue that is damaged again, or cannot be opened, before it is tried again."""
-_SCANNING_SECONDS = 1.0
-"""How long to leave files alone that could not be read or entered."""
-_AT_ONCE = 256
-"""Files that are entered in one transaction."""
-_FAULTS = (sqlite3.Error, OverflowError, MemoryError)
-_T = TypeVar("_T")
-_Default = TypeVar("_Default")
-_Row = tuple[SegmentRow, Mapping[str, str]]
+_LOCK_SECONDS = 30.0
+"""How long to wait for the store's lock, which nobody needs for more than a moment; once in vain, then no longer than
+`_LOCK_SECONDS_AFTERWARDS` until it was had again."""
+_LOCK_SECONDS_AFTERWARDS = 1.0
+_LOCK_POLL_SECONDS = 0.005
+_MOST_UNSYNCED = 1000
+"""Files that may wait to be made durable."""
 
 
-class Folder:
-    """The files of a store, and the catalogue that says what they are.
+class FolderBackend:
+    """See `SegmentBackend`.
 
     Args:
         root: the folder; made, for its owner only, if missing.
-        counters: where faults are counted.
+        engine: reads blocks; closed with the backend.
 
     Raises:
         StoreError: `root` is not a folder and cannot become one.
     """
 
-    def __init__(self, root: Path, counters: Counters) -> None:
+    def __init__(self, root: Path, engine: Engine) -> None:
         self.root = root = Path(root).resolve()  # whatever the working directory becomes
         self.segments_dir, self.tmp_dir, self.pins_dir = root / "segments", root / "tmp", root / "pins"
+        self.place = str(root)
+        self.catalogue: Path | None = root / "catalogue.sqlite"
+        self.engine = engine
         self._lock_path = root / "lock"
-        self.counters = counters
-        self.unlisted: list[Path] = []
-        """Files among the segments that are none (damaged, or of a newer format), or could not be read yet."""
-        self._unread = False  # whether some of these may be whole
-        self._untold = False  # and the catalogue could not be told
-        self._scanned = 0.0
-        self._warned: set[str] = set()
-        self._mending = threading.Lock()
-        self._mended = self._opened = -_MENDING_SECONDS
-        self._in_line = 0  # the generation of the catalogue that the files were compared with
+        self._lock_seconds = _LOCK_SECONDS
+        self._lock = threading.RLock()  # of what is still to be made durable
+        self._unsynced: dict[str, None] = {}
         self.writable = self._make_folders()
-        self.catalogue = self._open_catalogue()
-        try:
-            with self._mending:
-                self.scan()
-        except BaseException:  # Ctrl-C: nobody is going to close it
-            self.catalogue.close()
-            raise
 
     def _make_folders(self) -> bool:
         if self.root.exists() and not self.root.is_dir():
@@ -77,160 +71,210 @@ class Folder:
         except OSError as error:
             if not self.root.is_dir():
                 raise StoreError(f"{self.root} cannot be made ({error.strerror}); choose another folder") from error
-            self.warn("unwritable", f"{self.root} cannot be written ({error.strerror}): nothing new is stored")
+            logger.warning("%s cannot be written (%s): nothing new is stored", self.root, error.strerror)
             return False
-
-    def _open_catalogue(self) -> Catalogue:
-        if self.writable:
-            self._opened = time.monotonic()
-            try:
-                return Catalogue(self.root / "catalogue.sqlite")
-            except (sqlite3.Error, OSError) as error:
-                self.counters.add("catalogue_errors")
-                self.warn("catalogue", f"the catalogue cannot be opened ({error}): nothing new is stored until it can")
-        return Catalogue(None)
-
-    def shares_catalogue(self) -> bool:
-        """Whether others see what is entered. A catalogue that could not be opened is tried again now and then."""
-        if self.catalogue.path is None and self.writable and time.monotonic() - self._opened >= _MENDING_SECONDS:
-            found = self._open_catalogue()
-            if found.path is not None:
-                self.catalogue = found
-                self._compare()
-        return self.catalogue.path is not None
-
-    def listed_bytes(self) -> int | None:
-        """Bytes on disk of the segments that the catalogue lists; None where it may lack some, as a new one does."""
-        before = self._in_line
-        listed = self.ask(Catalogue.total_bytes, None)
-        whole = self.catalogue.path is not None and before == self._in_line == self.catalogue.generation
-        return listed if whole else None
-
-    # --- files and rows
 
     def path(self, segment_id: str) -> Path:
+        """The file of a segment."""
         return self.segments_dir / f"{segment_id}{SUFFIX}"
 
-    def segment_files(self) -> list[Path]:
-        """All files that are named like segments. Raises OSError: a list that is not whole is none."""
+    def where(self, segment_id: str) -> str:
+        return str(self.path(segment_id))
+
+    def is_reachable(self) -> bool:
+        return self.segments_dir.is_dir()
+
+    # --- reading
+
+    def names(self) -> list[str]:
         with os.scandir(self.segments_dir) as entries:
-            return [Path(entry.path) for entry in entries if entry.name.endswith(SUFFIX)]
+            return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
 
-    def scan(self) -> None:
-        """Bring the catalogue in line with the files: read headers it lacks, drop rows whose file is gone."""
-        generation = self.catalogue.generation
-        unknown: set[str] | None = None
-        known = self.ask(Catalogue.ids, unknown)
-        self._untold = known is None
-        try:
-            present = {path.stem: path for path in self.segment_files()}
-            gone = [] if known is None else [i for i in known - present.keys() if not os.path.lexists(self.path(i))]
-        except OSError as error:
-            self.counters.add("read_errors")
-            self.warn("listing", f"{self.segments_dir} cannot be listed ({error.strerror}); what was known of it stays")
-            return
-        if gone:
-            self.ask(lambda c: c.remove(gone), None)
-        self._unread, self._scanned = known is None, time.monotonic()
-        unknown_files = [present[i] for i in present.keys() - (known or set())]
-        self.unlisted = unknown_files if self._untold else self._adopt(unknown_files)
-        self.ask(Catalogue.set_right_clocks, None)
-        self._in_line = generation
+    def find(self, segment_id: str) -> Stored | None:
+        return _find(self.path(segment_id))
 
-    def catch_up(self) -> None:
-        """Try again what could not be read, or not be entered."""
-        if self._unread and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
-            with self._mending:
-                self.scan()
+    def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
+        return head_of_file(self.path(segment_id), length)
 
-    def _adopt(self, paths: Sequence[Path]) -> list[Path]:
-        """Enter files that the catalogue does not know. Returns those that are no segments, or could not be entered."""
-        left: list[Path] = []
-        for first in range(0, len(paths), _AT_ONCE):
-            some = {path: self._read(path) for path in paths[first : first + _AT_ONCE]}
-            rows = [row for row in some.values() if row is not None]
+    def open(self, segment_id: str, version: Hashable) -> FolderFile | None:
+        file = self.engine.open(self.where(segment_id))
+        found = self.find(segment_id)
+        return FolderFile(self.engine, file) if found is not None and found.version == version else None
 
-            def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
-                catalogue.add_all(rows)
-                return True
+    # --- writing
 
-            if rows and not self.ask(enter, False):
-                self._unread = self._untold = True
-                return left + list(paths[first:])
-            left += [path for path, row in some.items() if row is None]
-        return [path for path in left if os.path.lexists(path)]
+    @contextmanager
+    def write(self, segment_id: str, nbytes: int) -> Iterator[FolderUpload]:
+        """See `SegmentBackend`.
 
-    def _read(self, path: Path) -> _Row | None:
-        """The row of a file, or None (counted, and said) if it is no segment that can be read."""
-        try:
-            header, chain, _, nbytes, *_ = read_head(path)
-            if header.id != path.stem:
-                raise FormatError(f"{path.name} calls itself {header.id}")
-        except NotOursError as error:
-            self.counters.add("newer_files")
-            self.warn("newer", f"{path.name}: {error}")
-        except FormatError as error:
-            self.counters.add("damaged_files")
-            self.warn("damaged", f"{path.name} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
-        except FileNotFoundError:
-            pass  # deleted meanwhile
-        except (OSError, MemoryError) as error:
-            self.counters.add("read_errors")
-            self.warn("unreadable", f"{path.name} cannot be read ({error})")
-            self._unread = True
-        else:
-            return SegmentRow.of(header, chain, nbytes), header.model
-        return None
-
-    # --- faults
-
-    def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
-        """Run `action` on the catalogue; `default` if that fails. A damaged or lost one is rebuilt, once, on the way.
-
-        SQLite's faults never come out of this, nor does it enter itself: what a scan asks is asked without a scan.
+        The lock beside the temporary file is held while it is written: one whose lock can be had belongs to a process
+        that has died.
         """
-        answer: _T | _Default = default
-        for again in (True, False):
-            catalogue = self.catalogue
-            generation = catalogue.generation
+        tmp = self.tmp_dir / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+        lock = lock_beside(tmp)
+        with ExitStack() as stack:
+            stack.callback(_forget, Path(lock.lock_file))
+            stack.enter_context(lock.acquire(timeout=0))
+            fd = stack.enter_context(open_file(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL)).fileno()
+            stack.callback(_forget, tmp)
+            allocate(fd, nbytes)
+            upload = FolderUpload(fd, tmp, self.path(segment_id))
             try:
-                answer = action(catalogue)
-                if catalogue.generation == self._in_line or not self._compare():
-                    break
-            except _FAULTS as error:
-                self.counters.add("catalogue_errors")
-                damaged = isinstance(error, sqlite3.Error) and is_damage(error)
-                self.warn("catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})")
-                if not (again and damaged and self._rebuild(catalogue, generation)):
-                    break
-        return answer
+                yield upload
+            finally:
+                if upload.published:
+                    with self._lock:
+                        self._unsynced[segment_id] = None
+        if len(self._unsynced) >= _MOST_UNSYNCED:
+            with suppress(OSError):
+                self.sync()
 
-    def _compare(self) -> bool:
-        """The catalogue is another one than before: enter the files. Returns whether this thread has done it."""
-        if not self._mending.acquire(blocking=False):
-            return False
+    def delete(self, segment_id: str) -> bool:
+        with self._lock:
+            self._unsynced.pop(segment_id, None)
         try:
-            self.scan()
-        finally:
-            self._mending.release()
+            self.path(segment_id).unlink()
+        except FileNotFoundError:
+            return False
         return True
 
-    def _rebuild(self, catalogue: Catalogue, generation: int) -> bool:
-        """The same for one that is damaged."""
-        if time.monotonic() - self._mended < _MENDING_SECONDS or not self._mending.acquire(blocking=False):
-            return False
+    def sync(self) -> None:
+        """See `SegmentBackend`. Data first, then the names."""
+        with self._lock:
+            waiting, self._unsynced = list(self._unsynced), {}
+        done = 0
         try:
-            self._mended = time.monotonic()
-            catalogue.rebuild(generation)
-            self.scan()
-        except sqlite3.Error:
-            return False
-        finally:
-            self._mending.release()
-        return True
+            for segment_id in waiting:
+                with suppress(FileNotFoundError):  # evicted meanwhile
+                    fsync(self.path(segment_id), data_only=True)
+                done += 1
+            if waiting:
+                fsync(self.segments_dir)
+        except OSError:
+            with self._lock:
+                # the folder's own is asked for with any file's
+                self._unsynced = dict.fromkeys(waiting[done:] or waiting[-1:]) | self._unsynced
+            raise
 
-    def warn(self, topic: str, message: str) -> None:
-        """Say it the first time; later occurrences are only counted."""
-        if topic not in self._warned:
-            self._warned.add(topic)
-            logger.warning("%s", message)
+    def pin(self, segment_id: str, pinned: bool) -> None:
+        pin = self.pins_dir / segment_id
+        if pinned:
+            pin.touch(mode=0o600)
+        else:
+            pin.unlink(missing_ok=True)
+
+    def pinned(self) -> set[str]:
+        try:
+            return set(os.listdir(self.pins_dir))
+        except FileNotFoundError:
+            return set()
+
+    # --- room
+
+    def usage(self) -> int:
+        return sum(_disk_bytes(path) for folder in (self.root, self.tmp_dir) for path in folder.iterdir())
+
+    def free(self) -> int | None:
+        return shutil.disk_usage(self.root).free
+
+    def clean_up(self, dry_run: bool = False) -> tuple[int, bool]:
+        try:
+            names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(self.tmp_dir)}
+        except OSError:
+            return 0, False
+        orphans = [_remove_if_orphan(self.tmp_dir / name, dry_run) for name in names]
+        return sum(nbytes for nbytes, _ in orphans), any(named for _, named in orphans)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        lock = FileLock(self._lock_path, mode=0o600)
+        try:
+            lock.acquire(timeout=self._lock_seconds, poll_interval=_LOCK_POLL_SECONDS)
+        except Timeout:
+            waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
+            raise StoreBusyError(
+                f"{self._lock_path} was not free within {waited:g} s; end the process that hangs with this store open"
+            ) from None
+        self._lock_seconds = _LOCK_SECONDS
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class FolderFile:
+    """See `SegmentFile`."""
+
+    def __init__(self, engine: Engine, file: EngineFile) -> None:
+        self._engine, self._file = engine, file
+
+    def read(self, runs: Sequence[ByteRun]) -> Future[ReadReport]:
+        return self._engine.submit([ReadOp(self._file, offset, dest) for offset, dest in runs])
+
+
+class FolderUpload:
+    """See `Upload`. A temporary file, open for writing."""
+
+    def __init__(self, fd: int, path: Path, final: Path) -> None:
+        self.path, self.published = path, False
+        self._fd, self._final = fd, final
+
+    def write(self, data: memoryview, offset: int) -> None:
+        write_all(self._fd, data, offset)
+
+    def nbytes(self) -> int:
+        return os.fstat(self._fd).st_blocks * 512
+
+    def publish(self, replace: bool) -> None:
+        publish_name(self.path, self._final, replace)
+        self.published = True
+
+
+def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
+    """See `SegmentBackend.head`, of a file anywhere."""
+    with open_regular(path) as (fd, stat):
+        stored = _stored(stat)
+        page = read_all(fd, HEADER_BYTES, 0)
+        return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
+
+
+def _find(path: Path) -> Stored | None:
+    try:
+        stat = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return None if S_ISDIR(stat.st_mode) else _stored(stat)  # a folder is not of our making
+
+
+def _stored(stat: os.stat_result) -> Stored:
+    """What is no file takes no room that is ours to reckon."""
+    nbytes = stat.st_blocks * 512 if S_ISREG(stat.st_mode) else 0
+    return Stored((stat.st_dev, stat.st_ino), stat.st_size, nbytes)
+
+
+def _disk_bytes(path: Path) -> int:
+    found = _find(path)
+    return 0 if found is None else found.nbytes
+
+
+def _remove_if_orphan(path: Path, dry_run: bool) -> tuple[int, bool]:
+    """Bytes that it took, and whether it has the name of a segment, too, under which it stays."""
+    lock = lock_beside(path)
+    try:
+        with lock.acquire(timeout=0):
+            Path(lock.lock_file).unlink(missing_ok=True)
+            nbytes, named = _disk_bytes(path), path.exists() and path.stat().st_nlink > 1
+            if not dry_run:
+                path.unlink(missing_ok=True)
+            return 0 if named else nbytes, named
+    except OSError:  # locked: it is being written
+        return 0, False
+
+
+def _forget(path: Path) -> None:
+    """Delete a temporary file, or leave it to the next who cleans up."""
+    with suppress(OSError):
+        path.unlink()

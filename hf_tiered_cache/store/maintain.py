@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
 from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError, StoreError
-from . import quota
-from .catalogue import Catalogue
 from .disk import SegmentStore
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
@@ -73,24 +70,19 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     Raises:
         StoreError: the folder cannot be listed.
     """
-    report = VerifyReport()
-    sizes: dict[Path, int] = {}
+    report, backend = VerifyReport(), store.backend
     try:
-        files = sorted(store.segment_files())
+        found = {segment_id: backend.find(segment_id) for segment_id in sorted(backend.names())}
     except OSError as error:
-        raise StoreError(f"{store.segments_dir} cannot be listed ({error.strerror}); check the disk") from error
-    for path in files:
-        with suppress(FileNotFoundError):
-            sizes[path] = path.lstat().st_size
+        raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
+    sizes = {segment_id: stored.size for segment_id, stored in found.items() if stored is not None}
     bar = tqdm(
         total=sum(sizes.values()), unit="iB", unit_scale=True, unit_divisor=1024, desc="verify", disable=not progress
     )
-    for path in sizes:
+    for segment_id in sizes:
         report.segments += 1
         try:
-            reader = SegmentReader(path, store.engine, True, store.cipher)
-            if reader.id != path.stem:
-                raise FormatError(f"{path.name} calls itself {reader.id}")
+            reader = SegmentReader(backend, segment_id, True, store.cipher)
             bar.update(reader.header.blocks.offset)
             for nbytes, blocks in _read_all(reader):
                 report.blocks += blocks
@@ -100,9 +92,9 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             report.segments -= 1  # not ours to judge, or evicted meanwhile
             report.unread += isinstance(error, OtherKeyError)
         except (FormatError, IntegrityError, OSError) as error:
-            report.bad[path.stem] = str(error)
-            if repair and not isinstance(error, OSError) and store.remove([path.stem]):
-                report.removed.append(path.stem)
+            report.bad[segment_id] = str(error)
+            if repair and not isinstance(error, OSError) and store.remove([segment_id]):
+                report.removed.append(segment_id)
     bar.close()
     return report
 
@@ -131,42 +123,40 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         StoreError: it is not to be found out what is pinned, or another process does not let go of the store's lock.
     """
     report = GcReport()
-    with store.locked():
-        report.temporary_bytes = quota.clean_tmp(store, dry_run)
-        store.scan()
+    with store.backend.locked():
+        report.temporary_bytes = store.clean_up(dry_run)
+        store.index.scan()
         try:
             pinned = store.pinned()
         except OSError as error:
-            raise StoreError(f"{store.pins_dir} cannot be listed ({error.strerror}); check the disk") from error
-        rows = {row.id: row for row in store.ask(Catalogue.all, [])}
-        expired = [row.id for row in store.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
+            raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
+        rows = {row.id: row for row in store.index.rows()}
+        expired = [row.id for row in store.index.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
         damaged = [row.id for row in rows.values() if row.usable_links == 0 and row.id not in expired]
-        unreadable = [path for path in store.unlisted if _is_damaged(path)]
+        unreadable = [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
         report.expired, report.damaged = len(expired), len(damaged) + len(unreadable)
-        freed = sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(quota.disk_bytes, unreadable))
+        freed = sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(store.nbytes_of, unreadable))
         if dry_run:
             freed += report.temporary_bytes
         else:
             report.expired = store.remove(expired)
-            report.damaged = store.remove([*damaged, *(path.stem for path in unreadable)])
+            report.damaged = store.remove([*damaged, *unreadable])
             store.counters.add("expired_segments", report.expired)
             freed = 0
-        limit = store.limits.quota
-        if limit is not None and (used := quota.used_bytes(store) - freed) > limit * store.limits.high:
-            victims = quota.victims(store, used - int(limit * store.limits.low), but={*expired, *damaged})
+        over = 0 if store.limits.quota is None else store.limits.overflow(store.used_bytes() - freed)
+        if over > 0:
+            victims = store.victims(over, but={*expired, *damaged})
             report.evicted = len(victims)
             if not dry_run:
-                quota.evict(store, victims)
-        store.scan()
+                store.evict(victims)
+        store.index.scan()
     return report
 
 
-def _is_damaged(path: Path) -> bool:
-    """Whether a file can never be read, rather than not by this version or not now."""
-    if path.is_dir() and not path.is_symlink():
-        return False  # not of our making
+def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
+    """Whether what stands there can never be read, rather than not by this version or not now."""
     try:
-        read_head(path)
+        read_head(partial(store.backend.head, segment_id))
     except NotOursError:
         return False
     except FormatError:

@@ -1,27 +1,17 @@
-"""Room on disk: quota with watermarks, a free-space floor, and eviction of the least recently used segments."""
+"""Room: quota with watermarks, a free-space floor, and who goes first. Arithmetic; `disk.py` counts and deletes."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
-from stat import S_ISREG
-from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, QuotaError
-from .catalogue import Catalogue
-from .files import LOCK_SUFFIX, lock_beside
-
-if TYPE_CHECKING:
-    from .disk import SegmentStore
-
+from ..errors import ConfigError
 
 CATALOGUE_GROWTH = 256 << 10
 """Room left within the quota for the catalogue and its log to grow until the next reckoning."""
+Use = tuple[str, int, float | None]
+"""A segment's id, the bytes it takes, and when it expires."""
 
 
 @dataclass(frozen=True)
@@ -46,110 +36,44 @@ class Limits:
         if self.quota is not None and self.quota < 0:
             raise ConfigError(f"disk_quota must not be negative: {self.quota}")
 
+    def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
+        """What is to be evicted before `nbytes` more are written.
 
-def used_bytes(store: SegmentStore) -> int:
-    """Bytes that the store's files take on disk (segments, files being written, catalogue) or soon may.
+        Args:
+            nbytes: that are to be written.
+            used: bytes that the store takes; of no account without a quota.
+            free: bytes that the disk has left, or None if it has no bound.
 
-    Raises:
-        OSError: that cannot be found out.
-    """
-    listed = store.listed_bytes()
-    if listed is None:  # no shared catalogue, or one that is new: it would not know what others have written
-        total = sum(disk_bytes(path) for path in store.segment_files())
-    else:
-        total = listed + sum(disk_bytes(path) for path in store.unlisted)
-    return (
-        total
-        + CATALOGUE_GROWTH
-        + sum(disk_bytes(p) for folder in (store.root, store.tmp_dir) for p in folder.iterdir())
-    )
+        Returns:
+            Bytes that must go, and bytes that should; nothing where these are not above 0.
+        """
+        needed = 0 if free is None else nbytes + self.floor - free
+        wanted = needed + nbytes if needed > 0 else needed  # somewhat more, so that not every write evicts
+        if self.quota is not None:
+            needed = max(needed, used + nbytes - self.quota)
+            if used + nbytes > self.quota * self.high:
+                wanted = max(wanted, needed, used + nbytes - int(self.quota * self.low))
+        return needed, wanted
 
-
-def disk_bytes(path: Path) -> int:
-    """Bytes that a file takes on disk; none if it is gone, or is no file."""
-    try:
-        found = path.lstat()
-    except FileNotFoundError:
-        return 0
-    return found.st_blocks * 512 if S_ISREG(found.st_mode) else 0
+    def overflow(self, used: int) -> int:
+        """What of `used` bytes is to be evicted, to be under the quota with room to spare; 0 if it is."""
+        over = self.quota is not None and used > self.quota * self.high
+        return used - int(self.quota * self.low) if self.quota is not None and over else 0
 
 
-def make_room(store: SegmentStore, nbytes: int) -> None:
-    """Evict until `nbytes` more fit. The caller holds the store's lock.
-
-    Raises:
-        QuotaError: they would not fit with everything evicted that may be; then nothing is.
-    """
-    limits = store.limits
-    clean_tmp(store)
-    store.forget_lost_readers()
-    needed = nbytes + limits.floor - shutil.disk_usage(store.root).free
-    wanted = needed + nbytes if needed > 0 else needed  # somewhat more, so that not every write evicts
-    if limits.quota is not None:
-        used = used_bytes(store)
-        needed = max(needed, used + nbytes - limits.quota)
-        if used + nbytes > limits.quota * limits.high:
-            wanted = max(wanted, needed, used + nbytes - int(limits.quota * limits.low))
-    if wanted <= 0:
-        return
-    found = victims(store, wanted)
-    if sum(nbytes for _, nbytes in found) < needed:
-        raise QuotaError(
-            f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
-        )
-    evict(store, found)
-
-
-def victims(store: SegmentStore, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-    """Which segments go until `nbytes` are freed: least recently used first, and the deeper of two.
+def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
+    """Which segments go until `nbytes` are freed: expired ones first, then the least recently used.
 
     Args:
-        store: whose pinned segments stay.
+        uses: all segments, last used last, and of two the deeper first.
         nbytes: how many.
-        but: these are not counted on.
+        spared: these stay.
+        now: in Unix seconds.
 
     Returns:
         Ids and bytes.
     """
-    spared, now = store.pinned().union(but), time.time()
-    rows = [row for row in store.ask(Catalogue.by_use, []) if row[0] not in spared]
-    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # expired ones first, else as they were
+    rows = [row for row in uses if row[0] not in spared]
+    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # else as they were
     freed = accumulate((size for _, size, _ in rows), initial=0)
     return [(segment_id, size) for (segment_id, size, _), before in zip(rows, freed, strict=False) if before < nbytes]
-
-
-def evict(store: SegmentStore, segments: list[tuple[str, int]]) -> None:
-    """Delete these, as `victims` returned them."""
-    for segment_id, _ in segments:
-        store.remove([segment_id])
-        store.counters.add("evicted_segments")
-
-
-def clean_tmp(store: SegmentStore, dry_run: bool = False) -> int:
-    """Delete temporary files whose writer has died: those whose lock can be had. The caller holds the store's lock.
-
-    Returns:
-        Bytes freed, or with `dry_run` those that would be.
-    """
-    try:
-        names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(store.tmp_dir)}
-    except OSError:
-        return 0
-    orphans = [_remove_if_orphan(store.tmp_dir / name, dry_run) for name in names]
-    if not dry_run and any(named for _, named in orphans):  # killed when the file was there, and its row was not
-        store.scan()
-    return sum(nbytes for nbytes, _ in orphans)
-
-
-def _remove_if_orphan(path: Path, dry_run: bool) -> tuple[int, bool]:
-    """Bytes that it took, and whether it has the name of a segment, too, under which it stays."""
-    lock = lock_beside(path)
-    try:
-        with lock.acquire(timeout=0):
-            Path(lock.lock_file).unlink(missing_ok=True)
-            nbytes, named = disk_bytes(path), path.exists() and path.stat().st_nlink > 1
-            if not dry_run:
-                path.unlink(missing_ok=True)
-            return 0 if named else nbytes, named
-    except OSError:  # locked: it is being written
-        return 0, False

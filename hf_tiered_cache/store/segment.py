@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -15,10 +14,10 @@ import torch
 
 from ..errors import FormatError, IntegrityError
 from ..geometry import LINK_TOKENS
+from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
-from .engines import Engine, EngineFile, ReadOp, ReadReport
-from .files import open_regular, read_all
+from .engines import ReadReport
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
@@ -38,83 +37,84 @@ class Head(NamedTuple):
     digests: np.ndarray
     """`DIGEST_DTYPE` `[lanes, chunks]`."""
     nbytes: int
-    """What the file takes on disk."""
-    file: tuple[int, int]
-    """Device and inode: which file it was that has been read."""
+    """What the segment takes on disk."""
+    version: Hashable
+    """Which bytes they were that have been read (see `Stored`)."""
     guard: Guard | None
     """Of the blocks, if these are to be read."""
 
 
-def read_head(path: Path, cipher: Plain | None = None) -> Head:
+def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain | None = None) -> Head:
     """Read and check everything before the blocks.
 
     Args:
+        fetch: reads a segment's beginning: a backend's `head`, of one segment.
         cipher: the store's, if the blocks are to be read, too. Without it the head is believed to whoever wrote it.
 
     Raises:
-        OtherKeyError: it is another key's. FormatError: the file is damaged or cut short. OSError: it cannot be read.
+        OtherKeyError: it is another key's. FormatError: it is damaged or cut short. OSError: it cannot be read.
     """
-    with open_regular(path) as (fd, stat):
-        page = read_all(fd, HEADER_BYTES, 0)
+    decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
+
+    def length(stored: Stored, page: bytes) -> int:
         header, links = decode_header(page)
-        guard = None if cipher is None else cipher.guard(header.seal)
-        if stat.st_size < header.file_bytes:
-            raise FormatError(f"{path.name} is cut short: {stat.st_size} of {header.file_bytes} bytes")
-        wanted, on_disk = header.blocks.offset - HEADER_BYTES, stat.st_blocks * 512
-        if wanted > _LARGE_TABLES and wanted > _MOST_HOLES * on_disk:  # some file systems reckon late: no proof
-            raise OSError(errno.EFBIG, f"tables of {wanted} bytes in a file that takes {on_disk}", str(path))
-        tables = read_all(fd, wanted, HEADER_BYTES)
+        decoded.append((header, links, None if cipher is None else cipher.guard(header.seal)))
+        if stored.size < header.file_bytes:
+            raise FormatError(f"it is cut short: {stored.size} of {header.file_bytes} bytes")
+        tables = header.blocks.offset - HEADER_BYTES
+        if tables > _LARGE_TABLES and tables > _MOST_HOLES * stored.nbytes:  # some places reckon late: no proof
+            raise OSError(errno.EFBIG, f"tables of {tables} bytes in a file that takes {stored.nbytes}")
+        return header.blocks.offset
+
+    stored, head = fetch(length)
+    header, links, guard = decoded[-1]
+    page, tables = head[:HEADER_BYTES], head[HEADER_BYTES:]
     if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
         raise FormatError("what stands before the blocks was not written with the store's key")
     chain, digests, order = decode_tables(header, links, tables)
     header = replace(header, shape=replace(header.shape, order=order))
-    return Head(header, chain, digests, on_disk, (stat.st_dev, stat.st_ino), guard)
-
-
-def is_there(path: Path, file: tuple[int, int]) -> bool:
-    """Whether the file at `path` is this one, by device and inode."""
-    try:
-        stat = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return (stat.st_dev, stat.st_ino) == file
+    return Head(header, chain, digests, stored.nbytes, stored.version, guard)
 
 
 class SegmentReader:
-    """A segment opened for reading. The open file stays whole even when another process unlinks it.
+    """A segment opened for reading. What is open stays whole even when another process deletes it.
 
     Args:
-        path: of its file.
-        engine: reads the blocks.
-        verify: whether their checksums are compared. Those of encrypted ones always are.
+        backend: where it lies.
+        segment_id: under which name.
+        verify: whether the blocks' checksums are compared. Those of encrypted ones always are.
         cipher: the store's.
 
     Raises:
-        OtherKeyError: it is another key's. FormatError: the file is damaged or cut short. OSError: it cannot be read.
+        OtherKeyError: it is another key's. FormatError: it is damaged, cut short, or another segment's. OSError: it
+            cannot be read.
     """
 
-    def __init__(self, path: Path, engine: Engine, verify: bool, cipher: Plain = _NO_KEY) -> None:
+    def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
         for _ in range(_OPENINGS):
-            self.header, self.chain, self.digests, _, self._inode, guard = read_head(path, cipher)
-            self._file: EngineFile = engine.open(str(path))
-            if is_there(path, self._inode):  # else head and blocks may be of two files
+            head = read_head(partial(backend.head, segment_id), cipher)
+            file = backend.open(segment_id, head.version)
+            if file is not None:  # else head and blocks would be of two versions
                 break
         else:
-            raise OSError(errno.EAGAIN, "it is replaced again and again", str(path))
-        self.id = self.header.id
-        self.shape = self.header.shape
-        self._engine = engine
-        self._guard = guard if verify or self.header.seal is not None else None
+            raise OSError(errno.EAGAIN, "it is replaced again and again", backend.where(segment_id))
+        self.header, self.chain, self.digests = head.header, head.chain, head.digests
+        self.id, self.shape = self.header.id, self.header.shape
+        if self.id != segment_id:
+            raise FormatError(f"{segment_id} calls itself {self.id}")
+        self._backend, self._file, self._version = backend, file, head.version
+        self._guard = head.guard if verify or self.header.seal is not None else None
         self._contents = [content_of(table) for table in self.digests]  # of each lane
         self.gone = False
         """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
 
-    def is_at(self, path: Path) -> bool:
-        """Whether the file at `path` is still the one that is open here."""
+    def is_current(self) -> bool:
+        """Whether what stands under its name is still what is open here."""
         try:
-            return is_there(path, self._inode)
+            found = self._backend.find(self.id)
         except OSError:
             return False
+        return found is not None and found.version == self._version
 
     def owner(self, lane: int) -> tuple[str, int, int]:
         """Under which name memory keeps blocks of a lane: with what they contain, whatever is stored under the id."""
@@ -131,7 +131,7 @@ class SegmentReader:
         """
         block_bytes = self.shape.lanes[lane].block_bytes
         start = self.header.blocks.offset + self.shape.lane_offsets[lane]
-        ops = [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
+        bytes_of = [(start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
         checked: Future[ReadReport] = Future()
         checked.set_running_or_notify_cancel()
 
@@ -145,7 +145,7 @@ class SegmentReader:
             else:
                 checked.set_result(report)
 
-        self._engine.submit(ops).add_done_callback(check)
+        self._file.read(bytes_of).add_done_callback(check)
         return checked
 
     def _open(self, lane: int, first: int, blocks: torch.Tensor) -> None:
@@ -159,5 +159,5 @@ class SegmentReader:
             raise IntegrityError(
                 f"segment {self.id}, lane {lane}, chunk {chunk}: the block fails its checksum",
                 whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,
-                file=self._inode,
+                version=self._version,
             )

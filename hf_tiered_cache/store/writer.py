@@ -15,8 +15,9 @@ import torch
 
 from ..errors import StoreBusyError, StoreClosedError
 from ..latch import Latch
-from .disk import SegmentStore, Written
+from .disk import SegmentStore
 from .format import SegmentHeader
+from .publish import Written
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -100,11 +101,11 @@ class Writer:
             StoreClosedError: the writer was closed.
         """
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"{self._store.root} was opened before this process was forked; open it anew")
+            raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it anew")
         while True:
             with self._lock:
                 if self._closed:
-                    raise StoreClosedError(f"{self._store.root} was closed")
+                    raise StoreClosedError(f"{self._store.place} was closed")
                 if self._has_room(draft):
                     self._pending[draft.links[0]] = draft
                     self._waiting_bytes += draft.nbytes
@@ -152,7 +153,7 @@ class Writer:
         if self.later(written.open) and not self._wait(
             lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
         ):
-            raise StoreBusyError(f"nothing gets written to {self._store.root}; check the disk and call flush() again")
+            raise StoreBusyError(f"nothing gets written to {self._store.place}; check the disk and call flush() again")
         self._store.sync()
 
     def end(self) -> None:
@@ -164,7 +165,7 @@ class Writer:
         """End, and wait for it; a thread that is stuck is left behind."""
         self.end()
         if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_open, _MOST_PATIENCE_SECONDS):
-            logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.root)
+            logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.place)
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
         """Wait until `condition` holds, or nothing has been done for so many seconds.
@@ -208,7 +209,7 @@ class Writer:
             self._drain()
             self._close()
         except Exception:
-            logger.exception("the store %s was not closed properly", self._store.root)
+            logger.exception("the store %s was not closed properly", self._store.place)
         finally:
             self._closed = True
             self._ended.open()

@@ -1,0 +1,263 @@
+"""The store's index: the catalogue of what is stored, kept in line with the backend whatever fails."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+from ..errors import FormatError, NotOursError
+from ..stats import Counters
+from .backend import SegmentBackend
+from .catalogue import Catalogue, SegmentRow
+from .database import is_damage
+from .notices import Notices
+from .segment import read_head
+
+_MENDING_SECONDS = 10.0
+"""How long to do without a catalogue that is damaged again, or cannot be opened, before it is tried again."""
+_SCANNING_SECONDS = 1.0
+"""How long to leave segments alone that could not be read or entered."""
+_AT_ONCE = 256
+"""Segments that are entered in one transaction."""
+_FAULTS = (sqlite3.Error, OverflowError, MemoryError)
+_T = TypeVar("_T")
+_Default = TypeVar("_Default")
+_Row = tuple[SegmentRow, Mapping[str, str]]
+
+
+class Index:
+    """What is stored, and what is known of it.
+
+    Args:
+        backend: where it lies.
+        counters: where faults are counted.
+        notices: where they are said.
+    """
+
+    def __init__(self, backend: SegmentBackend, counters: Counters, notices: Notices) -> None:
+        self._backend, self._counters, self._notices = backend, counters, notices
+        self.unlisted: list[str] = []
+        """Names in the backend that stand for no segment (damaged, or of a newer format), or could not be read yet."""
+        self._unread = False  # whether some of these may be whole
+        self._untold = False  # and the catalogue could not be told
+        self._scanned = 0.0
+        self._mending = threading.Lock()
+        self._mended = self._opened = -_MENDING_SECONDS
+        self._in_line = 0  # the generation of the catalogue that the segments were compared with
+        self.catalogue = self._open_catalogue()
+        try:
+            with self._mending:
+                self.scan()
+        except BaseException:  # Ctrl-C: nobody is going to close it
+            self.catalogue.close()
+            raise
+
+    def _open_catalogue(self) -> Catalogue:
+        if self._backend.writable and self._backend.catalogue is not None:
+            self._opened = time.monotonic()
+            try:
+                return Catalogue(self._backend.catalogue)
+            except (sqlite3.Error, OSError) as error:
+                self._counters.add("catalogue_errors")
+                self._warn("catalogue", f"the catalogue cannot be opened ({error}): nothing new is stored until it can")
+        return Catalogue(None)
+
+    def is_shared(self) -> bool:
+        """Whether others see what is entered. A catalogue that could not be opened is tried again now and then."""
+        if self._backend.catalogue is None:
+            return True  # they look for themselves
+        in_vain = self.catalogue.path is None and self._backend.writable
+        if in_vain and time.monotonic() - self._opened >= _MENDING_SECONDS:
+            found = self._open_catalogue()
+            if found.path is not None:
+                self.catalogue = found
+                self._compare()
+        return self.catalogue.path is not None
+
+    def listed_bytes(self) -> int | None:
+        """Bytes on disk of the segments that the catalogue lists; None where it may lack some, as a new one does."""
+        before = self._in_line
+        listed = self.ask(Catalogue.total_bytes, None)
+        whole = self.catalogue.path is not None and before == self._in_line == self.catalogue.generation
+        return listed if whole else None
+
+    def close(self) -> None:
+        self.catalogue.close()
+
+    # --- what it says; where the catalogue fails, nothing
+
+    def rows(self) -> list[SegmentRow]:
+        """Every segment, last used last."""
+        return self.ask(Catalogue.all, [])
+
+    def row(self, segment_id: str) -> SegmentRow | None:
+        return self.ask(lambda c: c.get(segment_id), None)
+
+    def beginning_with(self, links: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `links`."""
+        return self.ask(lambda c: c.beginning_with(links), [])
+
+    def models(self) -> dict[str, dict[str, str]]:
+        """For each fingerprint of which segments are stored what is known of the model."""
+        return self.ask(Catalogue.models, {})
+
+    def keys(self, fingerprint: str | None = None) -> set[str]:
+        """The keys that segments, of one model or of all, are encrypted with; "" if some are not."""
+        return self.ask(lambda c: c.keys(fingerprint), set())
+
+    def provenances(self, fingerprint: str) -> list[str]:
+        """How the stored KV of this model came about."""
+        return self.ask(lambda c: c.provenances(fingerprint), [])
+
+    def scores(self) -> list[tuple[str, int, bytes]]:
+        """What eviction policies know of chunks (see `Catalogue.scores`)."""
+        return self.ask(Catalogue.scores, [])
+
+    # --- what it is told
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """These segments are gone."""
+        self.ask(lambda c: c.remove(ids), None)
+
+    def touch(self, ids: Iterable[str]) -> None:
+        """Note a use of these segments, for LRU eviction."""
+        self.ask(lambda c: c.touch(ids), None)
+        self.catch_up()
+
+    def keep_scores(self, rows: Sequence[tuple[str, int, bytes]]) -> None:
+        """Keep what eviction policies know of chunks."""
+        if rows:
+            self.ask(lambda c: c.keep_scores(rows), None)
+
+    # --- segments and rows
+
+    def scan(self) -> None:
+        """Bring the catalogue in line with the backend: read heads it lacks, drop rows whose segment is gone."""
+        generation = self.catalogue.generation
+        unknown: set[str] | None = None
+        known = self.ask(Catalogue.ids, unknown)
+        self._untold = known is None
+        try:
+            present = set(self._backend.names())
+            gone = [name for name in (known or set()) - present if self._backend.find(name) is None]
+        except OSError as error:
+            self._counters.add("read_errors")
+            self._warn(
+                "listing",
+                f"the segments of {self._backend.place} cannot be listed ({error.strerror}); what was known of them "
+                "stays",
+            )
+            return
+        if gone:
+            self.remove(gone)
+        self._unread, self._scanned = known is None, time.monotonic()
+        unlisted = list(present - (known or set()))
+        self.unlisted = unlisted if self._untold else self.adopt(unlisted)
+        self.ask(Catalogue.set_right_clocks, None)
+        self._in_line = generation
+
+    def catch_up(self) -> None:
+        """Try again what could not be read, or not be entered."""
+        if self._unread and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
+            with self._mending:
+                self.scan()
+
+    def adopt(self, ids: Sequence[str]) -> list[str]:
+        """Enter segments that the catalogue does not know. Returns those that are none, or could not be entered."""
+        left: list[str] = []
+        for first in range(0, len(ids), _AT_ONCE):
+            some = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
+            rows = [row for row in some.values() if row is not None]
+
+            def enter(catalogue: Catalogue, rows: list[_Row] = rows) -> bool:
+                catalogue.add_all(rows)
+                return True
+
+            if rows and not self.ask(enter, False):
+                self._unread = self._untold = True
+                return left + list(ids[first:])
+            left += [segment_id for segment_id, row in some.items() if row is None]
+        return [segment_id for segment_id in left if not self._is_gone(segment_id)]
+
+    def _is_gone(self, segment_id: str) -> bool:
+        try:
+            return self._backend.find(segment_id) is None
+        except OSError:
+            return False
+
+    def _read(self, segment_id: str) -> _Row | None:
+        """The row of a segment, or None (counted, and said) if it is none that can be read."""
+        where = self._backend.where(segment_id)
+        try:
+            header, chain, _, nbytes, *_ = read_head(partial(self._backend.head, segment_id))
+            if header.id != segment_id:
+                raise FormatError(f"it calls itself {header.id}")
+        except NotOursError as error:
+            self._counters.add("newer_files")
+            self._warn("newer", f"{where}: {error}")
+        except FormatError as error:
+            self._counters.add("damaged_files")
+            self._warn("damaged", f"{where} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
+        except FileNotFoundError:
+            pass  # deleted meanwhile
+        except (OSError, MemoryError) as error:
+            self._counters.add("read_errors")
+            self._warn("unreadable", f"{where} cannot be read ({error})")
+            self._unread = True
+        else:
+            return SegmentRow.of(header, chain, nbytes), header.model
+        return None
+
+    # --- faults
+
+    def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
+        """Run `action` on the catalogue; `default` if that fails. A damaged or lost one is rebuilt, once, on the way.
+
+        SQLite's faults never come out of this, nor does it enter itself: what a scan asks is asked without a scan.
+        """
+        answer: _T | _Default = default
+        for again in (True, False):
+            catalogue = self.catalogue
+            generation = catalogue.generation
+            try:
+                answer = action(catalogue)
+                if catalogue.generation == self._in_line or not self._compare():
+                    break
+            except _FAULTS as error:
+                self._counters.add("catalogue_errors")
+                damaged = isinstance(error, sqlite3.Error) and is_damage(error)
+                self._warn("catalogue", f"the catalogue {'is damaged' if damaged else 'failed'} ({error})")
+                if not (again and damaged and self._rebuild(catalogue, generation)):
+                    break
+        return answer
+
+    def _compare(self) -> bool:
+        """The catalogue is another one than before: enter what is stored. Returns whether this thread has done it."""
+        if not self._mending.acquire(blocking=False):
+            return False
+        try:
+            self.scan()
+        finally:
+            self._mending.release()
+        return True
+
+    def _rebuild(self, catalogue: Catalogue, generation: int) -> bool:
+        """The same for one that is damaged."""
+        if time.monotonic() - self._mended < _MENDING_SECONDS or not self._mending.acquire(blocking=False):
+            return False
+        try:
+            self._mended = time.monotonic()
+            catalogue.rebuild(generation)
+            self.scan()
+        except sqlite3.Error:
+            return False
+        finally:
+            self._mending.release()
+        return True
+
+    def _warn(self, topic: str, message: str) -> None:
+        self._notices.warn(topic, message)

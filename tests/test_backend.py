@@ -1,0 +1,306 @@
+"""The contract of all backends, and a store over each: what stands above them knows no folder."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+import torch
+from memory_backend import MemoryBackend
+from segments import links, read_back, segment, store_over
+
+from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
+from hf_tiered_cache.store import folder, maintain
+from hf_tiered_cache.store.backend import SegmentBackend
+from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.folder import FolderBackend
+from hf_tiered_cache.store.memory import aligned_bytes
+
+KINDS = ["folder", "memory"]
+A, B = "a" * 32, "b" * 32
+DATA = bytes(range(256)) * 64  # four pages
+SIZE = len(DATA)
+
+
+@pytest.fixture(params=KINDS)
+def backend(request, tmp_path):
+    made: SegmentBackend = MemoryBackend() if request.param == "memory" else FolderBackend(tmp_path, PosixEngine())
+    yield made
+    made.close()
+
+
+def put(backend, name=A, data=DATA, replace=False):
+    with backend.write(name, len(data)) as upload:
+        upload.write(memoryview(data)[4096:], 4096)
+        upload.write(memoryview(data)[:4096], 0)
+        upload.publish(replace)
+
+
+def whole(backend, name=A):
+    """All bytes of a segment, through `head`."""
+    return backend.head(name, lambda stored, page: stored.size)[1]
+
+
+def blocks_of(file, *offsets, nbytes=4096):
+    memory = [aligned_bytes(nbytes) for _ in offsets]
+    file.read(list(zip(offsets, memory, strict=True))).result()
+    return [bytes(block.numpy()) for block in memory]
+
+
+# --- the verbs
+
+
+def test_of_an_empty_place_nothing_is_found(backend):
+    assert backend.names() == []
+    assert backend.find(A) is None
+    assert backend.pinned() == set()
+    assert not backend.delete(A)
+    assert backend.is_reachable()
+    assert backend.writable
+    for ask in (lambda: whole(backend), lambda: backend.open(A, 0)):
+        with pytest.raises(FileNotFoundError):
+            ask()
+
+
+def test_what_is_written_is_found_and_read(backend):
+    put(backend)
+    assert backend.names() == [A]
+    stored = backend.find(A)
+    assert (stored.size, stored.nbytes >= SIZE) == (SIZE, True)
+    assert whole(backend) == DATA
+    file = backend.open(A, stored.version)
+    report = file.read([(4096, first := aligned_bytes(4096)), (12288, second := aligned_bytes(4096))]).result()
+    assert report.nbytes >= 8192
+    assert bytes(first.numpy()) + bytes(second.numpy()) == DATA[4096:8192] + DATA[12288:]
+    assert A in backend.where(A)
+
+
+def test_a_head_is_as_long_as_its_first_page_says(backend):
+    put(backend)
+    seen = []
+
+    def length(stored, page):
+        seen.append((stored, page))
+        return 8192
+
+    stored, head = backend.head(A, length)
+    assert (stored, head) == (backend.find(A), DATA[:8192])
+    assert seen == [(stored, DATA[:4096])]
+    assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA  # fewer only where it ends
+    put(backend, B, b"short")
+    assert backend.head(B, lambda stored, page: len(page))[1] == b"short"
+
+    def refuse(*_):
+        raise FormatError("no segment")
+
+    with pytest.raises(FormatError):
+        backend.head(A, refuse)
+
+
+def test_nobody_sees_what_is_not_published(backend):
+    with backend.write(A, SIZE) as upload:
+        upload.write(memoryview(DATA), 0)
+        assert (backend.names(), backend.find(A)) == ([], None)
+        assert upload.nbytes() >= SIZE
+    with pytest.raises(ZeroDivisionError), backend.write(A, SIZE) as upload:
+        upload.write(memoryview(DATA), 0)
+        raise ZeroDivisionError
+    assert (backend.names(), backend.find(A)) == ([], None)
+
+
+def test_the_first_writer_wins_unless_another_is_to_replace_it(backend):
+    put(backend)
+    before = backend.find(A)
+    with pytest.raises(FileExistsError):
+        put(backend, data=DATA[::-1])
+    assert (backend.find(A), whole(backend)) == (before, DATA)
+    put(backend, data=DATA[::-1], replace=True)
+    assert backend.find(A).version != before.version
+    assert whole(backend) == DATA[::-1]
+    assert backend.names() == [A]
+    put(backend, B, replace=True)  # nothing was there
+    assert whole(backend, B) == DATA
+
+
+def test_what_is_open_stays_whole_and_only_its_own_version_is_opened(backend):
+    put(backend)
+    old = backend.find(A)
+    file = backend.open(A, old.version)
+    put(backend, data=DATA[::-1], replace=True)
+    assert backend.open(A, old.version) is None
+    assert blocks_of(file, 0) == [DATA[:4096]]
+    assert backend.delete(A)
+    assert blocks_of(file, 4096) == [DATA[4096:8192]]
+    assert (backend.names(), backend.find(A), backend.delete(A)) == ([], None, False)
+
+
+def test_a_read_past_the_end_fails(backend):
+    put(backend)
+    file = backend.open(A, backend.find(A).version)
+    with pytest.raises(OSError):
+        file.read([(0, aligned_bytes(4096)), (SIZE, aligned_bytes(4096))]).result()
+    assert blocks_of(file, 0) == [DATA[:4096]]
+
+
+def test_many_threads_read_and_write_at_once(backend):
+    put(backend)
+    file, failed = backend.open(A, backend.find(A).version), []
+
+    def work(number):
+        name = f"{number:032x}"
+        try:
+            for _ in range(10):
+                put(backend, name, data=bytes([number]) * SIZE, replace=True)
+                assert whole(backend, name) == bytes([number]) * SIZE
+                assert blocks_of(file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert failed == []
+    assert len(backend.names()) == 5
+
+
+def test_pins_are_marks_on_names(backend):
+    backend.pin(A, True)
+    backend.pin(A, True)
+    assert backend.pinned() == {A}
+    put(backend)
+    assert backend.delete(A)
+    assert backend.pinned() == {A}  # who deletes decides
+    backend.pin(A, False)
+    backend.pin(A, False)
+    assert backend.pinned() == set()
+
+
+def test_usage_is_what_lies_beside_the_segments(backend):
+    before = backend.usage()
+    with backend.write(A, 1 << 20) as upload:
+        upload.write(memoryview(DATA), 0)
+        assert backend.usage() - before >= 1 << 20
+    assert backend.usage() == before
+    put(backend)
+    assert backend.usage() == before
+    backend.sync()
+    assert backend.clean_up() == (0, False)
+    free = backend.free()
+    assert free is None or free > 0
+
+
+def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
+    monkeypatch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.05)
+    if isinstance(backend, FolderBackend):
+        backend._lock_seconds = 0.2
+    refused = []
+
+    def other():
+        try:
+            with backend.locked():
+                pass
+        except StoreBusyError as error:
+            refused.append(error)
+
+    with backend.locked():
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1
+    other()
+    assert len(refused) == 1
+
+
+def test_a_closed_backend_reads_no_more(backend):
+    put(backend)
+    file = backend.open(A, backend.find(A).version)
+    backend.close()
+    with pytest.raises(StoreClosedError):
+        file.read([(0, aligned_bytes(4096))]).result()
+
+
+# --- a store over it
+
+
+def publish(store, seed="a", count=4, **changes):
+    header, chain, blocks = segment(links(count, seed), **changes)
+    assert store.publish(header, chain, blocks)
+    return header, blocks
+
+
+def test_a_store_serves_segments_from_it(backend):
+    store = store_over(backend)
+    header, blocks = publish(store)
+    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert store.found(store.find(links(4))[0]) is not None
+    for written, read in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written, read)
+    assert store.publish(header, links(4), blocks)
+    assert store.counters.snapshot().duplicate_writes == 1
+    report = maintain.verify(store)
+    assert (report.segments, report.ok) == (1, True)
+    other = store_over(backend)  # another process: its catalogue is made of what is there
+    assert [row.id for row in other.find(links(4))] == [header.id]
+    assert other.remove([header.id]) == 1
+    assert store.reader(header.id) is None
+    assert store.find(links(4)) == []
+    other.sync()
+
+
+def test_damage_in_it_is_a_miss_and_the_segment_is_stored_anew(backend):
+    store = store_over(backend)
+    header, blocks = publish(store)
+    data = bytearray(whole(backend, header.id))
+    data[store.reader(header.id).header.blocks.offset] ^= 1
+    put(backend, header.id, bytes(data), replace=True)
+    with pytest.raises(IntegrityError) as error:
+        read_back(store, header.id)
+    store.report(header.id, error.value)
+    assert store.counters.snapshot().verification_failures == 1
+    assert store.find(links(4)) == []
+    assert backend.find(header.id) is None
+    publish(store)
+    for written, read in zip(blocks, read_back(store, header.id), strict=True):
+        assert torch.equal(written, read)
+
+
+def test_a_read_error_hides_a_segment_of_it(backend):
+    store = store_over(backend)
+    header, _ = publish(store)
+    store.report(header.id, OSError(errno.EIO, "a cable"))
+    assert store.find(links(4)) == []
+    publish(store)
+    assert [row.id for row in store.find(links(4))] == [header.id]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_quota_holds_over_any_backend_and_pinned_segments_stay(tmp_path, kind):
+    def made():
+        return MemoryBackend() if kind == "memory" else FolderBackend(tmp_path, PosixEngine())
+
+    probe = made()
+    header, _ = publish(store_over(probe), "pinned")
+    size = probe.find(header.id).nbytes
+    backend = probe if kind == "folder" else made()
+    store = store_over(backend, quota=5 * size + 500_000)
+    publish(store, "pinned")
+    store.pin([header.id])
+    for number in range(12):
+        publish(store, f"s{number}")
+        assert store.used_bytes() <= store.limits.quota
+    assert store.counters.snapshot().evicted_segments > 0
+    assert backend.find(header.id) is not None
+    assert maintain.gc(store).damaged == 0
+
+
+def test_a_full_place_drops_the_write_and_evicts_for_the_floor():
+    size = len(whole(backend := MemoryBackend(), publish(store_over(backend))[0].id))
+    store = store_over(MemoryBackend(capacity=3 * size), floor=size // 2)
+    made = [publish(store, f"s{number}")[0].id for number in range(4)]
+    assert made[0] not in store.backend.names()
+    assert made[-1] in store.backend.names()
+    assert store.counters.snapshot().evicted_segments >= 1
+    assert not store.publish(*segment(links(40, "too large")))
+    assert store.counters.snapshot().dropped_writes == 1
+    assert made[-1] in store.backend.names()
