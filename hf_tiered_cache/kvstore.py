@@ -413,11 +413,11 @@ class KVStore:
         stats = self._counters.snapshot()
         if self._close.alive:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
-            stats.segments, stats.tokens, stats.disk_bytes, stats.encrypted_segments = counts
-        stats.disk_quota = self.disk.limits.quota
-        stats.host_bytes, stats.host_budget = self.residency.host.allocated, self.residency.host.budget
-        stats.device_bytes = sum(tier.allocated for tier in self.residency.devices.values())
-        stats.device_budget = self.residency.device_budget
+            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+        stats.disk.budget = self.disk.limits.quota
+        stats.host.bytes, stats.host.budget = self.residency.host.allocated, self.residency.host.budget
+        stats.device.bytes = sum(tier.allocated for tier in self.residency.devices.values())
+        stats.device.budget = self.residency.device_budget
         stats.evicted_blocks = self.residency.evicted
         return stats
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import html
 import threading
 import time
@@ -16,6 +17,7 @@ from rich.table import Table
 from .units import format_bytes
 
 TIERS = ("device", "host", "disk")
+"""Fastest first. Statistics are tables by these names: a further tier is one name more."""
 
 
 def render(table: Table) -> str:
@@ -54,6 +56,15 @@ class TierStats:
 
 
 @dataclass
+class TierUse:
+    """What a store has in one tier."""
+
+    bytes: int = 0
+    budget: int | None = 0
+    """Bytes that are never exceeded, or None."""
+
+
+@dataclass
 class RequestStats:
     """One request's account: every figure is counted, none estimated.
 
@@ -74,9 +85,8 @@ class RequestStats:
     """Held by a cache that went on with a prompt in which they do not stand."""
     tokens_attended: int = 0
     """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought."""
-    device: TierStats = field(default_factory=TierStats)
-    host: TierStats = field(default_factory=TierStats)
-    disk: TierStats = field(default_factory=TierStats)
+    tiers: dict[str, TierStats] = field(default_factory=lambda: {name: TierStats() for name in TIERS})
+    """By name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so with the others."""
     bytes_read: int = 0
     bytes_used: int = 0
     bytes_identifying: int = 0
@@ -99,6 +109,18 @@ class RequestStats:
     """Why prompts were not restored, or not stored, and how often."""
 
     @property
+    def device(self) -> TierStats:
+        return self.tiers["device"]
+
+    @property
+    def host(self) -> TierStats:
+        return self.tiers["host"]
+
+    @property
+    def disk(self) -> TierStats:
+        return self.tiers["disk"]
+
+    @property
     def reason(self) -> str:
         """Why nothing was restored, or not all was stored; "" if nothing stood in the way."""
         return "; ".join(self.reasons)
@@ -112,12 +134,12 @@ class RequestStats:
     @property
     def tier(self) -> str:
         """The slowest tier that gave a block, or "none"."""
-        return next((name for name in reversed(TIERS) if getattr(self, name).blocks), "none")
+        return next((name for name in reversed(self.tiers) if self.tiers[name].blocks), "none")
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready."""
+        """All figures, JSON-ready, each tier under its name."""
         more = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
-        return asdict(self) | more
+        return _by_tier(self) | more
 
     def _tables(self) -> list[Table]:
         summary = Table(title="TieredCache", title_justify="left", show_header=False)
@@ -148,8 +170,7 @@ class RequestStats:
         tiers = Table()
         for heading in ("tier", "blocks", "bytes", "hits", "misses"):
             tiers.add_column(heading, justify="left" if heading == "tier" else "right")
-        for name in TIERS:
-            tier: TierStats = getattr(self, name)
+        for name, tier in self.tiers.items():
             tiers.add_row(name, str(tier.blocks), format_bytes(tier.bytes), str(tier.hits), str(tier.misses))
         return [summary, tiers]
 
@@ -158,6 +179,12 @@ class RequestStats:
 
     def _repr_html_(self) -> str:
         return "".join(map(render_html, self._tables()))
+
+
+def _by_tier(stats: RequestStats | StoreStats) -> dict[str, Any]:
+    figures = asdict(stats)
+    tiers = figures.pop("tiers")
+    return figures | tiers
 
 
 def _ms(seconds: float) -> str:
@@ -193,7 +220,7 @@ class Account:
     def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
         """Note how many blocks were looked for in `tier`, and how many of them it gives."""
         with self._lock:
-            counts: TierStats = getattr(self.stats, tier)
+            counts = self.stats.tiers[tier]
             counts.hits += found
             counts.misses += missing
             counts.blocks += found
@@ -236,12 +263,8 @@ class StoreStats:
     segments: int = 0
     encrypted_segments: int = 0
     tokens: int = 0
-    disk_bytes: int = 0
-    disk_quota: int | None = None
-    host_bytes: int = 0
-    host_budget: int = 0
-    device_bytes: int = 0
-    device_budget: int = 0
+    tiers: dict[str, TierUse] = field(default_factory=lambda: {name: TierUse() for name in TIERS})
+    """By name, as for requests. The budget on disk is the quota."""
     segments_written: int = 0
     bytes_written: int = 0
     duplicate_writes: int = 0
@@ -260,9 +283,21 @@ class StoreStats:
     catalogue_errors: int = 0
     evicted_blocks: int = 0
 
+    @property
+    def device(self) -> TierUse:
+        return self.tiers["device"]
+
+    @property
+    def host(self) -> TierUse:
+        return self.tiers["host"]
+
+    @property
+    def disk(self) -> TierUse:
+        return self.tiers["disk"]
+
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready."""
-        return asdict(self)
+        """All figures, JSON-ready, each tier under its name."""
+        return _by_tier(self)
 
     def _table(self) -> Table:
         table = Table(title="KVStore", title_justify="left", show_header=False)
@@ -270,9 +305,14 @@ class StoreStats:
         table.add_column(justify="right")
         for f in fields(self):
             value = getattr(self, f.name)
-            is_bytes = f.name.endswith(("_bytes", "_budget", "_quota", "bytes_written"))
-            shown = "none" if value is None else format_bytes(value) if is_bytes else str(value)
-            table.add_row(f.name.replace("_", " "), shown)
+            if f.name == "tiers":
+                for name, tier in self.tiers.items():
+                    budget = "no limit" if tier.budget is None else format_bytes(tier.budget)
+                    table.add_row(f"{name}, of its budget", f"{format_bytes(tier.bytes)} / {budget}")
+            else:
+                table.add_row(
+                    f.name.replace("_", " "), format_bytes(value) if f.name == "bytes_written" else str(value)
+                )
         return table
 
     def __str__(self) -> str:
@@ -295,4 +335,4 @@ class Counters:
 
     def snapshot(self) -> StoreStats:
         with self._lock:
-            return StoreStats(**asdict(self._stats))
+            return copy.deepcopy(self._stats)

@@ -276,7 +276,7 @@ def test_two_models_share_a_store(tmp_path):
                 model.generate(prompt(100), past_key_values=cache, **GREEDY)
                 assert cache.stats.tokens_restored == 96
         assert len(store.segments()) == 4
-        assert store.stats.host_bytes <= 300 << 10
+        assert store.stats.host.bytes <= 300 << 10
 
 
 @pytest.mark.parametrize("host", [0, "64KiB", "200KiB", "1GiB"])
@@ -287,7 +287,7 @@ def test_any_host_budget_is_kept_and_right(model, tmp_path, host, policy):
             ids = prompt(100, seed=seed)
             model.generate(ids, past_key_values=TieredCache(model, store), **GREEDY)
             assert restored(model, store, ids) >= 96
-            assert store.stats.host_bytes <= store.stats.host_budget
+            assert store.stats.host.bytes <= store.stats.host.budget
 
 
 def test_many_threads_write_and_read_one_store(tmp_path):
@@ -427,7 +427,7 @@ def test_stats_of_a_store(model, tmp_path):
         store.precompute(model, prompt(100), progress=False)
         stats = store.stats
         assert (stats.segments, stats.tokens, stats.segments_written) == (1, 96, 1)
-        assert stats.disk_bytes == stats.bytes_written > 96 * 6 * 2 * 2 * 16 * 4
-        assert stats.disk_quota == 1 << 30
+        assert stats.disk.bytes == stats.bytes_written > 96 * 6 * 2 * 2 * 16 * 4
+        assert stats.disk.budget == 1 << 30
         assert "96" in str(stats)
         assert stats.as_dict()["tokens"] == 96

@@ -96,10 +96,10 @@ def test_methods_look_up_what_they_would_restore(store, model, method):
 def test_clear_empties_memory_and_if_asked_the_disk(store, model):
     store.precompute(model, prompt(100), progress=False, pin=True)
     store.clear()
-    assert store.stats.host_bytes == 0
+    assert store.stats.host.bytes == 0
     assert store.stats.segments == 1
     store.clear(disk=True)
-    assert store.stats.segments == store.stats.disk_bytes == 0
+    assert store.stats.segments == store.stats.disk.bytes == 0
     assert store.lookup(model, prompt(100)).stored == 0
 
 

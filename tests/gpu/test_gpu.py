@@ -77,8 +77,8 @@ def test_any_tiers_and_engines_are_exact_and_keep_their_budgets(tmp_path, engine
             for ids in prompts:
                 stats = ask(model, store, question(ids, turn), ids)
                 assert stats.tokens_restored == 272
-                assert store.stats.host_bytes <= store.stats.host_budget
-                assert store.stats.device_bytes <= store.stats.device_budget
+                assert store.stats.host.bytes <= store.stats.host.budget
+                assert store.stats.device.bytes <= store.stats.device.budget
         if budgets == ("1GiB", "1GiB"):
             assert (stats.device.hits, stats.bytes_read) == (stats.device.blocks, 0)
             assert stats.device.blocks > 0

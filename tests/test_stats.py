@@ -1,0 +1,47 @@
+"""Statistics by tier are tables by name: another tier is another name, and nothing else."""
+
+from __future__ import annotations
+
+import json
+
+from hf_tiered_cache import stats
+from hf_tiered_cache.stats import Account, Counters, RequestStats, StoreStats
+
+
+def test_tiers_have_their_names():
+    request, store = RequestStats(), StoreStats()
+    for one in (request, store):
+        assert list(one.tiers) == list(stats.TIERS) == ["device", "host", "disk"]
+        assert (one.device, one.host, one.disk) == tuple(one.tiers.values())
+    request.disk.hits = 3
+    store.disk.budget = None
+    assert request.as_dict()["disk"] == {"blocks": 0, "bytes": 0, "hits": 3, "misses": 0}
+    assert store.as_dict()["disk"] == {"bytes": 0, "budget": None}
+    assert json.dumps(request.as_dict()) and json.dumps(store.as_dict())
+
+
+def test_a_further_tier_is_a_further_name(monkeypatch):
+    monkeypatch.setattr(stats, "TIERS", (*stats.TIERS, "remote"))
+    account, total = Account(), Account()
+    account.total = total
+    account.looked_up("disk", 1, 2, 100)
+    assert account.stats.tier == "disk"
+    account.looked_up("remote", 2, 1, 100)
+    for counted in (account.stats, total.stats):
+        assert counted.tier == "remote"
+        assert counted.as_dict()["remote"] == {"blocks": 2, "bytes": 200, "hits": 2, "misses": 1}
+        assert counted.tiers["disk"].misses == 2
+        assert "remote" in str(counted)
+        assert "remote" in counted._repr_html_()
+    assert "remote" in StoreStats().as_dict()
+    assert "remote" in str(StoreStats())
+
+
+def test_a_snapshot_stays_as_it_is():
+    counters = Counters()
+    counters.add("segments_written")
+    before = counters.snapshot()
+    before.host.bytes = 7
+    counters.add("segments_written")
+    assert (before.segments_written, counters.snapshot().segments_written) == (1, 2)
+    assert counters.snapshot().host.bytes == 0
