@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from hf_tiered_cache.errors import StoreBusyError, StoreClosedError
-from hf_tiered_cache.store.backend import ByteRun, HeadLength, Stored
-from hf_tiered_cache.store.engines import ReadReport
+from hf_tiered_cache.store.backend import HeadLength, Stored
+from hf_tiered_cache.store.engines import EngineFile, ReadOp, ReadReport
 from hf_tiered_cache.store.format import HEADER_BYTES
 
 _versions = itertools.count()
@@ -55,7 +55,21 @@ class MemoryBackend:
 
     def open(self, segment_id: str, version: Hashable) -> MemoryFile | None:
         data = self._data(segment_id)
-        return MemoryFile(self, data) if self._segments[segment_id][0] == version else None
+        return MemoryFile(self.where(segment_id), data) if self._segments[segment_id][0] == version else None
+
+    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        if self._closed:
+            raise StoreClosedError("it is closed")
+        done: Future[ReadReport] = Future()
+        for file, offset, dest in ops:
+            assert isinstance(file, MemoryFile)
+            found = file.data[offset : offset + dest.numel()]
+            if len(found) < dest.numel():
+                done.set_exception(OSError(errno.EIO, "the segment ends before the block", file.path))
+                return done
+            dest.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
+        done.set_result(ReadReport(sum(op.dest.numel() for op in ops), 0.0))
+        return done
 
     def _data(self, segment_id: str) -> bytes:
         if segment_id not in self._segments:
@@ -110,23 +124,11 @@ class MemoryBackend:
         self._closed = True
 
 
-class MemoryFile:
-    """See `SegmentFile`."""
+class MemoryFile(EngineFile):
+    """A segment that is open."""
 
-    def __init__(self, backend: MemoryBackend, data: bytes) -> None:
-        self._backend, self._data = backend, data
-
-    def read(self, runs: Sequence[ByteRun]) -> Future[ReadReport]:
-        if self._backend._closed:
-            raise StoreClosedError("it is closed")
-        done: Future[ReadReport] = Future()
-        if any(offset + dest.numel() > len(self._data) for offset, dest in runs):
-            done.set_exception(OSError(errno.EIO, "the segment ends before the block"))
-            return done
-        for offset, dest in runs:
-            dest.copy_(torch.frombuffer(bytearray(self._data[offset : offset + dest.numel()]), dtype=torch.uint8))
-        done.set_result(ReadReport(sum(dest.numel() for _, dest in runs), 0.0))
-        return done
+    def __init__(self, path: str, data: bytes) -> None:
+        self.path, self.data = path, data
 
 
 class MemoryUpload:

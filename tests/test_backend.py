@@ -13,7 +13,7 @@ from segments import links, read_back, segment, store_over
 from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain
 from hf_tiered_cache.store.backend import SegmentBackend
-from hf_tiered_cache.store.engines import PosixEngine
+from hf_tiered_cache.store.engines import PosixEngine, ReadOp
 from hf_tiered_cache.store.folder import FolderBackend
 from hf_tiered_cache.store.memory import aligned_bytes
 
@@ -42,9 +42,9 @@ def whole(backend, name=A):
     return backend.head(name, lambda stored, page: stored.size)[1]
 
 
-def blocks_of(file, *offsets, nbytes=4096):
+def blocks_of(backend, file, *offsets, nbytes=4096):
     memory = [aligned_bytes(nbytes) for _ in offsets]
-    file.read(list(zip(offsets, memory, strict=True))).result()
+    backend.read([ReadOp(file, *run) for run in zip(offsets, memory, strict=True)]).result()
     return [bytes(block.numpy()) for block in memory]
 
 
@@ -70,10 +70,20 @@ def test_what_is_written_is_found_and_read(backend):
     assert (stored.size, stored.nbytes >= SIZE) == (SIZE, True)
     assert whole(backend) == DATA
     file = backend.open(A, stored.version)
-    report = file.read([(4096, first := aligned_bytes(4096)), (12288, second := aligned_bytes(4096))]).result()
+    first, second = aligned_bytes(4096), aligned_bytes(4096)
+    report = backend.read([ReadOp(file, 4096, first), ReadOp(file, 12288, second)]).result()
     assert report.nbytes >= 8192
     assert bytes(first.numpy()) + bytes(second.numpy()) == DATA[4096:8192] + DATA[12288:]
     assert A in backend.where(A)
+
+
+def test_one_call_reads_several_segments(backend):
+    put(backend)
+    put(backend, B, DATA[::-1])
+    files = [backend.open(name, backend.find(name).version) for name in (A, B)]
+    blocks = [aligned_bytes(4096) for _ in files]
+    backend.read([ReadOp(file, 8192, block) for file, block in zip(files, blocks, strict=True)]).result()
+    assert [bytes(block.numpy()) for block in blocks] == [DATA[8192:12288], DATA[::-1][8192:12288]]
 
 
 def test_a_head_is_as_long_as_its_first_page_says(backend):
@@ -129,18 +139,19 @@ def test_what_is_open_stays_whole_and_only_its_own_version_is_opened(backend):
     file = backend.open(A, old.version)
     put(backend, data=DATA[::-1], replace=True)
     assert backend.open(A, old.version) is None
-    assert blocks_of(file, 0) == [DATA[:4096]]
+    assert blocks_of(backend, file, 0) == [DATA[:4096]]
     assert backend.delete(A)
-    assert blocks_of(file, 4096) == [DATA[4096:8192]]
+    assert blocks_of(backend, file, 4096) == [DATA[4096:8192]]
     assert (backend.names(), backend.find(A), backend.delete(A)) == ([], None, False)
 
 
 def test_a_read_past_the_end_fails(backend):
     put(backend)
     file = backend.open(A, backend.find(A).version)
-    with pytest.raises(OSError):
-        file.read([(0, aligned_bytes(4096)), (SIZE, aligned_bytes(4096))]).result()
-    assert blocks_of(file, 0) == [DATA[:4096]]
+    with pytest.raises(OSError) as error:
+        blocks_of(backend, file, 0, SIZE)
+    assert error.value.filename == file.path
+    assert blocks_of(backend, file, 0) == [DATA[:4096]]
 
 
 def test_many_threads_read_and_write_at_once(backend):
@@ -153,7 +164,7 @@ def test_many_threads_read_and_write_at_once(backend):
             for _ in range(10):
                 put(backend, name, data=bytes([number]) * SIZE, replace=True)
                 assert whole(backend, name) == bytes([number]) * SIZE
-                assert blocks_of(file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
+                assert blocks_of(backend, file, 0, 8192) == [DATA[:4096], DATA[8192:12288]]
         except BaseException as error:
             failed.append(error)
 
@@ -217,7 +228,7 @@ def test_a_closed_backend_reads_no_more(backend):
     file = backend.open(A, backend.find(A).version)
     backend.close()
     with pytest.raises(StoreClosedError):
-        file.read([(0, aligned_bytes(4096))]).result()
+        blocks_of(backend, file, 0)
 
 
 # --- a store over it

@@ -17,12 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import torch
-
-from .engines import ReadReport
-
-ByteRun = tuple[int, torch.Tensor]
-"""Offset in the segment, and where its bytes go: uint8 `[bytes]`, contiguous. Both aligned to 4 KiB for direct I/O."""
+from .engines import EngineFile, ReadOp, ReadReport
 
 
 class Stored(NamedTuple):
@@ -38,20 +33,6 @@ class Stored(NamedTuple):
 
 HeadLength = Callable[[Stored, bytes], int]
 """How many bytes stand before a segment's blocks, to be told by its first page (`HEADER_BYTES`, or all there are)."""
-
-
-class SegmentFile(Protocol):
-    """A segment opened for reading. It stays whole until the last reference goes, also when it is deleted meanwhile."""
-
-    def read(self, runs: Sequence[ByteRun]) -> Future[ReadReport]:
-        """Fill all destinations, in the background.
-
-        The future keeps the destinations alive, and is resolved only when nothing writes to them any more. It fails
-        with OSError where bytes are missing or cannot be read.
-
-        Raises:
-            StoreClosedError: the backend was closed.
-        """
 
 
 class Upload(Protocol):
@@ -113,8 +94,21 @@ class SegmentBackend(Protocol):
             FormatError: what stands there can be no segment (a folder, a pipe). OSError: it cannot be read.
         """
 
-    def open(self, segment_id: str, version: Hashable) -> SegmentFile | None:
-        """Open a segment for reading blocks; None if this version is not there any more. Raises OSError."""
+    def open(self, segment_id: str, version: Hashable) -> EngineFile | None:
+        """Open a segment for reading blocks; None if this version is not there any more. Raises OSError.
+
+        What is open stays whole until the last reference goes, also when it is deleted or replaced meanwhile.
+        """
+
+    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        """Read runs of bytes of open segments, in the background.
+
+        The future keeps the destinations alive, and is resolved only when nothing writes to them any more. It fails
+        with OSError where bytes are missing or cannot be read; its `filename` is the `path` of the file concerned.
+
+        Raises:
+            StoreClosedError: the backend was closed.
+        """
 
     # --- writing
 

@@ -20,7 +20,7 @@ from stat import S_ISDIR, S_ISREG
 from filelock import FileLock, Timeout
 
 from ..errors import StoreBusyError, StoreError
-from .backend import ByteRun, HeadLength, Stored
+from .backend import HeadLength, Stored
 from .engines import Engine, EngineFile, ReadOp, ReadReport
 from .files import LOCK_SUFFIX, allocate, fsync, lock_beside, open_file, open_regular, publish_name, read_all, write_all
 from .format import HEADER_BYTES
@@ -96,10 +96,13 @@ class FolderBackend:
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
         return head_of_file(self.path(segment_id), length)
 
-    def open(self, segment_id: str, version: Hashable) -> FolderFile | None:
+    def open(self, segment_id: str, version: Hashable) -> EngineFile | None:
         file = self.engine.open(self.where(segment_id))
         found = self.find(segment_id)
-        return FolderFile(self.engine, file) if found is not None and found.version == version else None
+        return file if found is not None and found.version == version else None
+
+    def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
+        return self.engine.submit(ops)
 
     # --- writing
 
@@ -203,16 +206,6 @@ class FolderBackend:
 
     def close(self) -> None:
         self.engine.close()
-
-
-class FolderFile:
-    """See `SegmentFile`."""
-
-    def __init__(self, engine: Engine, file: EngineFile) -> None:
-        self._engine, self._file = engine, file
-
-    def read(self, runs: Sequence[ByteRun]) -> Future[ReadReport]:
-        return self._engine.submit([ReadOp(self._file, offset, dest) for offset, dest in runs])
 
 
 class FolderUpload:

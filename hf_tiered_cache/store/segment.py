@@ -17,7 +17,7 @@ from ..geometry import LINK_TOKENS
 from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
-from .engines import ReadReport
+from .engines import ReadOp, ReadReport
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
@@ -131,7 +131,7 @@ class SegmentReader:
         """
         block_bytes = self.shape.lanes[lane].block_bytes
         start = self.header.blocks.offset + self.shape.lane_offsets[lane]
-        bytes_of = [(start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
+        ops = [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
         checked: Future[ReadReport] = Future()
         checked.set_running_or_notify_cancel()
 
@@ -145,7 +145,7 @@ class SegmentReader:
             else:
                 checked.set_result(report)
 
-        self._file.read(bytes_of).add_done_callback(check)
+        self._backend.read(ops).add_done_callback(check)
         return checked
 
     def _open(self, lane: int, first: int, blocks: torch.Tensor) -> None:
