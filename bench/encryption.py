@@ -29,6 +29,7 @@ from common import build, forget_page_cache, interleaved, machine, median, ratio
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.digest import Checksums, Guard
 from hf_tiered_cache.store.memory import aligned_bytes
@@ -111,7 +112,7 @@ class Bench:
         readers = {}
         for way, store in stores.items():
             (row,) = [row for row in store.segments() if row.position == 0]
-            readers[way] = store.disk.reader(row.id)
+            readers[way] = storage_of(store).disk.reader(row.id)
         shape = readers["plain"].shape
         lanes = [aligned_bytes(shape.chunks * lane.block_bytes).view(shape.chunks, -1) for lane in shape.lanes]
 

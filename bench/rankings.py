@@ -30,6 +30,7 @@ from eval.encode import Prompt, encode
 from eval.tasks import Draw, find_tasks
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.passages import kv_behind, neighbours
 from hf_tiered_cache.restore.passages import sink_token
@@ -62,7 +63,7 @@ class Ranker:
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        return kv_behind(self.model, self.store, CacheTune(), passage, context)
+        return kv_behind(self.model, storage_of(self.store), CacheTune(), passage, context)
 
     def passages(self, prompt: Prompt) -> Iterator[Passage]:
         """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""

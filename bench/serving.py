@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 from workload import Prompts, requests
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Method
 from hf_tiered_cache.stats import TIERS
 from hf_tiered_cache.units import parse_bytes
@@ -76,7 +77,7 @@ class Bench:
             store.precompute(model, prompts.prefixes)
             rows = store.segments()
             self.kv_bytes = sum(row.nbytes for row in rows)
-            self.token_bytes = store.disk.reader(rows[0].id).shape.layout.bytes_per_token
+            self.token_bytes = storage_of(store).disk.reader(rows[0].id).shape.layout.bytes_per_token
         share = int(arguments.memory_share * self.kv_bytes)
         self.host_memory = parse_bytes(arguments.host_memory or share, "host_memory")
         self.device_memory = parse_bytes(arguments.device_memory, "device_memory")

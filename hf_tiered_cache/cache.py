@@ -1,29 +1,20 @@
-"""TieredCache: the face that transformers sees."""
+"""TieredCache: what users make. What it does stands in `StoredCache`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any, cast
 
-import torch
 from torch import nn
-from transformers import Cache, PreTrainedModel
 
-from .errors import CacheMismatchError
-from .kvstore import KVStore, open_store
+from .kvstore import KVStore, open_store, storage_of
 from .methods import Method, make_method
-from .patches.attach import Attachment, ServedCache, attach, base_model
-from .patches.scope import current
-from .restore.plan import Plan
-from .serving import CacheOptions, Serving
-from .sources import DenseSource, sources_for
-from .stats import Account, RequestStats
-from .suitability import check_depth, check_suits
+from .serving import CacheOptions
+from .stored_cache import StoredCache, prepare
 
 
-class TieredCache(Cache, ServedCache):
+class TieredCache(StoredCache):
     """A cache whose KV outlives it: `model.generate(**inputs, past_key_values=TieredCache(model, store))`.
 
     The longest stored prefix of the prompt is restored from device memory, host memory or disk, only the rest is
@@ -62,143 +53,21 @@ class TieredCache(Cache, ServedCache):
         label: str = "",
         tag: str = "",
     ) -> None:
-        chosen, inner = make_method(method), base_model(model)
-        super().__init__(layers=sources_for(inner, chosen.source))
-        check_suits(chosen, inner)
-        attachment = attach(inner)
-        check_depth(attachment)
-        opened = open_store(store, chosen, attachment.extras)
-        chosen = chosen.coded(opened.codec)
+        chosen = make_method(method)
+        attachment, layers = prepare(model, chosen)
+        self._store = open_store(store, chosen, attachment.extras)
         begins = None if segments is None else tuple(segments)
         options = CacheOptions(restore, record, begins, strict, label, tag)
-        self._serving = Serving(attachment, opened, chosen, options, Account())
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The transformers model this cache belongs to."""
-        return self._serving.attachment.model
+        super().__init__(attachment, layers, storage_of(self._store), chosen, options)
 
     @property
     def store(self) -> KVStore:
         """Where KV is looked for, and stored."""
-        return self._serving.store
+        return self._store
 
-    @property
-    def method(self) -> Method:
-        """How it is restored."""
-        return self._serving.method
-
-    @property
-    def stats(self) -> RequestStats:
-        """What this cache has restored, computed, stored and read. Printed, it is a table."""
-        return self._serving.account.stats
-
-    def store_now(self) -> tuple[str, ...]:
-        """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
-        return self._serving.store_now()
-
-    def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """What a fresh cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
-        return self._serving.look_up(self, input_ids)
-
-    def count_into(self, total: Account | None) -> None:
-        """Let everything that is counted from now on be counted there, too."""
-        self._serving.account.total = total
-
-    # --- what an attached model asks
-
-    @torch.compiler.disable
-    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """One forward pass of the model: restore what is stored, compute the rest, record it."""
-        if attachment is not self._serving.attachment:
-            raise CacheMismatchError(
-                f"this cache belongs to another {type(self.model).__name__}; make one for this model"
-            )
-        return self._serving.run(self, forward, kwargs)
-
-    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
-        """`generate()` begins with these ids: keep what this cache holds of them, and forget the rest.
-
-        Args:
-            input_ids: int `[batch, n]`.
-            copies: rows of the cache for each of these (beams, several sequences).
-
-        Raises:
-            CacheMismatchError: the cache is strict, and holds other tokens.
-        """
-        serving = self._serving
-        dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
-        if not dropped:
-            return
-        try:
-            if dropped >= self.get_seq_length():
-                raise RuntimeError
-            self.crop(-dropped)
-        except RuntimeError:  # a window, or a selection of the prompt, does not go back: the store may have it
-            self._start_over(serving.account)
-
-    # --- what layers and generate() ask of a cache
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, `[batch, heads, n, dim]`; return all that its queries may see."""
-        forward_pass = self._serving.forward_pass
-        if forward_pass is None or current() is not forward_pass:
-            return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
-        return forward_pass.append(layer_idx, key_states, value_states)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""
-        before = self.get_seq_length()
-        super().crop(tokens_to_remove)
-        self._serving.crop(before - self.get_seq_length())
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was (beam search)."""
-        super().reorder_cache(beam_idx)
-        self._serving.select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, side by side."""
-        super().batch_repeat_interleave(repeats)
-        if (sequence := self._serving.sequence) is not None:
-            self._serving.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows `indices`, in that order."""
-        super().batch_select_indices(indices)
-        self._serving.select(indices)
-
-    def reset(self) -> None:
-        """Forget everything, for another prompt; `stats` begin anew. What was computed is stored."""
-        account = Account()
-        account.total = self._serving.account.total
-        self._start_over(account)
-
-    def _start_over(self, account: Account) -> None:
-        self._serving.finish()
-        super().reset()
-        was = self._serving
-        self._serving = Serving(was.attachment, was.store, was.method, was.options, account)
-
-    def fork(self) -> TieredCache:
-        """A cache that goes on from here on its own, and shares memory with this one until one of the two writes."""
-        mine = self._serving
-        twin = TieredCache(self.model, self.store, method=self.method, **asdict(mine.options))
-        twin.count_into(mine.account.total)
-        twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
-        twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
-        if mine.sequence is not None:
-            twin._serving.follow(twin, mine.sequence.fork(twin._serving.account))
-        return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TieredCache:
-        return self.fork()
+    def _fresh(self) -> TieredCache:
+        return TieredCache(self.model, self._store, method=self.method, **asdict(self._serving.options))
 
     def __repr__(self) -> str:
         model = type(self.model).__name__
         return f"TieredCache({model}, {self.store!r}, {type(self.method).__name__}, {self.get_seq_length()} tokens)"
-
-    def _repr_html_(self) -> str:
-        return self.stats._repr_html_()

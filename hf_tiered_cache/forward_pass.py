@@ -12,7 +12,6 @@ import torch
 
 from .errors import UnsupportedModelError
 from .geometry import LayerKV
-from .kvstore import KVStore
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select
@@ -26,6 +25,7 @@ from .restore.rechoose import LiveSelection, Rechoice
 from .restore.selective import SelectiveRestore
 from .sources import kv_sources
 from .stats import Account
+from .storage import Storage
 from .suitability import cannot_select, needs_attention
 
 
@@ -130,7 +130,7 @@ class RestoringForward(ForwardPass):
         first: int,
         *,
         plan: Plan,
-        store: KVStore,
+        store: Storage,
         method: Method,
     ) -> None:
         super().__init__(cache, sources, attachment, account, recorder, first)

@@ -1,47 +1,34 @@
-"""The store: one folder of segments, the tiers of memory before it, and the thread that writes behind it."""
+"""KVStore: what users see of a store. What stands behind it is `Storage`."""
 
 from __future__ import annotations
 
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from .calibrate import Calibration, calibrate
 from .codecs import RAW, codec_in, make_codec
-from .errors import ConfigError, StoreClosedError
+from .errors import ConfigError
 from .geometry import Geometry
+from .lookup import Lookup, lookup, warm
+from .methods import Method, make_method
+from .passages import precompute_passages
 from .precompute import PrecomputeReport, precompute
-from .restore.chain import Chain
-from .restore.match import MatchedRun, longest_prefix
 from .stats import Counters, StoreStats
+from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
-from .store.catalogue import Catalogue, SegmentRow
+from .store.catalogue import SegmentRow
 from .store.cipher import cipher_of
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.folder import FolderBackend
 from .store.quota import Limits
-from .store.segment import SegmentReader
-from .store.writer import Draft, Writer
 from .tiers.residency import Residency
-from .tiers.scores import ScoreTable
 from .units import parse_bytes
-from .upkeep import Upkeep
-
-if TYPE_CHECKING:
-    from .lookup import Lookup
-    from .methods import Method
-    from .record import Recorder
-
-DEFAULT_POLICY = "lru"
 
 
 class KVStore:
@@ -111,13 +98,11 @@ class KVStore:
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
         self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
         cipher = cipher_of(key)
-        self._secret = cipher.chain_secret(salt)
         self.ttl = ttl
         self.policy = policy
         self.codec = make_codec(codec).name
-        self._counters = Counters()
         self._engine = open_engine(engine)
-        self.residency = Residency(
+        residency = Residency(
             parse_bytes(host_memory, "host_memory"),
             parse_bytes(device_memory, "device_memory"),
             policy,
@@ -126,100 +111,19 @@ class KVStore:
             index_budget=parse_bytes(index_memory, "index_memory"),
         )
         backend = FolderBackend(self.path, self._engine)
-        self.disk = SegmentStore(backend, verify=verify, limits=limits, counters=self._counters, cipher=cipher)
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-        try:
-            if (other := self.disk.other_key()) is not None:
-                named = f"{other}, and not {cipher.key_id}, as the two are called"
-                raise ConfigError(f"{self.path} is encrypted with another key: {named}")
-            self.upkeep = Upkeep(self.disk)
-            close = partial(_close, self.upkeep, self.disk, self.residency.scores)
-            self.writer = Writer(self.disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
-            self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
-        except BaseException:  # also Ctrl-C: nobody is going to close it
-            self.disk.close()
-            raise
-        self._close.atexit = False  # the writer sees to that
-        self.disk.on_gone += [self.residency.forget, self.upkeep.importance.forget]
-        self.residency.scores.load(self.disk.index.scores())
+        disk = SegmentStore(backend, verify=verify, limits=limits, counters=Counters(), cipher=cipher)
+        self._storage = Storage(
+            self.path,
+            disk,
+            residency,
+            secret=cipher.chain_secret(salt),
+            policy=policy,
+            codec=self.codec,
+            ttl=ttl,
+            queue_bytes=queue_bytes,
+        )
 
-    # --- for caches
-
-    def chain(self, fingerprint: str, provenance: str, regime: str) -> Chain:
-        """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
-        return Chain((fingerprint, provenance, regime), self._secret)
-
-    def match(
-        self, links: list[bytes], start: int = 0, asking: Recorder | None = None
-    ) -> list[tuple[MatchedRun, SegmentReader]]:
-        """The longest stored prefix of a sequence, from link number `start` on: runs of segments, opened.
-
-        What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
-        as it matters.
-        """
-        self._check()
-        if start >= len(links):
-            return []
-        self.seal(links[0], asking)
-        self.writer.wait_for(links[start:])
-        rows = self.disk.find(links)
-        while True:
-            found = [(run, self.disk.found(run.row)) for run in longest_prefix(links, rows, start)]
-            lost = {run.row.id for run, reader in found if reader is None}
-            if not lost:
-                break
-            rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
-        self._looked_up([run.row.id for run, _ in found])
-        return found
-
-    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
-        """The stored segments that begin with one of `links`."""
-        self._check()
-        rows = self.disk.find(links)
-        self._looked_up([row.id for row in rows])
-        return rows
-
-    def _looked_up(self, used: list[str]) -> None:
-        """Behind the request: note what was used, and forget what another process has removed."""
-        self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
-
-    def submit(self, draft: Draft, wait: bool = True) -> None:
-        """Queue a segment for writing; its blocks are cached in host memory on the way."""
-        written, refused = partial(_admit, draft, self.residency), partial(_refused, draft, self.residency)
-        self.writer.submit(replace(draft, written=written, refused=refused), wait)
-
-    def register(self, recorder: Recorder) -> None:
-        """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
-        with self._lock:
-            self._recorders.add(recorder)
-
-    def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
-        """Queue what live caches have computed and not stored, between their passes.
-
-        Args:
-            beginning: if given, only of caches that hold a sequence with this first link.
-            but: is left alone.
-        """
-        with self._lock:
-            recorders = list(self._recorders)
-        for recorder in recorders:
-            if recorder is not but and (beginning is None or recorder.begins_with(beginning)):
-                recorder.seal()
-
-    def _check(self) -> None:
-        if not self._close.alive:
-            raise StoreClosedError(f"the store {self.path} is closed; open it anew")
-        if os.getpid() != self._pid:
-            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
-
-    @property
-    def usable(self) -> bool:
-        """Whether it is open, and was opened by this process."""
-        return self._close.alive and os.getpid() == self._pid
-
-    # --- for users
+    # --- KV of prompts
 
     def precompute(
         self,
@@ -250,14 +154,8 @@ class KVStore:
         Returns:
             How many tokens were computed and how many were stored already.
         """
-        self._check()
-        if segments:
-            from .passages import precompute_passages  # its caches know their store
-
-            return precompute_passages(
-                self, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
-            )
-        return precompute(self, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag)
+        compute = precompute_passages if segments else precompute
+        return compute(self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""
@@ -270,10 +168,7 @@ class KVStore:
             method: by which it would be restored.
             tag: as for `TieredCache`.
         """
-        self._check()
-        from .lookup import lookup
-
-        return lookup(self, model, input_ids, method, tag)
+        return lookup(self._storage, model, input_ids, method, tag)
 
     def warm(
         self,
@@ -293,10 +188,7 @@ class KVStore:
         Returns:
             What `lookup` says then.
         """
-        self._check()
-        from .lookup import warm
-
-        return warm(self, model, input_ids, method, tag, progress)
+        return warm(self._storage, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
         """Let go of all blocks in host and device memory.
@@ -304,18 +196,14 @@ class KVStore:
         Args:
             disk: whether every segment is deleted, too, pinned ones included.
         """
-        self.flush()
-        if disk:
-            self.remove(row.id for row in self.segments())
-        self.residency.clear()
+        self._storage.clear(disk)
 
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
         """Measure which ratio of recomputation is fastest for this model on this machine, from this store.
 
         `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
         """
-        self._check()
-        return calibrate(self, model, **settings)
+        return calibrate(self._storage, model, **settings)
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True
@@ -336,12 +224,10 @@ class KVStore:
         Raises:
             ConfigError: a lossy codec is named, and a segment has another.
         """
-        from .methods import make_method
-
         cut = geometry if isinstance(geometry, Geometry) else make_method(geometry).geometry
         if cut.codec != RAW:
             self._check_codec(cut.codec, ids)
-        return self._each(partial(self.upkeep.relayout, geometry=cut), ids, "relayout", progress)
+        return self._storage.each(partial(self._storage.upkeep.relayout, geometry=cut), ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
         wanted = None if ids is None else set(ids)
@@ -364,30 +250,17 @@ class KVStore:
         Returns:
             How many were laid out anew. What cannot be read is left as it is, and counted.
         """
-        return self._each(self.upkeep.reorder, ids, "reorder", progress)
+        return self._storage.each(self._storage.upkeep.reorder, ids, "reorder", progress)
 
-    def _each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
-        self.flush()
-        wanted = [row.id for row in self.segments()] if ids is None else list(ids)
-        changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
-        self.disk.sync()
-        return changed
+    # --- its life
 
     def flush(self) -> None:
         """Write everything that has been computed, and make it durable; background work is done then, too."""
-        self._check()
-        self.seal()
-        self.upkeep.wait()
-        self.writer.flush()
-        _keep_scores(self.disk, self.residency.scores)
+        self._storage.flush()
 
     def close(self) -> None:
         """Write everything that has been computed, and let files, threads and memory go."""
-        if self.usable:
-            self.seal()
-            self._close()
-            self.writer.close()
-            self.residency.clear()
+        self._storage.close()
 
     def __enter__(self) -> KVStore:
         return self
@@ -396,12 +269,17 @@ class KVStore:
         self.close()
 
     @property
+    def usable(self) -> bool:
+        """Whether it is open, and was opened by this process."""
+        return self._storage.usable
+
+    @property
     def encrypted(self) -> bool:
         """Whether it was opened with a key."""
-        return bool(self.disk.cipher.key_id)
+        return bool(self._storage.disk.cipher.key_id)
 
     def __repr__(self) -> str:
-        notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * (not self._close.alive)]
+        notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * self._storage.is_closed]
         return f"KVStore({str(self.path)!r}, {', '.join(notes)})"
 
     def _repr_html_(self) -> str:
@@ -410,21 +288,13 @@ class KVStore:
     @property
     def stats(self) -> StoreStats:
         """What the store holds and what happened since it was opened."""
-        stats = self._counters.snapshot()
-        if self._close.alive:
-            counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
-            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
-        stats.disk.budget = self.disk.limits.quota
-        stats.host.bytes, stats.host.budget = self.residency.host.allocated, self.residency.host.budget
-        stats.device.bytes = sum(tier.allocated for tier in self.residency.devices.values())
-        stats.device.budget = self.residency.device_budget
-        stats.evicted_blocks = self.residency.evicted
-        return stats
+        return self._storage.stats()
+
+    # --- what is stored
 
     def segments(self) -> list[SegmentRow]:
         """What is stored, last used last."""
-        self._check()
-        return self.disk.index.rows()
+        return self._storage.segments()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
         """Read every stored byte and compare every checksum. Damaged segments are named in the report.
@@ -435,31 +305,28 @@ class KVStore:
             progress: whether to show a progress bar.
             repair: whether they are removed too.
         """
-        self._check()
-        self.writer.flush()
-        return maintain.verify(self.disk, progress=progress, repair=repair)
+        return self._storage.verify(progress, repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
-        self._check()
-        return maintain.gc(self.disk, dry_run=dry_run)
+        return self._storage.gc(dry_run)
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""
-        self._check()
-        return self.disk.remove(ids)
+        return self._storage.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
-        self._check()
-        ids = list(ids)
-        unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
-        if pinned and unknown:
-            raise ConfigError(
-                f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
-                "store.precompute(model, input_ids, pin=True) pins a prompt"
-            )
-        self.disk.pin(ids, pinned)
+        self._storage.pin(ids, pinned)
+
+    def models(self) -> dict[str, dict[str, str]]:
+        """For each fingerprint of which segments are stored what is known of the model."""
+        self._storage.check_open()
+        return self._storage.disk.index.models()
+
+    def pinned(self) -> set[str]:
+        """Which segments are pinned."""
+        return self._storage.disk.pinned()
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
@@ -479,44 +346,9 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
         store = opened
     if not isinstance(store, KVStore):
         raise ConfigError(f"store is a KVStore, or the path of one, not {store!r}")
-    if method.policy not in (DEFAULT_POLICY, store.policy):
-        store.disk.warn(
-            f"policy {method.policy}",
-            f"{type(method).__name__} was published with the eviction policy {method.policy!r}, and this store evicts "
-            f"by {store.policy!r}; open it with KVStore(path, policy=method.policy)",
-        )
     return store
 
 
-def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
-    if disk.backend.writable:
-        disk.index.keep_scores(scores.changes())
-
-
-def _admit(draft: Draft, residency: Residency, lane: int, blocks: torch.Tensor, content: int) -> None:
-    """Put a lane of the draft into memory, under what it contains: another file may yet come first."""
-    residency.admit((draft.header.id, lane, content), blocks)
-
-
-def _refused(draft: Draft, residency: Residency) -> None:
-    residency.forget([draft.header.id])
-    draft.refused()
-
-
-def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
-    if used:
-        disk.index.touch(used)
-    disk.forget_deleted(residency.segments())
-
-
-def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
-    """Queue what live caches have computed. Returns False while another thread holds one of them."""
-    with lock:  # others may be registered meanwhile
-        found = list(recorders)
-    return False not in [recorder.finish() for recorder in found]  # none is left out
-
-
-def _close(upkeep: Upkeep, disk: SegmentStore, scores: ScoreTable) -> None:
-    upkeep.close()
-    _keep_scores(disk, scores)
-    disk.close()
+def storage_of(store: KVStore) -> Storage:
+    """What stands behind a store, for caches and tools."""
+    return store._storage

@@ -9,14 +9,15 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from .cache import TieredCache
 from .errors import ConfigError
-from .kvstore import KVStore
-from .methods import Method
+from .methods import Method, make_method
 from .patches.attach import attach
 from .precompute import as_prompts
 from .restore.prefetch import Unit, units_of
+from .serving import CacheOptions
 from .stats import TIERS, Account
+from .storage import Storage
+from .stored_cache import StoredCache
 from .units import format_bytes
 
 
@@ -45,25 +46,25 @@ class Lookup:
         return f"{self.stored} of {self.tokens} tokens stored" + (f": {where}" if where else f"; {self.reason}")
 
 
-def lookup(store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> Lookup:
+def lookup(storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> Lookup:
     """See `KVStore.lookup`."""
-    return _Prompt(store, model, input_ids, method, tag).describe()
+    return _Prompt(storage, model, input_ids, method, tag).describe()
 
 
 def warm(
-    store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
+    storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
 ) -> Lookup:
     """See `KVStore.warm`."""
-    prompt, account = _Prompt(store, model, input_ids, method, tag), Account()
+    prompt, account = _Prompt(storage, model, input_ids, method, tag), Account()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
             device = prompt.device_of(unit)
-            lease = store.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, account, ahead=True)
+            lease = storage.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, account, ahead=True)
             try:
                 lease.wait()
             except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
-                store.disk.report(unit.reader.id, error)
+                storage.disk.report(unit.reader.id, error)
             finally:
                 lease.release()
             bar.update(unit.nbytes)
@@ -73,13 +74,16 @@ def warm(
 class _Prompt:
     """One prompt, and the blocks that a request would restore of it."""
 
-    def __init__(self, store: KVStore, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> None:
+    def __init__(
+        self, storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str
+    ) -> None:
+        storage.check_open()
         prompts = as_prompts(input_ids)
         if len(prompts) != 1:
             raise ConfigError(f"one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
-        cache = TieredCache(model, store, method=method, record=False, tag=tag)
+        cache = StoredCache.over(model, storage, make_method(method), CacheOptions(record=False, tag=tag))
         plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
-        self._store, self._attachment = store, attach(model)
+        self._storage, self._attachment = storage, attach(model)
         self._tokens, self._restored = len(prompts[0]), 0
         self.units: list[Unit] = []
         if plan is not None:
@@ -94,6 +98,6 @@ class _Prompt:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
             owner = unit.reader.owner(unit.lane.index)
-            for tier, blocks in self._store.residency.where(owner, unit.chunks, self.device_of(unit)).items():
+            for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
                 sizes[tier] += blocks * unit.lane.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

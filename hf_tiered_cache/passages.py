@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cache import TieredCache
 from .errors import ConfigError
 from .geometry import LINK_TOKENS, TokenOrder
 from .identity import Identity, rope_regime
-from .kvstore import KVStore
 from .methods import Method, Passages, make_method
 from .precompute import PrecomputeReport, as_prompts, bar_over, fill
 from .record import Names, Rank, Recorder, Submit
@@ -25,7 +23,9 @@ from .restore.history import History
 from .restore.passages import sink_token
 from .restore.spectral import KV, RANKED_IN_CONTEXT
 from .sequence import passage_finder
-from .serving import Serving
+from .serving import CacheOptions, Serving
+from .storage import Storage
+from .stored_cache import StoredCache, prepare
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -34,7 +34,7 @@ CONTEXT_TOKENS = 512
 
 
 def precompute_passages(
-    store: KVStore,
+    storage: Storage,
     model: nn.Module,
     input_ids: Any,
     *,
@@ -45,6 +45,7 @@ def precompute_passages(
     tag: str,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(segments=True)`."""
+    storage.check_open()
     distinct = {tuple(passage.tolist()): passage for passage in as_prompts(input_ids)}
     passages, method = list(distinct.values()), make_method(method or "cache_tune")
     if not isinstance(method, Passages):
@@ -52,7 +53,7 @@ def precompute_passages(
     report = PrecomputeReport(len(passages))
     with bar_over(passages, progress) as bar:
         for number, passage in enumerate(passages):
-            cache = PassageCache(model, store, method, label, tag)
+            cache = PassageCache(model, storage, method, label, tag)
             restored = cache.passage.stored_tokens(passage)
             if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
                 restored = 0
@@ -62,11 +63,11 @@ def precompute_passages(
                             "a passage by itself is ranked by its own second half; store several in one call"
                         )
                     others = neighbours(passages, number, cache.passage.positions)
-                    cache.passage.elsewhere = kv_behind(model, store, method, passage, others, tag)
-                fill(cache, torch.cat([cache.passage.lead, passage]), pin)
+                    cache.passage.elsewhere = kv_behind(model, storage, method, passage, others, tag)
+                fill(storage, cache, torch.cat([cache.passage.lead, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
-    store.flush()
+    storage.flush()
     return report
 
 
@@ -132,19 +133,20 @@ class PassageServing(Serving):
         return None
 
 
-class PassageCache(TieredCache):
+class PassageCache(StoredCache):
     """A cache for one passage (see `PassageServing`)."""
 
     def __init__(
         self,
         model: nn.Module,
-        store: KVStore,
+        storage: Storage,
         method: Passages,
         label: str,
         tag: str,
         context: torch.Tensor | None = None,
     ) -> None:
-        super().__init__(model, store, method=method, restore=False, label=label, tag=tag)
+        options = CacheOptions(restore=False, label=label, tag=tag)
+        super().__init__(*prepare(model, method), storage, method, options)
         self.passage = self._serving = PassageServing(self._serving, context)
 
 
@@ -153,11 +155,11 @@ def _drop(draft: object, wait: bool = True) -> None:
 
 
 def kv_behind(
-    model: nn.Module, store: KVStore, method: Passages, passage: torch.Tensor, context: torch.Tensor, tag: str
+    model: nn.Module, storage: Storage, method: Passages, passage: torch.Tensor, context: torch.Tensor, tag: str
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""
-    cache = PassageCache(model, store, method, "", tag, context)
-    fill(cache, torch.cat([cache.passage.lead, passage]), pin=False)
+    cache = PassageCache(model, storage, method, "", tag, context)
+    fill(storage, cache, torch.cat([cache.passage.lead, passage]), pin=False)
     return cache.passage.computed
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -13,10 +13,9 @@ from .errors import ConfigError
 from .identity import varying_rope
 from .methods import Exact, Method, make_method
 from .patches.attach import attach
-
-if TYPE_CHECKING:
-    from .cache import TieredCache
-    from .kvstore import KVStore
+from .serving import CacheOptions
+from .storage import Storage
+from .stored_cache import StoredCache
 
 CHUNK_TOKENS = 2048
 """Of a long prompt, so many are computed in one pass: the progress bar moves, and attention takes less memory."""
@@ -58,7 +57,7 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
 
 
 def precompute(
-    store: KVStore,
+    storage: Storage,
     model: torch.nn.Module,
     input_ids: Any,
     *,
@@ -69,22 +68,22 @@ def precompute(
     tag: str,
 ) -> PrecomputeReport:
     """See `KVStore.precompute`."""
-    from .cache import TieredCache  # a cache knows its store; only here does the store make caches
-
+    storage.check_open()
     prompts, theirs = as_prompts(input_ids), make_method(method)
     exact = Exact(geometry=theirs.geometry, codec=theirs.codec)
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:
-            cache = TieredCache(model, store, method=exact, label=label, tag=tag)
-            fill(cache, prompt, pin, _chunk_tokens(cache), bar.update)
+            cache = StoredCache.over(model, storage, exact, CacheOptions(label=label, tag=tag))
+            fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
-    store.flush()
+    storage.flush()
     return report
 
 
 def fill(
-    cache: TieredCache,
+    storage: Storage,
+    cache: StoredCache,
     prompt: torch.Tensor,
     pin: bool,
     chunk_tokens: int | None = None,
@@ -93,6 +92,7 @@ def fill(
     """Compute a prompt, and have what is new stored.
 
     Args:
+        storage: the cache's.
         cache: is empty.
         prompt: int `[tokens]`.
         pin: whether to keep its segments from eviction.
@@ -106,11 +106,11 @@ def fill(
             done(chunk.shape[1])
     segments = cache.store_now()
     if pin:
-        cache.store.writer.flush()
-        cache.store.pin(segments)
+        storage.writer.flush()
+        storage.pin(segments)
 
 
-def _chunk_tokens(cache: TieredCache) -> int | None:
+def _chunk_tokens(cache: StoredCache) -> int | None:
     """A model whose RoPE frequencies follow the length of the prompt sees it whole."""
     varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None
     return None if varies else CHUNK_TOKENS

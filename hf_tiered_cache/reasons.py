@@ -14,7 +14,7 @@ from .restore.passages import find_passages
 from .store.format import EXACT
 
 if TYPE_CHECKING:
-    from .kvstore import KVStore
+    from .storage import Storage
 
 NOTHING = "nothing is stored that begins with these tokens"
 SWITCHED_OFF = "the cache was made with restore=False"
@@ -67,7 +67,7 @@ def is_expected(reason: str) -> bool:
 
 
 def of_a_miss(
-    store: KVStore,
+    store: Storage,
     tokens: np.ndarray,
     fingerprint: str,
     facts: Mapping[str, str],
@@ -104,13 +104,13 @@ def of_a_miss(
     return _other_keys(store, fingerprint) or NOTHING
 
 
-def _begins(store: KVStore, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
+def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
     """Whether a stored prefix of this model, under this codec, begins with the same tokens."""
     chain = store.chain(fingerprint, coded_provenance(EXACT, codec), regime)
     return bool(store.disk.find(chain.links(tokens[:LINK_TOKENS])))
 
 
-def _other_keys(store: KVStore, fingerprint: str) -> str:
+def _other_keys(store: Storage, fingerprint: str) -> str:
     """Links say nothing without their key: if nothing of a model's is of the store's, that may be why."""
     keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
     if not keys or mine in keys:
@@ -119,7 +119,7 @@ def _other_keys(store: KVStore, fingerprint: str) -> str:
 
 
 def _other_passages(
-    store: KVStore, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
+    store: Storage, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> Iterator[str]:
     for other in store.disk.index.provenances(fingerprint):
         if other not in (EXACT, provenance):

@@ -392,7 +392,10 @@ class Recorder:
         layout: KVLayout,
     ) -> TokenOrder | None:
         every = slice(None)
-        pairs = (tuple(_tokens(tensors, row, every, start, tokens) for tensors in pair) for pair in sources.values())
+        pairs = (
+            (_tokens(keys, row, every, start, tokens), _tokens(values, row, every, start, tokens))
+            for keys, values in sources.values()
+        )
         return rank(pairs, len(layout.layers))
 
     def _keep_from(self, column: int) -> None:

@@ -13,7 +13,6 @@ from transformers import PreTrainedConfig
 from . import reasons
 from .errors import StoreClosedError
 from .identity import Identity, rope_regime
-from .kvstore import KVStore
 from .methods import Method
 from .record import Recorder
 from .request import DecodingCheck, Request
@@ -22,6 +21,7 @@ from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
 from .stats import Account
+from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -50,7 +50,7 @@ class SequenceState:
 
     def __init__(
         self,
-        store: KVStore,
+        store: Storage,
         method: Method,
         config: PreTrainedConfig,
         identity: Identity,
@@ -163,7 +163,7 @@ class SequenceState:
 
 
 def passage_finder(
-    store: KVStore,
+    store: Storage,
     method: Method,
     config: PreTrainedConfig,
     fingerprint: str,

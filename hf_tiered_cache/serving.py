@@ -13,12 +13,11 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrate import calibrated_ratio
+from .calibrations import calibrated_ratio
 from .errors import CacheMismatchError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import LINK_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
-from .kvstore import KVStore
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
@@ -29,6 +28,7 @@ from .restore.plan import Plan
 from .sequence import SequenceState, asks_for_all
 from .sources import kv_sources
 from .stats import Account
+from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -60,7 +60,7 @@ class Serving:
     """
 
     def __init__(
-        self, attachment: Attachment, store: KVStore, method: Method, options: CacheOptions, account: Account
+        self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, account: Account
     ) -> None:
         self.attachment, self.store, self.method = attachment, store, method
         self.options, self.account = options, account

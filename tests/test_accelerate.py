@@ -93,7 +93,7 @@ def test_tables_that_accelerate_copies_between_devices_are_recognised(tmp_path):
         layer.register_forward_pre_hook(copying, with_kwargs=True)
     with KVStore(tmp_path) as store:
         store.precompute(model, ids, tag="copies", progress=False)
-        kinds = store.disk.reader(store.segments()[0].id).shape.layout.layers
+        kinds = store._storage.disk.reader(store.segments()[0].id).shape.layout.layers
         assert all(kind.rotated == "key" for kind in kinds)
         cache = TieredCache(model, store, tag="copies")
         assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY), model.generate(ids, **GREEDY))

@@ -328,7 +328,7 @@ def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
         ours = model.generate(prompt(1000), past_key_values=cache, **GREEDY)
         assert torch.equal(ours, plain(model, prompt(1000)))
         assert cache.stats.tokens_restored == 992
-        segment = store.disk.reader(store.segments()[0].id)
+        segment = store._storage.disk.reader(store.segments()[0].id)
         full = sum(lane.block_bytes for lane in segment.shape.lanes if not lane.window) * 62
         sliding = sum(lane.block_bytes for lane in segment.shape.lanes if lane.window) * 4
         assert full <= cache.stats.bytes_read <= full + sliding
@@ -427,7 +427,7 @@ def test_stats_count_and_print(tmp_path):
         ids = torch.cat([prompt(100)[:, :90], prompt(30, seed=3)], dim=1)
         model.generate(ids, past_key_values=cache, **GREEDY)
         stats = cache.stats
-        segment = store.disk.reader(store.segments()[0].id)
+        segment = store._storage.disk.reader(store.segments()[0].id)
         blocks = 5 * len(segment.shape.lanes)
         nbytes = 5 * sum(lane.block_bytes for lane in segment.shape.lanes)
         assert (stats.tokens_restored, stats.tokens_computed) == (80, 40 + 5)
@@ -457,7 +457,7 @@ def test_a_part_of_a_chunk_is_read_whole_and_counted(tmp_path):
     with KVStore(tmp_path) as store:
         cache = TieredCache(model, store)
         model.generate(prompt(96), past_key_values=cache, **GREEDY)
-        per_token = store.disk.reader(store.segments()[0].id).shape.layout.bytes_per_token
+        per_token = store._storage.disk.reader(store.segments()[0].id).shape.layout.bytes_per_token
         assert cache.stats.bytes_read == 96 * per_token
         assert cache.stats.bytes_used == 95 * per_token
         assert cache.stats.read_amplification == pytest.approx(96 / 95)

@@ -13,6 +13,7 @@ from test_passages import PROMPT, ask, fill
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache import calibrate as module
+from hf_tiered_cache.calibrations import calibrated_ratio
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheTune, make_method
 from hf_tiered_cache.restore.recompute import LOWEST
@@ -51,7 +52,7 @@ def test_the_fastest_ratio_is_kept_and_taken(store, monkeypatch):
     assert cache.method.recompute == found.ratio
     _, fixed = ask(model, store, PROMPT, CacheTune(recompute=found.ratio))
     assert cache.stats.tokens_computed == fixed.stats.tokens_computed
-    assert module.calibrated_ratio(store, "another", torch.device("cpu"), 136) is None
+    assert calibrated_ratio(store, "another", torch.device("cpu"), 136) is None
 
 
 def test_where_loading_is_too_slow_all_is_computed(store, monkeypatch):
@@ -123,10 +124,10 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
     with KVStore(tmp_path / "store", engine="posix") as again:
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
-        assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) == ratio
+        assert calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) == ratio
         for damaged in ("{", "[]", "7", f'{{"{name}": 3}}', f'{{"{name}": [{{"ratio": 0.5}}]}}'):
             path.write_text(damaged)
-            assert module.calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
+            assert calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):

@@ -128,9 +128,9 @@ def test_a_key_shows_nowhere(tmp_path, model, caplog):
     caplog.set_level(logging.DEBUG)
     secret = StoreCipher(KEY)
     with KVStore(tmp_path, key=KEY) as store:
-        said = [repr(store), str(store.stats), repr(store.disk), repr(secret), str(ask(model, store))]
+        said = [repr(store), str(store.stats), repr(store._storage.disk), repr(secret), str(ask(model, store))]
         assert "encrypted" in repr(store)
-        for thing in (store, secret, store.disk.cipher.guard(secret.new_seal())):
+        for thing in (store, secret, store._storage.disk.cipher.guard(secret.new_seal())):
             with pytest.raises(TypeError):
                 pickle.dumps(thing)
     with pytest.raises(ConfigError) as raised:
@@ -233,7 +233,7 @@ def test_passages_come_back_too(tmp_path, model):
     for options in ({}, {"key": KEY}):
         with KVStore(tmp_path / str(len(options)), **options) as store, torch.no_grad():
             store.precompute(model, [IDS[0, :96], OTHER[0, :96]], segments=True, method=method, progress=False)
-            store.residency.clear()
+            store._storage.residency.clear()
             cache = TieredCache(model, store, method=method, record=False)
             logits.append(model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits)
             assert cache.stats.tokens_restored > 0
@@ -242,12 +242,12 @@ def test_passages_come_back_too(tmp_path, model):
 
 def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
     with KVStore(root, key=KEY) as store:
-        before = {store.disk.reader(row.id).header.seal for row in store.segments()}
+        before = {store._storage.disk.reader(row.id).header.seal for row in store.segments()}
         assert store.relayout(ContiguousKV(period=2, subperiod=2), progress=False) == 2
-        after = {store.disk.reader(row.id).header.seal for row in store.segments()}
+        after = {store._storage.disk.reader(row.id).header.seal for row in store.segments()}
         assert len(before | after) == 4
         assert {seal.key_id for seal in after} == {StoreCipher(KEY).key_id}
-        store.residency.clear()
+        store._storage.residency.clear()
         assert ask(model, store).tokens_restored == 96
         assert store.verify().ok
 
@@ -285,8 +285,8 @@ def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
     """The CPU decrypts, so GPUDirect Storage has nothing to fill."""
     fake_kvikio.install(monkeypatch, gds=True)
     with KVStore(tmp_path / "plain", engine="kvikio") as plain, KVStore(tmp_path, engine="kvikio", key=KEY) as store:
-        assert plain.residency._direct
-        assert not store.residency._direct
+        assert plain._storage.residency._direct
+        assert not store._storage.residency._direct
 
 
 # --- nothing to be read
@@ -352,7 +352,7 @@ def test_links_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
         "other salt": {"key": KEY, "salt": "t"},
     }.items():
         with KVStore(tmp_path / name, **options) as store:
-            chains[name] = tuple(store.chain("model", "exact", "").links(IDS[0].numpy()))
+            chains[name] = tuple(store._storage.chain("model", "exact", "").links(IDS[0].numpy()))
     assert len(set(chains.values())) == len(chains)
     assert set(map(len, chains.values())) == {6}
 
@@ -380,8 +380,8 @@ def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
                 "what is stored of this model is encrypted; open the store with its key",
             )
             row = store.segments()[0]
-            assert store.disk.found(row) is None
-            assert store.disk.reader(row.id) is None
+            assert store._storage.disk.found(row) is None
+            assert store._storage.disk.reader(row.id) is None
             report = store.verify(repair=True)
             assert (report.segments, report.unread, report.bad) == (0, 2, {})
             assert store.gc().damaged == 0
@@ -409,7 +409,7 @@ def test_what_was_stored_without_a_key_is_not_used_with_one(tmp_path, model):
         assert stats.tokens_restored == 0
         assert "is not encrypted" in stats.reason
         for row in store.segments():
-            assert store.disk.found(row) is None or row.key
+            assert store._storage.disk.found(row) is None or row.key
         assert store.stats.other_key_files == 2
         store.flush()
         assert ask(model, store, record=False).tokens_restored == 96
@@ -420,7 +420,7 @@ def test_what_was_stored_without_a_key_is_not_used_with_one(tmp_path, model):
 
 def test_two_keys_in_one_folder(root, model):
     with KVStore(root, key=KEY) as first:
-        first.disk._keys.clear()
+        first._storage.disk._keys.clear()
     shutil.copytree(root, root.parent / "both")
     with KVStore(root.parent / "mine", key=OTHER_KEY) as mine:
         ask(model, mine)
@@ -448,7 +448,7 @@ def test_an_older_program_leaves_encrypted_files_alone(root, monkeypatch):
 def test_what_stands_before_the_damage_is_served(root, model, verify):
     with KVStore(root, key=KEY, verify=verify) as store:
         (row,) = [row for row in store.segments() if row.first == chain_of(store, model, IDS)[0]]
-        path, reader = store.disk.path(row.id), store.disk.reader(row.id)
+        path, reader = store._storage.disk.path(row.id), store._storage.disk.reader(row.id)
         lane = reader.shape.lanes[0]
         offset = reader.header.blocks.offset + reader.shape.lane_offsets[0] + 3 * lane.block_bytes + 100
         flip(path, offset)

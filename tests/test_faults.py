@@ -44,7 +44,7 @@ OTHER = torch.cat([IDS[:, :64], prompt(40, seed=9)], dim=1)
 def file_of(root, tokens):
     with KVStore(root) as store:
         (row,) = [row for row in store.segments() if row.tokens == tokens]
-        return store.disk.path(row.id), store.disk.reader(row.id)
+        return store._storage.disk.path(row.id), store._storage.disk.reader(row.id)
 
 
 def ask(model, store, ids=IDS, record=True):
@@ -269,7 +269,7 @@ class Killer:
     steps = 0
     def put(self, value):
         self.steps += 1
-        if self.steps == 8: store.writer.flush(); os.kill(os.getpid(), signal.SIGKILL)
+        if self.steps == 8: store._storage.writer.flush(); os.kill(os.getpid(), signal.SIGKILL)
     def end(self): pass
 ids = prompt(100, seed=31)
 model.generate(ids, past_key_values=TieredCache(model, store), max_new_tokens=60, do_sample=False, streamer=Killer())
@@ -324,7 +324,7 @@ def test_a_catalogue_that_fails_under_way(model, root, monkeypatch):
 
     with KVStore(root) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(type(store.disk.index.catalogue), "beginning_with", failing)
+            patch.setattr(type(store._storage.disk.index.catalogue), "beginning_with", failing)
             assert ask(model, store, record=False).tokens_restored == 0
         assert store.stats.catalogue_errors == 1
         assert ask(model, store).tokens_restored == 144
@@ -392,7 +392,7 @@ def test_an_error_in_the_model_leaves_the_cache_as_it_was(model, root):
         assert cache.get_seq_length() == 0
         ours = model.generate(IDS, past_key_values=cache, **GREEDY)
         assert torch.equal(ours.sequences, model.generate(IDS, **GREEDY).sequences)
-        assert not any(pool.pins.any() for pool in store.residency.host._pools.values())
+        assert not any(pool.pins.any() for pool in store._storage.residency.host._pools.values())
 
 
 def raising(*_):
@@ -429,13 +429,13 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
         store.precompute(model, ids, progress=False)
     store = KVStore(root)
     cache = TieredCache(model, store, record=False)
-    read = type(store.disk).reader
+    read = type(store._storage.disk).reader
 
     def close_first(disk, segment_id):
         reader = read(disk, segment_id)
         store.close()
         return reader
 
-    monkeypatch.setattr(type(store.disk), "reader", close_first)
+    monkeypatch.setattr(type(store._storage.disk), "reader", close_first)
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY).sequences, expected)
     assert cache.stats.recomputed == 1

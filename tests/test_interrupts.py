@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 from segments import links, open_store, segment
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.kvstore import _seal
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.sequence import SequenceState
 from hf_tiered_cache.stats import Account
+from hf_tiered_cache.storage import _seal
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
@@ -337,11 +337,11 @@ def test_an_interrupt_while_kv_is_recorded_stores_nothing_wrong_and_fails_no_oth
         def action():
             with torch.no_grad():
                 model(input_ids=prompts[0], past_key_values=cache, logits_to_keep=1)
-            store.seal()
+            store._storage.seal()
             cache.crop(-12)
 
         interrupted(action, when, (f"{os.sep}record.py",))
-        store.seal()
+        store._storage.seal()
         for _ in range(2):
             for ids, answer in zip(prompts, answers, strict=True):
                 for asked in (TieredCache(model, store), cache):
@@ -381,7 +381,7 @@ def descriptors(root):
     return [target for target in targets if target.startswith(str(root))]
 
 
-@pytest.mark.parametrize("where", ["store.disk.Index.scan", "kvstore.ScoreTable.load"])
+@pytest.mark.parametrize("where", ["store.disk.Index.scan", "storage.ScoreTable.load"])
 def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:
@@ -470,7 +470,7 @@ def test_a_store_may_be_collected_in_its_own_threads(model, tmp_path):
     hook, sys.unraisablehook = sys.unraisablehook, unraisable.append
     try:
         store = KVStore(tmp_path)
-        writer = store.writer
+        writer = store._storage.writer
         model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
         release = threading.Event()
         writer.later(release.wait)
@@ -500,10 +500,10 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
     model.generate(prompt(100), past_key_values=cache, **GREEDY)
     locks = [
         cache._serving.sequence.recorder._lock,
-        store._lock,
-        store.writer._lock,
-        store.residency._lock,
-        store.disk.index.catalogue._database._lock,
+        store._storage._lock,
+        store._storage.writer._lock,
+        store._storage.residency._lock,
+        store._storage.disk.index.catalogue._database._lock,
     ]
     held, leave = threading.Event(), threading.Event()
 

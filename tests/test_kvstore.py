@@ -132,7 +132,7 @@ model.generate(prompt(40), past_key_values=cache, do_sample=False, max_new_token
 def test_a_store_that_is_collected_has_written(model, tmp_path):
     store = KVStore(tmp_path)
     model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
-    writer = store.writer
+    writer = store._storage.writer
     del store
     gc.collect()
     writer.close()  # waits for it
@@ -143,10 +143,10 @@ def test_a_store_that_is_collected_has_written(model, tmp_path):
 def test_a_store_in_a_forked_process_says_what_to_do(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(40), progress=False)
-        store._pid -= 1
+        store._storage._pid -= 1
         with pytest.raises(StoreClosedError, match="forked"):
-            TieredCache(model, store)._serving.sequence or store.match([])
-        store._pid += 1
+            TieredCache(model, store)._serving.sequence or store._storage.match([])
+        store._storage._pid += 1
 
 
 def test_a_path_stands_for_a_store_that_is_opened_once(tmp_path):
@@ -238,8 +238,8 @@ def test_a_prompt_whose_rope_follows_its_length_is_computed_in_one_pass(tmp_path
 def test_what_is_precomputed_is_durable_and_can_be_pinned(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(100), progress=False, pin=True)
-        assert store.disk.pinned() == {row.id for row in store.segments()}
-        store.disk.limits = type(store.disk.limits)(quota=1)
+        assert store._storage.disk.pinned() == {row.id for row in store.segments()}
+        store._storage.disk.limits = type(store._storage.disk.limits)(quota=1)
         assert store.gc().evicted == 0
         assert restored(model, store) == 96
 
@@ -334,26 +334,26 @@ with KVStore({str(tmp_path)!r}) as store:
 def test_a_prompt_asked_again_at_once_waits_for_its_writing(model, tmp_path, monkeypatch):
     """Rather than being computed twice."""
     with KVStore(tmp_path) as store:
-        publish = type(store.disk).publish
+        publish = type(store._storage.disk).publish
 
         def slow(*args, **kwargs):
             time.sleep(0.3)
             return publish(*args, **kwargs)
 
-        monkeypatch.setattr(type(store.disk), "publish", slow)
+        monkeypatch.setattr(type(store._storage.disk), "publish", slow)
         model.generate(prompt(100), past_key_values=TieredCache(model, store), **GREEDY)
         assert restored(model, store) == 96
 
 
 def test_a_full_queue_makes_requests_wait_and_loses_nothing(model, tmp_path, monkeypatch):
     with KVStore(tmp_path, queue_memory="1KiB") as store:
-        publish = type(store.disk).publish
+        publish = type(store._storage.disk).publish
 
         def slow(*args, **kwargs):
             time.sleep(0.05)
             return publish(*args, **kwargs)
 
-        monkeypatch.setattr(type(store.disk), "publish", slow)
+        monkeypatch.setattr(type(store._storage.disk), "publish", slow)
         for seed in range(6):
             model.generate(prompt(100, seed=seed), past_key_values=TieredCache(model, store, restore=False), **GREEDY)
         store.flush()
@@ -363,13 +363,13 @@ def test_a_full_queue_makes_requests_wait_and_loses_nothing(model, tmp_path, mon
 @pytest.mark.parametrize("mode", ["chunked prefill", "a second turn"])
 def test_a_request_does_not_wait_for_its_own_writing(model, tmp_path, monkeypatch, mode):
     with KVStore(tmp_path) as store:
-        publish, may_write = type(store.disk).publish, threading.Event()
+        publish, may_write = type(store._storage.disk).publish, threading.Event()
 
         def held_up(*args, **kwargs):
             may_write.wait()
             return publish(*args, **kwargs)
 
-        monkeypatch.setattr(type(store.disk), "publish", held_up)
+        monkeypatch.setattr(type(store._storage.disk), "publish", held_up)
         timer = threading.Timer(60, may_write.set)  # ends a test that fails
         timer.start()
         try:
@@ -420,6 +420,15 @@ def test_attach_before_the_first_cache_is_allowed(tmp_path):
     attach(model)
     with KVStore(tmp_path) as store:
         assert restored(model, store) == 0
+
+
+def test_a_store_shows_its_users_no_internals(tmp_path):
+    with KVStore(tmp_path) as store:
+        assert {name for name in dir(store) if not name.startswith("_")} == {
+            *("path", "ttl", "policy", "encrypted", "usable", "stats"),
+            *("precompute", "lookup", "warm", "calibrate", "relayout", "reorder"),
+            *("segments", "models", "pinned", "pin", "remove", "verify", "gc", "clear", "flush", "close"),
+        }
 
 
 def test_stats_of_a_store(model, tmp_path):

@@ -20,14 +20,12 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """What a module imports when it is imported; what only type checkers see does not count."""
+    """What a module imports, also in its functions; what only type checkers see does not count."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
 
     def visit(nodes):
         for node in nodes:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                continue
             if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
                 continue
             if isinstance(node, ast.ImportFrom) and node.level:

@@ -150,7 +150,7 @@ def test_token_ids_are_whole_numbers(wrong, store):
 def test_only_what_is_stored_can_be_pinned(store):
     with pytest.raises(ConfigError, match="no segment is called 'abc'"):
         store.pin(["abc"])
-    assert not store.disk.pinned()
+    assert not store._storage.disk.pinned()
     store.pin(["abc"], pinned=False)
 
 

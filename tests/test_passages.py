@@ -91,7 +91,7 @@ def of_each(choose):
 
 def orders_in(store):
     """By the passage's length."""
-    return {row.tokens: store.disk.reader(row.id).shape.order for row in store.segments()}
+    return {row.tokens: store._storage.disk.reader(row.id).shape.order for row in store.segments()}
 
 
 def chosen_by(store, share):
@@ -345,11 +345,11 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
     row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
     store.close()
     with KVStore(tmp_path / "store", engine="posix", host_memory=0) as again:
-        reader = again.disk.reader(row.id)
-        data = bytearray(again.disk.path(row.id).read_bytes())
+        reader = again._storage.disk.reader(row.id)
+        data = bytearray(again._storage.disk.path(row.id).read_bytes())
         for chunk in range(reader.shape.chunks):
             data[reader.header.blocks.offset + chunk * reader.shape.lanes[0].block_bytes] ^= 1
-        again.disk.path(row.id).write_bytes(data)
+        again._storage.disk.path(row.id).write_bytes(data)
         ours, cache = ask(model, again, PROMPT, CacheTune(recompute=0.0))
         left = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
         theirs = expected(model, PROMPT, left)

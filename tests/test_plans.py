@@ -90,7 +90,8 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
     with KVStore(tmp_path / "wrong") as store:
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
-        store.match = lambda links, start, asking, honest=store.match: honest(other_links(store, cache), start, asking)
+        storage, other = store._storage, partial(other_links, store, cache)
+        storage.match = lambda links, start, asking, honest=storage.match: honest(other(), start, asking)
         with torch.no_grad():
             ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0
@@ -204,7 +205,7 @@ SCALINGS = {
 def moved(store, place, request, sequence):
     """A plan that restores one stored segment at another place than its own, and computes the rest."""
     (row,) = store.segments()
-    reader = store.disk.reader(row.id)
+    reader = store._storage.disk.reader(row.id)
     tokens = reader.shape.tokens
     computed = np.r_[0:place, place + tokens : request.columns]
     group = RowGroup((0,), 0, (Piece(reader, 0, tokens, place),))
@@ -279,7 +280,7 @@ def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
         model.generate(ids, past_key_values=TieredCache(model, store, method=Plain(geometry=geometry)), **arguments)
     longer = torch.cat([ids[:, :120], prompt(7, seed=8)], dim=1)
     with KVStore(tmp_path) as store:
-        assert {store.disk.reader(row.id).shape.geometry for row in store.segments()} == {geometry}
+        assert {store._storage.disk.reader(row.id).shape.geometry for row in store.segments()} == {geometry}
         cache = TieredCache(model, store)
         ours = model.generate(longer, past_key_values=cache, **arguments)
         assert cache.stats.tokens_restored == 112

@@ -132,7 +132,7 @@ def test_columns_hold_what_they_say_with_any_memory(model, tmp_path, erratic, ho
         store.precompute(model, ids, method=METHOD, progress=False)
         _, cache = ask(model, store, question(ids))
         holds_what_it_says(cache, kv_of(model, ids))
-        assert not store.residency._holds
+        assert not store._storage.residency._holds
 
 
 def test_beams_keep_their_rows_apart(model, store, erratic):
@@ -187,7 +187,7 @@ def test_a_pass_that_fails_may_be_run_again(model, store, erratic):
         handle.remove()
         assert cache.get_seq_length() == columns
         holds_what_it_says(cache, kv_of(model, ids))
-    assert not store.residency._holds
+    assert not store._storage.residency._holds
     decode(model, cache, 2)
     assert cache.get_seq_length() == columns + 2
 

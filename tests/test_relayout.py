@@ -71,10 +71,10 @@ def test_a_store_is_laid_out_anew_and_serves_as_before(tmp_path):
         for name, method in METHODS.items():
             geometry = method().geometry
             assert store.relayout(geometry, progress=False) in (0, 2), name
-            readers = [store.disk.reader(row.id) for row in store.segments()]
+            readers = [store._storage.disk.reader(row.id) for row in store.segments()]
             assert [reader.shape.geometry for reader in readers] == [geometry] * 2
             assert not store.verify().bad
-            assert len(store.disk.pinned()) == 1
+            assert len(store._storage.disk.pinned()) == 1
             cache = TieredCache(model, store, record=False)
             after = model.generate(asked, past_key_values=cache, **settings)
             assert cache.stats.tokens_restored == 192
@@ -87,8 +87,8 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, [prompt(200)[0]], progress=False)
         (row,) = store.segments()
-        reader = store.disk.reader(row.id)
-        path = store.disk.path(row.id)
+        reader = store._storage.disk.reader(row.id)
+        path = store._storage.disk.path(row.id)
         data = bytearray(path.read_bytes())
         data[reader.header.blocks.offset + 5 * reader.shape.lanes[0].block_bytes] ^= 1
         path.write_bytes(data)
@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
         assert store.stats.verification_failures == 1
         (row,) = store.segments()
         assert row.usable_links == 5  # what stands before the fault still serves
-        assert list(store.disk.backend.tmp_dir.iterdir()) == []
+        assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -105,4 +105,4 @@ def test_precompute_cuts_as_the_method_wants(tmp_path, name):
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(build("qwen2"), [prompt(100)[0]], progress=False, method=method)
         (row,) = store.segments()
-        assert store.disk.reader(row.id).shape.geometry == method.geometry
+        assert store._storage.disk.reader(row.id).shape.geometry == method.geometry

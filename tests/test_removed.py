@@ -44,8 +44,8 @@ def ask(model, store, shift=0.0):
 
 
 def in_memory(store):
-    store.writer.flush()  # what follows a look-up is done then
-    return store.residency.segments() | set(store.upkeep.importance._mass)
+    store._storage.writer.flush()  # what follows a look-up is done then
+    return store._storage.residency.segments() | set(store._storage.upkeep.importance._mass)
 
 
 actions = st.lists(
@@ -102,7 +102,7 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
             store.flush()
             store.remove([row.id for row in store.segments()])  # what was stored anew
         elif how == "quota":
-            store.disk.evict([(gone, 1)])
+            store._storage.disk.evict([(gone, 1)])
         elif how == "relayout":
             store.relayout(ContiguousKV(0.5), progress=False)
         else:
@@ -111,7 +111,7 @@ def test_memory_forgets_what_the_disk_forgets(model, tmp_path, how):
             time.sleep(0.3)
             store.gc()
         assert gone not in in_memory(store)
-        assert not any(pool.pins.any() for pool in store.residency.host.pools())
+        assert not any(pool.pins.any() for pool in store._storage.residency.host.pools())
 
 
 def test_what_another_process_removed_is_forgotten_at_the_next_look_up(model, tmp_path):

@@ -35,11 +35,11 @@ def random_order(layers, tokens, seed=0):
 def shuffle(store, seed=0):
     """Lay every segment of `store` out in a random order."""
     for row in store.segments():
-        reader = store.disk.reader(row.id)
+        reader = store._storage.disk.reader(row.id)
         order = random_order(len(reader.shape.layout.layers), reader.shape.tokens, seed)
-        assert store.upkeep._replace(row.id, reader.shape.geometry, order)
-        assert store.disk.reader(row.id) is None
-        assert not store.disk.path(row.id).exists()
+        assert store._storage.upkeep._replace(row.id, reader.shape.geometry, order)
+        assert store._storage.disk.reader(row.id) is None
+        assert not store._storage.disk.path(row.id).exists()
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +166,9 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
             store.flush()  # waits for what is done in the background
         (row,) = store.segments()
         assert row.id != plain.id
-        assert store.disk.pinned() == {row.id}
+        assert store._storage.disk.pinned() == {row.id}
         assert not store.verify().bad
-        shape = store.disk.reader(row.id).shape
+        shape = store._storage.disk.reader(row.id).shape
         assert shape.order is not None
         assert shape.geometry == method.geometry
         again = [ask(model, store, whole, method) for whole in questions[8:]]
@@ -232,10 +232,10 @@ def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
         fill(store, model, ids, METHOD)
         ask(model, store, question(ids), METHOD)
         (row,) = store.segments()
-        assert any(owner[0] == row.id for owner in store.residency.host._owners)
+        assert any(owner[0] == row.id for owner in store._storage.residency.host._owners)
         shuffle(store)
-        assert not any(owner[0] == row.id for owner in store.residency.host._owners)
-        assert not store.residency.scores.of((row.id, 0), np.arange(3)).any()
+        assert not any(owner[0] == row.id for owner in store._storage.residency.host._owners)
+        assert not store._storage.residency.scores.of((row.id, 0), np.arange(3)).any()
 
 
 def test_due_after_4_8_16_prompts():
@@ -260,7 +260,7 @@ def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
         expected, _ = ask(model, store, question(ids), None)
         shuffle(store)
         (row,) = store.segments()
-        reader, path = store.disk.reader(row.id), store.disk.path(row.id)
+        reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
     chunk, lane = 5, reader.shape.lanes[0]
     data = bytearray(path.read_bytes())
     blocks = reader.header.blocks.offset + chunk * lane.block_bytes
@@ -301,5 +301,5 @@ def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, mo
                 ask(model, store, question(ids), method)
             store.flush()
         assert caplog.records
-        assert store.disk.path(row.id).exists()
-        assert list(store.disk.backend.tmp_dir.iterdir()) == []
+        assert store._storage.disk.path(row.id).exists()
+        assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []

@@ -236,7 +236,7 @@ def test_what_never_comes_true_is_guessed_no_more(tmp_path, monkeypatch):
         fill(store, model, ids)
         guessed = []
         for _ in range(3):
-            store.residency.clear()
+            store._storage.residency.clear()
             guessed.append(bool(ask(model, store, question(ids))[1].stats.bytes_guessed))
     assert guessed == [True, False, False]
 
@@ -284,11 +284,11 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
             ids = prompt(PREFIX, seed=seed)
             fill(store, model, ids, method)
             ask(model, store, question(ids), method)
-            assert 0 < store.residency.resident.allocated <= 40_000
+            assert 0 < store._storage.residency.resident.allocated <= 40_000
         first, _ = ask(model, store, question(prompt(PREFIX, seed=0)), method)  # long gone, and read again
     with KVStore(tmp_path, engine="posix", index_memory=0) as store:
         same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
-        assert store.residency.resident.allocated == 0
+        assert store._storage.residency.resident.allocated == 0
 
 
 def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
@@ -358,18 +358,18 @@ def test_what_was_attended_to_is_known_after_a_restart(model, tmp_path):
         ask(model, store, question(ids))
         ask(model, store, question(ids))
         (row,) = store.segments()
-        lanes = [lane.index for lane in store.disk.reader(row.id).shape.lanes if not lane.identifies]
-        before = [store.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+        lanes = [lane.index for lane in store._storage.disk.reader(row.id).shape.lanes if not lane.identifies]
+        before = [store._storage.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
     for importance, accesses in before:
         assert sorted(accesses.tolist()) == [0] * 9 + [2] * 3  # 3 of 12 chunks, twice
         assert ((importance > 0) == (accesses > 0)).all()
         assert importance.sum() <= 2
     with KVStore(tmp_path, engine="posix", policy="attention") as store:
-        after = [store.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+        after = [store._storage.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
         assert np.allclose(before, after)
         store.remove([row.id])
     with KVStore(tmp_path, engine="posix", policy="attention") as store:
-        assert not store.residency.scores.of((row.id, lanes[0]), np.arange(12)).any()
+        assert not store._storage.residency.scores.of((row.id, lanes[0]), np.arange(12)).any()
 
 
 def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
@@ -384,7 +384,7 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
                 ask(model, store, question(ids), method)  # its index is in memory from here on
             (lane, *others) = (lane for lane in _lanes(store) if not lane.identifies)
             blocks = 3 * (1 + len(others))  # that a question attends to
-            store.residency.host.budget = (blocks * 3 // 2) * lane.block_bytes + 4096
+            store._storage.residency.host.budget = (blocks * 3 // 2) * lane.block_bytes + 4096
             for _ in range(4):
                 ask(model, store, question(documents[0]), method)
             for ids in documents[1:]:
@@ -395,7 +395,7 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
 
 
 def _lanes(store):
-    return store.disk.reader(store.segments()[0].id).shape.lanes
+    return store._storage.disk.reader(store.segments()[0].id).shape.lanes
 
 
 def test_what_follows_a_choice_is_never_taken_for_exact(model, store):
@@ -446,15 +446,15 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
     fill(store, model, ids)
     plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
     (row,) = store.segments()
-    reader = store.disk.reader(row.id)
+    reader = store._storage.disk.reader(row.id)
     lane = next(lane for lane in reader.shape.lanes if lane.identifies == identifies)
-    path = store.disk.path(row.id)
+    path = store._storage.disk.path(row.id)
     start = reader.header.blocks.offset + reader.shape.lane_offsets[lane.index]
     data = bytearray(path.read_bytes())
     for chunk in range(reader.shape.chunks):
         data[start + chunk * lane.block_bytes + 7] ^= 1
     path.write_bytes(data)
-    store.residency.clear()
+    store._storage.residency.clear()
     ours, cache = ask(model, store, question(ids))
     same(ours, plain)
     assert cache.stats.verification_failures and cache.stats.recomputed

@@ -450,11 +450,11 @@ def test_the_working_directory_may_change(tmp_path, monkeypatch):
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "a")
     with KVStore("store") as store:
-        header = publish(store.disk)
-        store.disk.readers.clear()
+        header = publish(store._storage.disk)
+        store._storage.disk.readers.clear()
         monkeypatch.chdir(tmp_path / "b")
-        assert read_back(store.disk, header.id)
-        publish(store.disk, seed="b")
+        assert read_back(store._storage.disk, header.id)
+        publish(store._storage.disk, seed="b")
         assert store.stats.segments == 2
     assert not os.listdir(tmp_path / "b")
 

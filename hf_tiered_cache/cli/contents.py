@@ -84,7 +84,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def contents_of_open(store: KVStore) -> Contents:
-    return Contents(store.segments(), store.disk.index.models(), store.disk.pinned())
+    return Contents(store.segments(), store.models(), store.pinned())
 
 
 def _catalogued(path: Path) -> Contents | None:

@@ -98,7 +98,7 @@ def test_host_memory_is_pinned(tmp_path):
     with KVStore(tmp_path, host_memory="64MiB") as store:
         store.precompute(model, ids, progress=False)
         ask(model, store, ids, ids)
-        slabs = [slab for pool in store.residency.host.pools() for slab in pool.slabs if slab is not None]
+        slabs = [slab for pool in store._storage.residency.host.pools() for slab in pool.slabs if slab is not None]
         assert slabs
         assert all(slab.is_pinned() for slab in slabs)
 
@@ -108,7 +108,7 @@ def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, ids, progress=False)
         (row,) = store.segments()
-        path, reader = store.disk.path(row.id), store.disk.reader(row.id)
+        path, reader = store._storage.disk.path(row.id), store._storage.disk.reader(row.id)
     data = bytearray(path.read_bytes())
     data[reader.header.blocks.offset + 9 * reader.shape.lanes[0].block_bytes] ^= 1
     path.write_bytes(data)

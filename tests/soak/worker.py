@@ -190,7 +190,7 @@ class Worker:
         store.remove(row.id for row in choose.sample(rows, min(len(rows), 2)))
 
     def unpin(self, choose: random.Random, store: KVStore) -> None:
-        store.pin(store.disk.pinned(), pinned=False)
+        store.pin(store._storage.disk.pinned(), pinned=False)
 
     def gc(self, choose: random.Random, store: KVStore) -> None:
         store.gc(dry_run=choose.random() < 0.3)
@@ -328,7 +328,7 @@ class Worker:
         while self.stores:
             store = self.stores.pop()
             store.close()
-            residency = store.residency
+            residency = store._storage.residency
             if residency.segments() or residency._holds:
                 self.wrong(f"held after close: {residency._holds}, {residency.segments()}")
             for tier in residency._tiers():

@@ -1,0 +1,297 @@
+"""What stands behind a `KVStore`: the segments, the tiers of memory before them, and the thread that writes.
+
+Caches see this; users see `KVStore`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from tqdm.auto import tqdm
+
+from .errors import ConfigError, StoreClosedError
+from .methods import Method
+from .restore.chain import Chain
+from .restore.match import MatchedRun, longest_prefix
+from .stats import StoreStats
+from .store import maintain
+from .store.catalogue import Catalogue, SegmentRow
+from .store.disk import SegmentStore
+from .store.segment import SegmentReader
+from .store.writer import Draft, Writer
+from .tiers.residency import Residency
+from .tiers.scores import ScoreTable
+from .upkeep import Upkeep
+
+if TYPE_CHECKING:
+    from .record import Recorder
+
+DEFAULT_POLICY = "lru"
+
+
+class Storage:
+    """KV in segments, kept in memory as long as it has room. Serves many caches and threads.
+
+    What is still to be written is written when it is collected, or the interpreter ends.
+
+    Args:
+        path: of the store, for messages and for what is kept beside the segments.
+        disk: the segments; closed with this.
+        residency: the tiers before them.
+        secret: keys the hashes of tokens, if anything does.
+        policy: by which blocks leave memory.
+        codec: of what is stored by methods that name none.
+        ttl: seconds a new segment lives, or None.
+        queue_bytes: of KV that may wait to be written.
+
+    Raises:
+        ConfigError: what is stored is encrypted with another key.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        disk: SegmentStore,
+        residency: Residency,
+        *,
+        secret: str | bytes | None,
+        policy: str,
+        codec: str,
+        ttl: float | None,
+        queue_bytes: int,
+    ) -> None:
+        self.path, self.disk, self.residency = path, disk, residency
+        self.policy, self.codec, self.ttl = policy, codec, ttl
+        self._secret = secret
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        try:
+            if (other := disk.other_key()) is not None:
+                named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
+                raise ConfigError(f"{path} is encrypted with another key: {named}")
+            self.upkeep = Upkeep(disk)
+            close = partial(_close, self.upkeep, disk, residency.scores)
+            self.writer = Writer(disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
+            self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
+        except BaseException:  # also Ctrl-C: nobody is going to close it
+            disk.close()
+            raise
+        self._close.atexit = False  # the writer sees to that
+        disk.on_gone += [residency.forget, self.upkeep.importance.forget]
+        residency.scores.load(disk.index.scores())
+
+    def note_policy(self, method: Method) -> None:
+        """Say so if blocks leave memory by another policy than the method was published with."""
+        if method.policy not in (DEFAULT_POLICY, self.policy):
+            self.disk.warn(
+                f"policy {method.policy}",
+                f"{type(method).__name__} was published with the eviction policy {method.policy!r}, and this store "
+                f"evicts by {self.policy!r}; open it with KVStore(path, policy=method.policy)",
+            )
+
+    # --- looking up
+
+    def chain(self, fingerprint: str, provenance: str, regime: str) -> Chain:
+        """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
+        return Chain((fingerprint, provenance, regime), self._secret)
+
+    def match(
+        self, links: list[bytes], start: int = 0, asking: Recorder | None = None
+    ) -> list[tuple[MatchedRun, SegmentReader]]:
+        """The longest stored prefix of a sequence, from link number `start` on: runs of segments, opened.
+
+        What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
+        as it matters.
+        """
+        self.check_open()
+        if start >= len(links):
+            return []
+        self.seal(links[0], asking)
+        self.writer.wait_for(links[start:])
+        rows = self.disk.find(links)
+        while True:
+            runs = longest_prefix(links, rows, start)
+            readers = [self.disk.found(run.row) for run in runs]
+            found = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
+            if len(found) == len(runs):
+                break
+            lost = {run.row.id for run in runs} - {run.row.id for run, _ in found}
+            rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
+        self._looked_up([run.row.id for run, _ in found])
+        return found
+
+    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
+        """The stored segments that begin with one of `links`."""
+        self.check_open()
+        rows = self.disk.find(links)
+        self._looked_up([row.id for row in rows])
+        return rows
+
+    def _looked_up(self, used: list[str]) -> None:
+        """Behind the request: note what was used, and forget what another process has removed."""
+        self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
+
+    # --- storing
+
+    def submit(self, draft: Draft, wait: bool = True) -> None:
+        """Queue a segment for writing; its blocks are cached in host memory on the way."""
+        written, refused = partial(_admit, draft, self.residency), partial(_refused, draft, self.residency)
+        self.writer.submit(replace(draft, written=written, refused=refused), wait)
+
+    def register(self, recorder: Recorder) -> None:
+        """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
+        with self._lock:
+            self._recorders.add(recorder)
+
+    def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
+        """Queue what live caches have computed and not stored, between their passes.
+
+        Args:
+            beginning: if given, only of caches that hold a sequence with this first link.
+            but: is left alone.
+        """
+        with self._lock:
+            recorders = list(self._recorders)
+        for recorder in recorders:
+            if recorder is not but and (beginning is None or recorder.begins_with(beginning)):
+                recorder.seal()
+
+    def flush(self) -> None:
+        """Write everything that has been computed, and make it durable; background work is done then, too."""
+        self.check_open()
+        self.seal()
+        self.upkeep.wait()
+        self.writer.flush()
+        _keep_scores(self.disk, self.residency.scores)
+
+    # --- looking after it
+
+    def segments(self) -> list[SegmentRow]:
+        """What is stored, last used last."""
+        self.check_open()
+        return self.disk.index.rows()
+
+    def each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
+        """Do something to segments, all if `ids` is None, and say for how many it was done."""
+        self.flush()
+        wanted = [row.id for row in self.segments()] if ids is None else list(ids)
+        changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
+        self.disk.sync()
+        return changed
+
+    def clear(self, disk: bool) -> None:
+        """Let go of all blocks in memory, and with `disk` of all segments."""
+        self.flush()
+        if disk:
+            self.remove(row.id for row in self.segments())
+        self.residency.clear()
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments by id. Returns how many there were."""
+        self.check_open()
+        return self.disk.remove(ids)
+
+    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
+        """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
+        self.check_open()
+        ids = list(ids)
+        unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
+        if pinned and unknown:
+            raise ConfigError(
+                f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
+                "store.precompute(model, input_ids, pin=True) pins a prompt"
+            )
+        self.disk.pin(ids, pinned)
+
+    def verify(self, progress: bool, repair: bool) -> maintain.VerifyReport:
+        """Read every stored byte and compare every checksum."""
+        self.check_open()
+        self.writer.flush()
+        return maintain.verify(self.disk, progress=progress, repair=repair)
+
+    def gc(self, dry_run: bool) -> maintain.GcReport:
+        """Delete what no request can use, and what is over the quota."""
+        self.check_open()
+        return maintain.gc(self.disk, dry_run=dry_run)
+
+    def stats(self) -> StoreStats:
+        """What it holds, and what happened since it was opened."""
+        stats, residency = self.disk.counters.snapshot(), self.residency
+        if self._close.alive:
+            counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
+            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+        stats.disk.budget = self.disk.limits.quota
+        stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
+        stats.device.bytes = sum(tier.allocated for tier in residency.devices.values())
+        stats.device.budget = residency.device_budget
+        stats.evicted_blocks = residency.evicted
+        return stats
+
+    # --- its life
+
+    def check_open(self) -> None:
+        """Raises StoreClosedError: it was closed, or opened by another process."""
+        if not self._close.alive:
+            raise StoreClosedError(f"the store {self.path} is closed; open it anew")
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._close.alive
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is open, and was opened by this process."""
+        return self._close.alive and os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Write everything that has been computed, and let files, threads and memory go."""
+        if self.usable:
+            self.seal()
+            self._close()
+            self.writer.close()
+            self.residency.clear()
+
+
+def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
+    if disk.backend.writable:
+        disk.index.keep_scores(scores.changes())
+
+
+def _admit(draft: Draft, residency: Residency, lane: int, blocks: torch.Tensor, content: int) -> None:
+    """Put a lane of the draft into memory, under what it contains: another file may yet come first."""
+    residency.admit((draft.header.id, lane, content), blocks)
+
+
+def _refused(draft: Draft, residency: Residency) -> None:
+    residency.forget([draft.header.id])
+    draft.refused()
+
+
+def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
+    if used:
+        disk.index.touch(used)
+    disk.forget_deleted(residency.segments())
+
+
+def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
+    """Queue what live caches have computed. Returns False while another thread holds one of them."""
+    with lock:  # others may be registered meanwhile
+        found = list(recorders)
+    return False not in [recorder.finish() for recorder in found]  # none is left out
+
+
+def _close(upkeep: Upkeep, disk: SegmentStore, scores: ScoreTable) -> None:
+    upkeep.close()
+    _keep_scores(disk, scores)
+    disk.close()
