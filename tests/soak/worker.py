@@ -190,7 +190,7 @@ class Worker:
         store.remove(row.id for row in choose.sample(rows, min(len(rows), 2)))
 
     def unpin(self, choose: random.Random, store: KVStore) -> None:
-        store.pin(store._storage.disk.pinned(), pinned=False)
+        store.pin(store.pinned(), pinned=False)
 
     def gc(self, choose: random.Random, store: KVStore) -> None:
         store.gc(dry_run=choose.random() < 0.3)
