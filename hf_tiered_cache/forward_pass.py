@@ -19,6 +19,7 @@ from .patches.layers import decoder_layers, dropping
 from .patches.rotary import RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
+from .restore.fetch import Fetcher
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
 from .restore.rechoose import LiveSelection, Rechoice
@@ -27,6 +28,7 @@ from .sources import kv_sources
 from .stats import Account
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
+from .transfers import to_device, to_host
 
 
 class ForwardPass(Scope):
@@ -136,18 +138,17 @@ class RestoringForward(ForwardPass):
         super().__init__(cache, sources, attachment, account, recorder, first)
         self.plan, self.method = plan, method
         self._captures = True
+        self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
-        device_of = attachment.device_of
-        self.prefetch = Prefetch(plan, store.residency, account, device_of, method.ahead_bytes)
+        self.fetcher = Fetcher(store.residency, account, attachment.device_of)
+        self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         if plan.attended is not None:
             self.selection = SelectiveRestore(
                 plan,
                 [source.index for source in kv_sources(sources) if source.selects],
                 method.selector(),
-                store.residency,
-                account,
-                device_of,
+                self.fetcher,
                 method.ahead_bytes > 0,
                 store.upkeep.importance if method.reorder else None,
                 method.rechoose,
@@ -176,16 +177,15 @@ class RestoringForward(ForwardPass):
         if plan.suffix is None:
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            self.positions = torch.from_numpy(plan.computed[0] + plan.base)
+            self.positions = to_device(plan.computed[0] + plan.base, self.attachment.device_of(0))
             self._drop_with_depth(plan)
             if self.rows:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
                 stack.enter_context(dropping(layers, min(self.rows)))
-        stack.callback(self.prefetch.cancel)
+        stack.callback(self.fetcher.cancel)
         if self.selection is not None:
             if not can_select(config):
                 raise needs_attention(self.method, self.attachment.model, SELECTING)
-            stack.callback(self.selection.cancel)
             self.selection.start()
         self.prefetch.start()
 
@@ -194,11 +194,18 @@ class RestoringForward(ForwardPass):
         self.kept.clear()
         for layer in range(len(plan.computed)):
             if (rows := plan.rows(layer)) is not None:
-                self.rows[layer] = torch.from_numpy(rows)
+                self.rows[layer] = to_device(rows, self.attachment.device_of(layer))
             if (kept := plan.kept(layer)) is not None:
-                self.kept[layer] = torch.from_numpy(kept)
+                self.kept[layer] = to_device(kept, self.attachment.device_of(layer))
 
     # --- what sources ask (see `RestoringPass`)
+
+    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+        computed = self.plan.computed[layer]
+        key = id(computed), first, device
+        if key not in self._columns:
+            self._columns[key] = to_device(computed - first, device)
+        return self._columns[key]
 
     def park(self, layer: int) -> None:
         if self._parked is not None:
@@ -213,7 +220,7 @@ class RestoringForward(ForwardPass):
 
     def compare(self, layer: int, stored: torch.Tensor, computed: torch.Tensor) -> None:
         plan = self.plan
-        deviation = (stored.float() - computed.float()).square().sum((0, 1, 3)).cpu().numpy()  # [n]
+        (deviation,) = to_host((stored.float() - computed.float()).square().sum((0, 1, 3)))  # [n]
         every, least = plan.computed[layer], plan.computed[-1]
         reusable = np.isin(every, least, invert=True)
         chosen = np.union1d(least, every[reusable][self.method.deviating(deviation[reusable])])

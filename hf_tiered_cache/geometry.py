@@ -378,10 +378,6 @@ class SegmentShape:
             for slot in part.fields
         )
 
-    def decoded(self, blocks: torch.Tensor, part: Part) -> torch.Tensor:
-        """What a part holds in `blocks`, uint8 `[n, block_bytes]`, as `[n, heads, chunk_tokens, dim]`."""
-        return self.codec.decode(self.field_views(blocks, part), self.layout.dtype)
-
     def ordered(self, lane: Lane) -> bool:
         """Whether the tokens of `lane` lie in an order of their own."""
         return self.order is not None and not lane.identifies and not lane.window

@@ -13,11 +13,12 @@ from .errors import ConfigError
 from .methods import Method, make_method
 from .patches.attach import attach
 from .precompute import as_prompts
-from .restore.prefetch import Unit, units_of
+from .restore.prefetch import PlanUnit, units_of
 from .serving import CacheOptions
 from .stats import TIERS, Account
 from .storage import Storage
 from .stored_cache import StoredCache
+from .tiers.lease import BlockRequest
 from .units import format_bytes
 
 
@@ -60,7 +61,8 @@ def warm(
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
             device = prompt.device_of(unit)
-            lease = storage.residency.fetch(unit.reader, unit.lane.index, unit.chunks, device, account, ahead=True)
+            request = BlockRequest(unit.reader, unit.lane.index, unit.chunks)
+            lease = storage.residency.fetch([request], device, account, ahead=True)
             try:
                 lease.wait()
             except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
@@ -85,13 +87,13 @@ class _Prompt:
         plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
         self._storage, self._attachment = storage, attach(model)
         self._tokens, self._restored = len(prompts[0]), 0
-        self.units: list[Unit] = []
+        self.units: list[PlanUnit] = []
         if plan is not None:
             self._restored = plan.restored_tokens
             every = replace(plan, attended=None)  # of what a budget buys, all may be asked for
             self.units = units_of(every)
 
-    def device_of(self, unit: Unit) -> torch.device:
+    def device_of(self, unit: PlanUnit) -> torch.device:
         return self._attachment.device_of(unit.lane.layers[0])
 
     def describe(self) -> Lookup:

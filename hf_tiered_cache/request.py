@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
+from .transfers import to_device
 
 _UNDERSTOOD = frozenset(
     {
@@ -75,10 +76,11 @@ class Request:
                 kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
             if kwargs.get("attention_mask") is None:
                 kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
-        index = torch.from_numpy(columns)
+        first = int(columns[0])
+        index = slice(first, None) if len(columns) == self.columns - first else to_device(columns, self.ids.device)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][..., index.to(kwargs[name].device)]
+                kwargs[name] = kwargs[name][..., index]
         return kwargs
 
 

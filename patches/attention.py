@@ -19,7 +19,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
-from .scope import Scope, current
+from .scope import Scope, current, on
 
 WRAPPED = ("sdpa", "eager")
 """Implementations whose masks can say where each query stands."""
@@ -96,7 +96,7 @@ def make_mask(
     function that looks the column up; sliding windows, padding and models' own additions come with it.
     """
     if scope.positions is not None:
-        positions = scope.positions.to(kwargs["device"])
+        positions = on(kwargs["device"], scope.positions)
         asked = mask_function
 
         def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import UnsupportedModelError
-from .scope import current
+from .scope import current, on
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
@@ -64,9 +64,9 @@ def _sliced(name: str, value: Any, rows: torch.Tensor) -> Any:
     if name == "position_embeddings":
         return tuple(_rows(table, rows) for table in value)
     if name == "attention_mask" and isinstance(value, torch.Tensor) and value.ndim == 4:
-        return value[:, :, rows.to(value.device)]
+        return value[:, :, on(value.device, rows)]
     return value
 
 
 def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return tensor[:, rows.to(tensor.device)]
+    return tensor[:, on(tensor.device, rows)]

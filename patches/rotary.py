@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .scope import current
+from .scope import current, on
 
 _patching = threading.Lock()
 
@@ -39,7 +39,7 @@ class RotaryTable:
         """cos and sin `[1, n, dims]` at other positions of text, int64 `[n]`, under the frequencies of this pass."""
         asked: torch.Tensor = self.arguments.arguments["position_ids"]
         # some frequencies depend on the longest position of a pass: it is shown to the module, and cut off again
-        latest = asked.max().to(positions.device).view(1)
+        latest = on(positions.device, asked.max()).view(1)
         changed = {"position_ids": torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1)}
         cos, sin = _call(self.module.forward, self.arguments, changed)
         return cos[:, :-1], sin[:, :-1]
@@ -137,20 +137,29 @@ class RotaryTap:
         part = tensor[..., : like.dims]
         part.copy_(call.rotate(part, cos[:, first : first + count], sin[:, first : first + count]))
 
-    def rotate_at_(self, like: Unrotated, tensor: torch.Tensor, positions: torch.Tensor) -> None:
-        """The same for keys `[batch, heads, n, dim]` of any ascending positions, int64 `[n]`."""
+    def rotate_at_(self, like: Unrotated, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
+        """The same for keys of any positions.
+
+        Args:
+            like: keys that rotate.
+            tensor: `[heads, n, dim]`.
+            positions: int64 `[sets, n]` on the tensor's device: one set for all heads, or one for each.
+            stop: they are all below this.
+        """
         call = like.rotation
-        cos, sin = self._tables_at(call, int(positions[-1]) + 1, tensor.device)
-        at, part = positions.to(tensor.device), tensor[..., : like.dims]
-        part.copy_(call.rotate(part, cos[:, at], sin[:, at]))
+        cos, sin = self._tables_at(call, stop, tensor.device)
+        part = tensor[..., : like.dims]
+        part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads that stand elsewhere are rows of a batch
+        part.copy_(call.rotate(part, cos[0][positions], sin[0][positions]))
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """At least `stop` positions: rows that end elsewhere share the longest table."""
         table = self._table_of(call)
+        assert table is not None  # else `take` has left the rotation in
         key = (id(table), device)
         if key not in self._at or self._at[key][0].shape[1] < stop:
             cos, sin = table.at(torch.arange(stop, device=table.arguments.arguments["position_ids"].device))
-            self._at[key] = cos.to(device), sin.to(device)
+            self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 
     def _table_of(self, call: RotaryCall) -> RotaryTable | None:
@@ -162,13 +171,13 @@ class RotaryTap:
                 return table
         for table in self.tables:
             cos = self._seen(table)
-            if cos.shape == call.cos.shape and torch.equal(cos.to(call.cos.device), call.cos):
+            if cos.shape == call.cos.shape and torch.equal(on(call.cos.device, cos), call.cos):
                 return table
         return None
 
     def _seen(self, table: RotaryTable) -> torch.Tensor:
         """cos as the present layer gets it."""
-        return table.cos if self.rows is None else table.cos[:, self.rows.to(table.cos.device)]
+        return table.cos if self.rows is None else table.cos[:, on(table.cos.device, self.rows)]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -222,7 +231,9 @@ def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
     found: dict[tuple[str, str], tuple[ModuleType, str]] = {}
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module = sys.modules.get(name)
-        for attribute, value in list(vars(module).items()) if module is not None else []:
+        if module is None:
+            continue
+        for attribute, value in list(vars(module).items()):
             if attribute.startswith("apply_") and "rotary" in attribute and callable(value):
                 with_tables = {"q", "k", "cos", "sin"} <= inspect.signature(value).parameters.keys()
                 if with_tables:

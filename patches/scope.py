@@ -21,7 +21,8 @@ class Scope:
     Args:
         cache: the cache that this pass serves.
         tap: what the rotary patch has seen.
-        positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None.
+        positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None. Such tensors
+            of indices lie on the model's device.
         kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
         rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
     """
@@ -39,6 +40,11 @@ class Scope:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's queries, `[batch, heads, n, dim]`, attend to, given what its cache has handed over."""
         return keys, values
+
+
+def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` on `device`: itself, but where a model's layers lie on several."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)

@@ -93,3 +93,9 @@ def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
         reader.read(lane.index, [(0, memory)]).result()
         lanes.append(memory)
     return lanes
+
+
+def runs_of(lease):
+    """The runs of blocks that a lease of one request has brought."""
+    (leased,) = lease.leased
+    return leased.arrived.runs()

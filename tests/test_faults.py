@@ -17,6 +17,7 @@ from reference import kv_of, prefilled
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store import segment as segment_module
+from hf_tiered_cache.store.engines import posix as posix_module
 from hf_tiered_cache.store.engines.posix import PosixEngine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
@@ -185,16 +186,14 @@ def test_a_read_error(model, root, monkeypatch, call):
 
 def test_a_read_error_deep_in_the_tree_keeps_what_stands_before_it(model, root, monkeypatch):
     path, _ = file_of(root, 32)
-    real = segment_module.SegmentReader.read
+    real = posix_module._read_all
 
-    def failing(self, lane, runs):
-        if self.id == path.stem:
-            future = segment_module.Future()
-            future.set_exception(OSError(errno.EIO, "Input/output error"))
-            return future
-        return real(self, lane, runs)
+    def failing(call):
+        if call.file.path == str(path):
+            raise OSError(errno.EIO, "Input/output error")
+        return real(call)
 
-    monkeypatch.setattr(segment_module.SegmentReader, "read", failing)
+    monkeypatch.setattr(posix_module, "_read_all", failing)
     with KVStore(root) as store:
         assert ask(model, store, OTHER, record=False).tokens_restored == 64
 

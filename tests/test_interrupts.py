@@ -20,7 +20,7 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, segment
+from segments import links, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
@@ -34,6 +34,7 @@ from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.interrupts import Apart
+from hf_tiered_cache.tiers.lease import BlockRequest
 from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.residency import Residency
 
@@ -94,9 +95,9 @@ def check_whole(residency, readers, blocks):
     """Every block comes, and is right; afterwards nothing is held."""
     for reader in readers:
         for lane in (0, 1):
-            lease = residency.fetch(reader, lane, np.arange(CHUNKS), CPU, Account())
+            lease = residency.fetch([BlockRequest(reader, lane, np.arange(CHUNKS))], CPU, Account())
             lease.wait()
-            assert torch.equal(torch.cat([run for _, run in lease.runs]), blocks[reader.id, lane])
+            assert torch.equal(torch.cat([run for _, run in runs_of(lease)]), blocks[reader.id, lane])
             lease.release()
     del lease
     deadline = time.monotonic() + 10
@@ -122,7 +123,7 @@ def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device
     first, second = readers
 
     def serve(reader, lane):
-        lease = residency.fetch(reader, lane, np.arange(CHUNKS), CPU, Account())
+        lease = residency.fetch([BlockRequest(reader, lane, np.arange(CHUNKS))], CPU, Account())
         lease.wait()
         lease.release()
 
@@ -156,7 +157,7 @@ def test_real_signals_leave_nothing_held(stored):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-3 * generator.random())
                 for reader in readers:
-                    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+                    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
                     lease.wait()
                     lease.release()
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -250,13 +251,13 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     monkeypatch.setattr(residency_module, "copy_stream", lambda device: Slow())
     residency = Residency(60 * 4096, device * 4096, device_types=frozenset({"cpu"}))
     for _ in range(3):
-        lease = residency.fetch(readers[0], 0, np.arange(CHUNKS), CPU, Account())
+        lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, Account())
         lease.wait()
         lease.release()
-    held = residency.fetch(readers[1], 0, np.arange(CHUNKS), CPU, Account())
+    held = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, Account())
     held.wait()
     residency.clear()
-    assert torch.equal(torch.cat([run for _, run in held.runs]), blocks[readers[1].id, 0])
+    assert torch.equal(torch.cat([run for _, run in runs_of(held)]), blocks[readers[1].id, 0])
     assert all(tier.allocated <= tier.budget for tier in residency._tiers())
     assert residency.segments() == set()
     pending.done = True

@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup
 from hf_tiered_cache.restore.prefetch import Prefetch
 from hf_tiered_cache.stats import Account
+from hf_tiered_cache.tiers.blocks import Blocks
+from hf_tiered_cache.tiers.lease import LeasedBlocks
 
 CPU = torch.device("cpu")
 LAYERS = 12
@@ -31,9 +34,9 @@ class Reader:
 
 
 class Lease:
-    def __init__(self, fails):
-        self.from_disk = np.empty(0, np.int64)
-        self.runs, self.released, self.fails = [], 0, fails
+    def __init__(self, requests, fails):
+        self.leased = [LeasedBlocks(request, request.chunks, blocks=Blocks.none()) for request in requests]
+        self.released, self.fails, self.failed = 0, fails, None
 
     def wait(self):
         if self.fails:
@@ -49,11 +52,12 @@ class Residency:
     def __init__(self, fails_at=None, error=None, at_once=False):
         self.fetched, self.leases, self.fails_at, self.error, self.at_once = [], [], fails_at, error, at_once
 
-    def fetch(self, reader, lane, chunks, device, account):
-        if self.at_once and lane == self.fails_at:
+    def fetch(self, requests, device, account, ahead):
+        fails = any(lane == self.fails_at for _, lane, _ in requests)
+        if self.at_once and fails:
             raise self.error
-        self.fetched.append((reader.id, lane, chunks.tolist()))
-        self.leases.append(Lease(self.error if lane == self.fails_at else None))
+        self.fetched.extend((reader.id, lane, chunks.tolist()) for reader, lane, chunks in requests)
+        self.leases.append(Lease(requests, self.error if fails else None))
         return self.leases[-1]
 
 
@@ -69,7 +73,7 @@ def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
 
 def prefetch(made, ahead, residency=None):
     residency = residency or Residency()
-    fetch = Prefetch(made, residency, Account(), lambda layer: CPU, ahead)
+    fetch = Prefetch(made, Fetcher(residency, Account(), lambda layer: CPU), ahead)
     fetch.start()
     return fetch, residency
 
@@ -95,15 +99,15 @@ def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segmen
 def test_the_next_lanes_are_under_way_before_the_first_layer_has_its_own():
     fetch, residency = prefetch(plan(), 1 << 30)
     assert [lane for _, lane, _ in residency.fetched] == [0, 1, 2]
-    fetch.cancel()
-    fetch.cancel()
+    fetch.fetcher.cancel()
+    fetch.fetcher.cancel()
     assert all(lease.released for lease in residency.leases)
 
 
 def test_nothing_is_fetched_before_the_start():
     """Who starts it has first seen to it that it is cancelled."""
     residency = Residency()
-    fetch = Prefetch(plan(), residency, Account(), lambda layer: CPU, 1 << 30)
+    fetch = Prefetch(plan(), Fetcher(residency, Account(), lambda layer: CPU), 1 << 30)
     assert residency.fetched == []
     fetch.start()
     assert len(residency.fetched) == 3
@@ -113,8 +117,7 @@ def test_one_lane_is_always_under_way_while_another_is_in_use():
     """However large lanes are: the disk does not rest while layers compute."""
     fetch, residency = prefetch(plan(), 1)
     for layer in range(LAYERS):
-        units = fetch.units(layer)
-        next(units)
+        fetch.units(layer)
         assert [lane for _, lane, _ in residency.fetched] == list(range(min(3, layer // 4 + 2)))
         fetch.done(layer)
     assert fetch._under_way == 0
@@ -142,22 +145,22 @@ def test_a_failing_block_names_its_segment(error):
         list(fetch.units(4))
     assert caught.value.segment == "0"
     assert caught.value.__cause__ is error
-    stats = fetch.account.stats
+    stats = fetch.fetcher.account.stats
     assert (stats.verification_failures, stats.read_errors) == ((1, 0) if error is ERRORS[-1] else (0, 1))
-    fetch.cancel()
+    fetch.fetcher.cancel()
     assert all(lease.released for lease in residency.leases)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
 def test_a_fetch_that_cannot_begin_names_its_segment_and_leaves_nothing_held(ahead):
     residency = Residency(1, RuntimeError("planted"), at_once=True)
-    fetch = Prefetch(plan((160, 160)), residency, Account(), lambda layer: CPU, ahead)
+    fetch = Prefetch(plan((160, 160)), Fetcher(residency, Account(), lambda layer: CPU), ahead)
     with pytest.raises(RestoreError, match="planted") as caught:
         fetch.start()
         for layer in range(LAYERS):
             list(fetch.units(layer))
     assert caught.value.segment == "0"
-    fetch.cancel()
+    fetch.fetcher.cancel()
     assert residency.leases
     assert all(lease.released for lease in residency.leases)
 

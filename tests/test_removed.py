@@ -8,11 +8,12 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, segment
+from segments import links, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.stats import Account
+from hf_tiered_cache.tiers.lease import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 
 CPU = torch.device("cpu")
@@ -139,9 +140,9 @@ def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
     residency.admit((header.id, 0, 123), mine)
     store.publish(header, chain, lanes)
     reader = store.reader(header.id)
-    lease = residency.fetch(reader, 0, np.arange(6), CPU, Account())
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, Account())
     lease.wait()
-    assert torch.equal(torch.cat([blocks for _, blocks in lease.runs]), lanes[0])
+    assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), lanes[0])
     lease.release()
     assert (residency.host.lookup((header.id, 0, 123), np.arange(6)) < 0).all()
 
@@ -152,13 +153,13 @@ def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
     header, chain, lanes = segment(links(6))
     store.publish(header, chain, lanes)
     reader = store.reader(header.id)
-    before = residency.fetch(reader, 0, np.arange(6), CPU, Account())
+    before = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, Account())
     before.wait()
     store.remove([header.id])
-    after = residency.fetch(reader, 1, np.arange(6), CPU, Account())
+    after = residency.fetch([BlockRequest(reader, 1, np.arange(6))], CPU, Account())
     after.wait()
     for lane, lease in enumerate((before, after)):
-        assert torch.equal(torch.cat([blocks for _, blocks in lease.runs]), lanes[lane])
+        assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), lanes[lane])
         lease.release()
     assert residency.segments() == set()
     (pool,) = residency.host.pools()

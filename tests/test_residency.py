@@ -16,15 +16,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import links, open_store, segment
+from segments import links, open_store, runs_of, segment
 
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
 from hf_tiered_cache.stats import Account
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.blocks import overlaps
+from hf_tiered_cache.tiers.lease import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
-from hf_tiered_cache.tiers.runs import overlaps
 
 CPU = torch.device("cpu")
 CHUNKS = 10
@@ -45,9 +46,9 @@ def stored(tmp_path):
 
 
 def fetch(residency, reader, lane, chunks, account=None, release=True):
-    lease = residency.fetch(reader, lane, np.asarray(chunks), CPU, account or Account())
+    lease = residency.fetch([BlockRequest(reader, lane, np.asarray(chunks))], CPU, account or Account())
     lease.wait()
-    got = {first + i: block.clone() for first, run in lease.runs for i, block in enumerate(run)}
+    got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
     if release:
         lease.release()
     return got if release else (got, lease)
@@ -56,7 +57,7 @@ def fetch(residency, reader, lane, chunks, account=None, release=True):
 def fetch_fails(residency, reader, error):
     """Now, or when it is waited for."""
     with pytest.raises(error):
-        lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
         try:
             lease.wait()
         finally:
@@ -119,11 +120,11 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, devi
     for which, lane, chunks in asked:
         chunks = np.array(sorted(chunks))
         with patch.object(pool_module.Tier, "own_memory", lambda self, rest, size: iter([1 / 0] if len(rest) else [])):
-            lease = residency.fetch(readers[which], lane, chunks, CPU, Account(), ahead=True)
+            lease = residency.fetch([BlockRequest(readers[which], lane, chunks)], CPU, Account(), ahead=True)
             lease.wait()
-        got = {first + i: block for first, run in lease.runs for i, block in enumerate(run)}
-        check(got, blocks, readers[which], lane, lease.chunks.tolist())
-        assert np.isin(lease.chunks, chunks).all()
+        got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(got, blocks, readers[which], lane, lease.leased[0].chunks.tolist())
+        assert np.isin(lease.leased[0].chunks, chunks).all()
         lease.release()
         check(
             fetch(residency, readers[which], lane, chunks), blocks, readers[which], lane, chunks
@@ -136,9 +137,9 @@ def test_what_there_is_room_for_comes_ahead_whole(stored):
     residency = Residency(1 << 20)
     for expected in (0, CHUNKS):  # the second time from memory
         account = Account()
-        lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, account, ahead=True)
+        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, account, ahead=True)
         lease.wait()
-        assert lease.chunks.tolist() == list(range(CHUNKS))
+        assert lease.leased[0].chunks.tolist() == list(range(CHUNKS))
         assert account.stats.host.hits == expected
         lease.release()
 
@@ -160,8 +161,10 @@ def test_only_what_is_missing_is_read(stored):
     fetch(residency, reader, 0, [2, 3, 7])
     account = Account()
     got, lease = fetch(residency, reader, 0, range(CHUNKS), account, release=False)
-    assert lease.from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
-    assert account.stats.bytes_read == CHUNKS * lease.block_bytes  # small gaps are read through, and counted
+    assert lease.leased[0].from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
+    assert (
+        account.stats.bytes_read == CHUNKS * reader.shape.lanes[0].block_bytes
+    )  # small gaps are read through, and counted
     assert len(got) == CHUNKS
     lease.release()
 
@@ -191,14 +194,69 @@ def test_with_gds_blocks_come_from_disk_to_the_device_without_the_host(stored):
     assert residency.host.allocated == 0
 
 
+def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
+    store, (a, b), blocks = stored
+    submitted, real = [], store.engine.submit
+
+    def submit(ops):
+        submitted.append(ops)
+        return real(ops)
+
+    monkeypatch.setattr(store.engine, "submit", submit)
+    residency, account = Residency(1 << 20), Account()
+    fetch(residency, b, 0, [3])
+    submitted.clear()
+    wanted = [(a, 0, [0, 1, 7]), (b, 0, [2, 3, 4]), (a, 1, [9])]
+    lease = residency.fetch([BlockRequest(r, lane, np.array(chunks)) for r, lane, chunks in wanted], CPU, account)
+    lease.wait()
+    for (reader, lane, chunks), leased in zip(wanted, lease.leased, strict=True):
+        got = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
+        check(got, blocks, reader, lane, chunks)
+    lease.release()
+    assert len(submitted) == 1
+    assert [leased.from_disk.tolist() for leased in lease.leased] == [[0, 1, 7], [2, 4], [9]]
+    assert (account.stats.host.hits, account.stats.disk.blocks) == (1, 6)
+    assert nothing_is_pinned(residency)
+
+
+def test_what_one_request_of_a_batch_needs_is_not_evicted_for_another(stored):
+    _, (a, b), _ = stored
+    size = a.shape.lanes[0].block_bytes
+    residency, account = Residency(CHUNKS * size + 4096), Account()
+    fetch(residency, b, 0, range(CHUNKS))
+    every = np.arange(CHUNKS)
+    lease = residency.fetch([BlockRequest(a, 0, every), BlockRequest(b, 0, every)], CPU, account)
+    lease.wait()
+    lease.release()
+    assert (account.stats.host.hits, account.stats.disk.blocks) == (CHUNKS, CHUNKS)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_of_a_batch_the_segment_at_fault_is_named(stored, bad):
+    store, readers, blocks = stored
+    path = store.path(readers[bad].id)
+    with open(path, "r+b") as file:
+        file.seek(readers[bad].header.blocks.offset)
+        file.write(b"damage")
+    residency = Residency(1 << 20)
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS)) for reader in readers], CPU, Account())
+    with pytest.raises(IntegrityError):
+        lease.wait()
+    assert lease.failed is readers[bad]
+    lease.release()
+    assert nothing_is_pinned(residency)
+    other = readers[1 - bad]
+    check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
+
+
 def test_blocks_in_use_are_not_evicted(stored):
     _, (a, b), blocks = stored
     size = a.shape.lanes[0].block_bytes
     residency = Residency(CHUNKS * size + 4096)
-    lease = residency.fetch(a, 0, np.arange(CHUNKS), CPU, Account())
+    lease = residency.fetch([BlockRequest(a, 0, np.arange(CHUNKS))], CPU, Account())
     lease.wait()
     check(fetch(residency, b, 0, range(CHUNKS)), blocks, b, 0, range(CHUNKS))  # in memory of its own
-    for first, run in lease.runs:
+    for first, run in runs_of(lease):
         for i, block in enumerate(run):
             assert torch.equal(block, blocks[a.id, 0][first + i])
     assert tiers_of(residency, a, 0) == [{"host"}] * CHUNKS
@@ -214,7 +272,7 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
         file.write(data)
     residency = Residency(1 << 20)
     account = Account()
-    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, account)
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, account)
     with pytest.raises(IntegrityError) as caught:
         lease.wait()
     assert caught.value.whole_links == 4
@@ -250,7 +308,7 @@ def test_a_fetch_that_cannot_begin_holds_nothing(stored, monkeypatch):
     def refuse(*args):
         raise MemoryError("planted")
 
-    for where in ((pool_module.Tier, "own_memory"), (type(reader), "read")):
+    for where in ((pool_module.Tier, "own_memory"), (residency_module, "read_batch")):
         with monkeypatch.context() as patch:
             patch.setattr(*where, refuse)
             fetch_fails(residency, reader, MemoryError)
@@ -278,7 +336,7 @@ def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
         raise torch.OutOfMemoryError("planted")
 
     tier.allocate = refuse
-    lease = residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
     with pytest.raises(torch.OutOfMemoryError):
         lease.wait()
     lease.release()
@@ -332,11 +390,11 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
 @pytest.mark.parametrize("device_types", [frozenset(), frozenset({"cpu"})])
 def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     _, (reader, _), _ = stored
-    lease = Residency(0, device_types=device_types).fetch(reader, 0, np.arange(CHUNKS), CPU, Account())
+    lease = Residency(0, device_types=device_types).fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
     lease.wait()
-    assert lease.runs
+    assert runs_of(lease)
     lease.release()
-    assert not lease.runs
+    assert lease.leased[0].blocks is None
 
 
 def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeypatch):
@@ -346,7 +404,7 @@ def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeyp
     residency = Residency(0)
     got, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
     check(got, blocks, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9])
-    assert [(first, len(run)) for first, run in lease.runs] == [(0, 4), (4, 2), (8, 2)]
+    assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, 4), (4, 2), (8, 2)]
     lease.release()
 
 
@@ -354,7 +412,7 @@ def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
     for _ in range(20):
-        residency.fetch(reader, 0, np.arange(CHUNKS), CPU, Account()).release()
+        residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account()).release()
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
     deadline = time.monotonic() + 10
     while any(pool.pins.any() for pool in residency.host._pools.values()):
@@ -473,21 +531,21 @@ def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stor
     _, (reader, _), _ = stored
     residency = Residency(1 << 20, device_types=frozenset({"cpu"}))
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
-    assert [(first, len(run)) for first, run in lease.runs] == [(0, CHUNKS)]
+    assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, CHUNKS)]
     lease.release()
-    assert not lease.runs
+    assert lease.leased[0].blocks is None
     assert stream.log == ["copied", stream.pending]
 
 
 def test_a_direct_read_waits_for_what_is_copied_from_its_slots(stored, stream, monkeypatch):
     _, (reader, _), _ = stored
-    real = type(reader).read
+    real = residency_module.read_batch
 
-    def read(self, lane, runs):
+    def read(asked):
         stream.log.append("read")
-        return real(self, lane, runs)
+        return real(asked)
 
-    monkeypatch.setattr(type(reader), "read", read)
+    monkeypatch.setattr(residency_module, "read_batch", read)
     monkeypatch.setattr(residency_module.DoneEvent, "synchronize", lambda event: stream.log.append("waited"))
     residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}), direct=True)
     fetch(residency, reader, 0, range(CHUNKS))

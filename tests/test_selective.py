@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
-from hf_tiered_cache.geometry import in_groups
+from hf_tiered_cache.geometry import Geometry, in_groups
 from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
@@ -301,6 +301,42 @@ def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
     assert stats.bytes_read <= layers * 192 * size + layers * 128 * size
     assert stats.bytes_guessed == 0
     assert stats.read_amplification > 2  # one token of each head in blocks of 64
+
+
+def test_a_head_reads_blocks_of_its_own_tokens_alone(tmp_path, chosen):
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=4), prompt(PREFIX)
+    layers, token = model.config.num_hidden_layers, 64 * 4  # bytes of a token's key, or value, in one head
+    wanted: dict[str, list] = {}
+    read = {}
+    for name, heads in (("together", None), ("apart", 1)):
+        method = H2O(budget=0.05, geometry=Geometry(16, 1, heads_per_block=heads, split_kv=True))
+        chosen.clear()
+        with KVStore(tmp_path / name, engine="posix", host_memory=0) as store:
+            fill(store, model, ids, method)
+            read[name] = ask(model, store, question(ids), method)[1].stats
+        wanted[name] = [[np.unique(tokens // 16) for tokens in sets] for sets in chosen]
+    for name, stats in read.items():
+        values = sum(
+            sum(map(len, sets)) if name == "apart" else len(np.unique(np.concatenate(sets))) * len(sets)
+            for sets in wanted[name]
+        )  # blocks of one head, or as many bytes
+        assert stats.disk.bytes == layers * 192 * 4 * token + values * 16 * token
+        assert stats.bytes_used == layers * 4 * 2 * 9 * token  # nine tokens of each head
+    assert read["apart"].disk.bytes < read["together"].disk.bytes
+
+
+def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_path, chosen):
+    """Blocks of four layers, and a choice at each layer: three of four layers' bytes go unused."""
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
+    layers, block = model.config.num_hidden_layers, 16 * 2 * 2 * 64 * 4  # bytes of a chunk in one layer
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, replace(METHOD, period=1))
+        store.relayout(geometry=Geometry(16, 4, index=METHOD.geometry.index))
+        method = replace(METHOD, period=1, ahead_bytes=0)
+        stats = ask(model, store, question(ids), method)[1].stats
+    assert stats.bytes_used == layers * 3 * block
+    read = stats.bytes_read - stats.bytes_identifying - stats.bytes_guessed
+    assert stats.read_amplification == read / stats.bytes_used > 1.5
 
 
 def test_impress_reads_only_its_probes_where_they_agree(tmp_path):

@@ -43,7 +43,8 @@ class TierMachine(RuleBasedStateMachine):
     def allocate(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def evicted(self, owner, count, chunks, runs, usage):
+    def evicted(self, owner, count, blocks, usage):
+        chunks, runs = blocks.chunks, blocks.runs()
         assert len(usage.last_used) == len(chunks)
         assert count == CHUNKS
         listed = [first + i for first, blocks in runs for i in range(len(blocks))]
@@ -121,7 +122,7 @@ class TierMachine(RuleBasedStateMachine):
             assert max(map(score, self.gone)) <= min(map(score, stayed))
 
     def memory(self, pool, slot):
-        return pool.runs(np.array([slot]), np.array([0]))[0][1][0]
+        return pool.blocks(np.array([slot]), np.array([0])).runs()[0][1][0]
 
     @rule(
         owner=st.tuples(st.sampled_from("abc"), st.integers(0, 1)),
@@ -172,7 +173,7 @@ def test_runs_break_at_slabs_at_gaps_and_between_chunks():
     pool = SlotPool(4096)
     pool.add_slab(torch.zeros(4, 4096, dtype=torch.uint8))
     pool.add_slab(torch.zeros(4, 4096, dtype=torch.uint8))
-    runs = pool.runs(np.array([1, 2, 3, 4, 6, 7]), np.array([0, 1, 2, 3, 4, 6]))
+    runs = pool.blocks(np.array([1, 2, 3, 4, 6, 7]), np.array([0, 1, 2, 3, 4, 6])).runs()
     assert [(first, len(blocks)) for first, blocks in runs] == [(0, 3), (3, 1), (4, 1), (6, 1)]
     assert runs[1][1].data_ptr() == pool.slabs[1].data_ptr()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -47,10 +48,7 @@ class Method:
     rechoose = 0
     """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
 
-    passages = ""
-    """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
-
-    compares = None
+    compares: ClassVar[int | None] = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
     def __post_init__(self) -> None:
@@ -83,6 +81,11 @@ class Method:
     def attended(self, tokens: int) -> int:
         """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
         return tokens
+
+    @property
+    def passages(self) -> str:
+        """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
+        return ""
 
     @property
     def selects(self) -> bool:

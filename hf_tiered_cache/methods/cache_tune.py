@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -132,6 +132,7 @@ class CacheTune(Passages):
 
     def _least(self, importance: np.ndarray) -> np.ndarray:
         """bool `[tokens]`: which are not among the most important ones, of equals the last."""
+        assert self.recompute != "auto"  # `tuned` has filled it in
         least = np.ones(len(importance), bool)
         least[np.argsort(-importance, kind="stable")[: int(self.recompute * len(importance) + 1e-9)]] = False
         return least
@@ -176,7 +177,7 @@ class CacheBlend(Passages):
     recompute: float = field(default=0.15, kw_only=False)
     check_layer: Literal[1] = 1
 
-    compares = 1
+    compares: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -198,6 +199,7 @@ class CacheBlend(Passages):
 def importance_of(piece: Piece) -> np.ndarray:
     """How much it matters that each token of a passage is computed: float `[tokens]`."""
     order = piece.reader.shape.order
+    assert order is not None  # passages have one
     every = -order.places[0].astype(np.float64) if order.importance is None else order.importance  # None: format 2
     return every[piece.first : piece.first + piece.count]
 

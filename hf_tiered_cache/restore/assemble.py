@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 
 from ..errors import RestoreError
 from ..geometry import LayerKV
 from .plan import Plan
-from .prefetch import Prefetch, Unit
+from .prefetch import Prefetch
 
 
 def restore_layer(
@@ -40,21 +39,33 @@ def restore_layer(
         RestoreError: a block did not arrive, or does not fit.
     """
     check_fit(plan, layer, kind, dtype)
-    for unit in prefetch.units(layer):
-        copy_unit(unit, layer, plan, keys, values, first_column)
+    for row, lane, gather in prefetch.gathers(layer, first_column):
+        for part in lane.parts:
+            if part.layer == layer:
+                gather.copy(part, (keys if part.tensor == "key" else values)[row])
     restored = plan.columns if plan.suffix is None else plan.suffix
     for group in plan.groups:
         begin = max(0, group.pad - plan.base - first_column)  # of the row's tokens in this pass
         end = restored - first_column
-        one, others = group.rows[0], list(group.rows[1:])
+        one = group.rows[0]
         if begin < end and kind.rotated:
             rotated = keys if kind.rotated == "key" else values
             rotate_(rotated[one : one + 1, :, begin:end], begin + first_column + plan.base - group.pad)
         for tensor in (keys, values):
-            tensor[list(group.rows), :, :begin] = 0  # padding is masked, but must be finite
-            if others:
-                tensor[others, :, begin:end] = tensor[one, :, begin:end]
+            share_row(tensor, group.rows, begin, end)
     prefetch.done(layer)
+
+
+def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -> None:
+    """Copy the columns `[begin, end)` of `tensor`, `[batch, heads, columns, dim]`, from the first row to the others.
+
+    The padding before them becomes zero: it is masked, but must be finite.
+    """
+    for row in rows:
+        if begin:
+            tensor[row, :, :begin].zero_()
+        if begin < end and row != rows[0]:
+            tensor[row, :, begin:end].copy_(tensor[rows[0], :, begin:end])
 
 
 def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
@@ -66,72 +77,3 @@ def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None
             raise RestoreError(
                 reader.id, f"layer {layer} stores {stored} in {layout.dtype}, the model has {kind} in {dtype}"
             )
-
-
-def copy_unit(unit: Unit, layer: int, plan: Plan, keys: torch.Tensor, values: torch.Tensor, first_column: int) -> None:
-    """Copy what `unit` holds of `layer` into the first row of each group.
-
-    Args:
-        unit: has arrived.
-        keys: `[batch, key_heads, columns - first_column, key_dim]`; values likewise.
-        first_column: the column, in the plan's count, that stands first in `keys` and `values`.
-    """
-    shape = unit.reader.shape
-    for part in unit.lane.parts:
-        if part.layer != layer:
-            continue
-        target = (keys if part.tensor == "key" else values)[:, part.first_head : part.first_head + part.heads]
-        for first_chunk, memory in unit.lease.runs:
-            blocks = shape.decoded(memory, part)  # [n, heads, chunk_tokens, dim]
-            start = first_chunk * shape.geometry.chunk_tokens
-            for group, piece in unit.pieces:
-                shift = piece.at - piece.first + group.pad - plan.base - first_column
-                low, high = max(piece.first, -shift), min(piece.first + piece.count, target.shape[2] - shift)
-                row = target[group.rows[0]]
-                if shape.ordered(unit.lane):
-                    places = shape.places(unit.lane, np.arange(low, high))
-                    copy_places(row[:, low + shift : high + shift], blocks, start, places)
-                else:
-                    copy_tokens(row, blocks, start, low, high, shift)
-
-
-def copy_places(target: torch.Tensor, blocks: torch.Tensor, start: int, places: np.ndarray) -> None:
-    """Copy what lies in `places` of a segment to the columns of `target`, as far as `blocks` holds it.
-
-    Args:
-        target: `[heads, len(places), dim]`.
-        blocks: `[n, heads, chunk_tokens, dim]`.
-        start: the place that stands first in `blocks`.
-        places: int64, in any order.
-    """
-    inside = places - start
-    columns = np.flatnonzero((inside >= 0) & (inside < blocks.shape[0] * blocks.shape[2]))
-    chunk, at = (torch.from_numpy(index).to(blocks.device) for index in divmod(inside[columns], blocks.shape[2]))
-    every = len(columns) == len(places)
-    target[:, slice(None) if every else torch.from_numpy(columns).to(blocks.device)] = blocks[chunk, :, at].transpose(
-        0, 1
-    )
-
-
-def copy_tokens(target: torch.Tensor, blocks: torch.Tensor, start: int, low: int, high: int, shift: int) -> None:
-    """Copy the tokens `[low, high)` of a segment, as far as `blocks` holds them.
-
-    Args:
-        target: `[heads, columns, dim]`.
-        blocks: `[n, heads, chunk_tokens, dim]`.
-        start: number, in the segment, of the token that stands first in `blocks`.
-        shift: column of a token minus its number.
-    """
-    chunk = blocks.shape[2]
-    at, high = max(low, start), min(high, start + blocks.shape[0] * chunk)
-    while at < high:
-        index, inside = divmod(at - start, chunk)
-        whole = (high - at) // chunk if inside == 0 else 0
-        if whole:  # any number of whole chunks in one strided copy
-            count = whole * chunk
-            columns = target[:, at + shift : at + shift + count].unflatten(1, (whole, chunk))
-            columns.copy_(blocks[index : index + whole].transpose(0, 1))
-        else:  # the ragged ends of a run
-            count = min(chunk - inside, high - at)
-            target[:, at + shift : at + shift + count] = blocks[index, :, inside : inside + count]
-        at += count

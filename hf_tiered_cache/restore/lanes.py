@@ -1,9 +1,9 @@
-"""Chosen tokens of one lane: the blocks they lie in, and how they come to stand side by side."""
+"""Chosen tokens of rows: which segments and lanes hold them, and how they come to stand side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -11,62 +11,9 @@ import torch
 
 from ..geometry import Lane, Part, SegmentShape
 from ..select.chunks import ChunkMap
-from ..stats import Account
-from ..store.segment import SegmentReader
-from ..tiers.residency import Lease, Residency
-from ..tiers.runs import spans
-from .assemble import copy_places, copy_tokens
+from .fetch import FetchUnit
+from .gather import Gather
 from .plan import Piece, RowGroup
-from .prefetch import restore_error
-
-_FEW = 2
-"""Runs of tokens that are copied one by one: more are picked out all at once."""
-
-
-@dataclass(eq=False)
-class LaneFetch:
-    """Blocks of one lane of a segment, brought in at one or several times."""
-
-    reader: SegmentReader
-    lane: Lane
-    leases: list[Lease] = field(default_factory=list)
-    held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Chunks that are there or on their way, ascending."""
-    used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Tokens of the segment that are attended to, ascending."""
-    identifies: bool = False
-    """Whether a choice was made from it."""
-
-    def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
-        return self.reader.shape.chunks_of(self.lane, tokens)
-
-    def release(self) -> None:
-        for lease in self.leases:
-            lease.release()
-
-    def parts(self, layer: int, name: str) -> Iterator[Part]:
-        return (part for part in self.lane.parts if part.layer == layer and part.tensor == name)
-
-    def copy(self, part: Part, heads: slice, tokens: np.ndarray, target: torch.Tensor, column: int) -> None:
-        """Copy ascending `tokens` of the segment, of some heads, side by side to `target` from `column` on.
-
-        Args:
-            part: a tensor of the lane.
-            heads: counted in the layer, within those of `part`.
-            tokens: int64.
-            target: `[heads, columns, dim]`, of all heads of the layer.
-        """
-        within = slice(heads.start - part.first_head, heads.stop - part.first_head)
-        shape = self.reader.shape
-        places = shape.places(self.lane, tokens)
-        for lease in self.leases:
-            for first, memory in lease.runs:
-                blocks = shape.decoded(memory, part)[:, within]
-                start = first * blocks.shape[2]
-                if shape.ordered(self.lane):
-                    copy_places(target[heads, column : column + len(places)], blocks, start, places)
-                else:
-                    _gather(target[heads], blocks, start, tokens, column)
 
 
 @dataclass(frozen=True)
@@ -96,87 +43,77 @@ class RowPrefix:
         return int(low), tokens[low:high] - piece.at + piece.first
 
 
-class LaneFetches:
-    """Brings blocks of lanes for one pass, and counts what they were read for.
+class Gathers:
+    """Copies chosen tokens of one row to the layers of a period.
 
     Args:
-        residency: the tiers.
-        account: counts what happens.
-        device_of: the device of each layer.
+        row: whose tokens.
+        chosen: int64 `[sets, tokens]`, each ascending: one set for all kv heads, or one for each.
     """
 
-    def __init__(self, residency: Residency, account: Account, device_of: Callable[[int], torch.device]) -> None:
-        self._residency, self._account, self._device_of = residency, account, device_of
+    def __init__(self, row: RowPrefix, chosen: np.ndarray) -> None:
+        self.row, self.chosen = row, chosen
+        self._of_lane: dict[int, tuple[Lane, Gather]] = {}
 
-    def bring(self, fetch: LaneFetch, tokens: np.ndarray, ahead: bool = False) -> None:
-        """Start to fetch the blocks of `tokens` that are not held: those ahead of their need within the budgets.
+    def copy(self, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
+        """Copy them side by side to `target`, `[kv_heads, tokens, dim]`.
 
-        Raises:
-            RestoreError: a fetch could not begin.
+        Args:
+            units: hold them, and have arrived.
+            name: "key" or "value".
         """
-        missing = np.setdiff1d(fetch.chunks_of(tokens), fetch.held, assume_unique=True)
-        if not len(missing):
-            return
-        device = self._device_of(fetch.lane.layers[0])
-        try:
-            lease = self._residency.fetch(fetch.reader, fetch.lane.index, missing, device, self._account, ahead)
-        except Exception as error:
-            raise restore_error(self._account, fetch.reader, error) from error
-        fetch.leases.append(lease)
-        fetch.held = np.union1d(fetch.held, lease.chunks)
+        new: dict[int, tuple[Lane, Gather]] = {}
+        for unit in units:
+            if id(unit.lane) not in self._of_lane:
+                gather = new.setdefault(id(unit.lane), (unit.lane, Gather(unit.reader.shape, unit.lane)))[1]
+                self._add(unit, gather)
+        self._of_lane.update(new)
+        for lane in {id(unit.lane): unit.lane for unit in units}.values():
+            for part in parts_of(lane, layer, name):
+                if part.first_head < len(target):
+                    self._of_lane[id(lane)][1].copy(part, target)
 
-    def wait_for(self, fetches: Iterable[LaneFetch]) -> None:
-        """Wait until their blocks have arrived.
-
-        Raises:
-            RestoreError: a block did not.
-        """
-        for fetch in fetches:
-            for lease in fetch.leases:
-                try:
-                    with self._account.timing("stall_seconds"):
-                        lease.wait()
-                except Exception as error:
-                    raise restore_error(self._account, fetch.reader, error) from error
-
-    def finish(self, fetch: LaneFetch) -> None:
-        """Nobody needs it any more: count what came from disk and what for, and let it go."""
-        read = np.concatenate([lease.from_disk for lease in fetch.leases]) if fetch.leases else np.empty(0, np.int64)
-        used = fetch.reader.shape.bytes_of(fetch.lane, fetch.used, read)
-        rest = int((~np.isin(read, fetch.chunks_of(fetch.used))).sum()) * fetch.lane.block_bytes
-        self._account.add(bytes_used=used, **{"bytes_identifying" if fetch.identifies else "bytes_guessed": rest})
-        fetch.release()
-
-
-def copy_chosen(
-    fetches: Iterable[LaneFetch], row: RowPrefix, chosen: np.ndarray, layer: int, name: str, target: torch.Tensor
-) -> None:
-    """Copy chosen tokens of a row, int64 `[sets, tokens]`, each ascending, side by side to `[heads, tokens, dim]`.
-
-    Args:
-        name: "key" or "value".
-    """
-    for piece in row.pieces():
-        for fetch in fetches:
-            if fetch.reader is not piece.reader:
+    def _add(self, unit: FetchUnit, gather: Gather) -> None:
+        for piece in self.row.pieces():
+            if unit.reader is not piece.reader:
                 continue
-            for part in fetch.parts(layer, name):
-                for heads, tokens in sets_of(chosen, target.shape[0], part.first_head, part.heads):
-                    first, inside = row.inside(piece, tokens)
-                    fetch.copy(part, heads, inside, target, first)
+            for head, tokens in sets_in(self.chosen, unit.lane):
+                first, inside = self.row.inside(piece, tokens)
+                columns = np.arange(first, first + len(inside))
+                gather.add(unit.reader.shape, unit.blocks, inside, columns, head)
+
+    def wanted(self, layers: Collection[int]) -> Iterator[tuple[Piece, Lane, np.ndarray]]:
+        """The pieces and lanes that hold them for some layers, and int64 `[n]`, ascending: those of any head there."""
+        for piece in self.row.pieces():
+            for lane in restoring_lanes(piece.reader.shape, layers):
+                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self.chosen, lane)]
+                tokens = each[0] if len(each) == 1 else np.unique(np.concatenate(each))
+                if len(tokens):
+                    yield piece, lane, tokens
+
+    def note_use(self, units: Sequence[FetchUnit], layers: Collection[int]) -> None:
+        """They go into the attention of `layers`."""
+        for unit in units:
+            mine = set(layers).intersection(unit.lane.layers)
+            for piece in self.row.pieces() if unit.from_disk else ():
+                if piece.reader is unit.reader:
+                    sets = [self.row.inside(piece, tokens)[1] for tokens in self.chosen]
+                    unit.use(mine, sets)
 
 
-def sets_of(
-    chosen: np.ndarray, heads: int, first: int = 0, count: int | None = None
-) -> Iterator[tuple[slice, np.ndarray]]:
-    """Heads that share a set of tokens, among the `count` heads from `first` on, and the set."""
-    stop = min(heads, first + (heads if count is None else count))
+def sets_in(chosen: np.ndarray, lane: Lane) -> Iterator[tuple[int, np.ndarray]]:
+    """What the heads of `lane` want of sets, int64 `[sets, tokens]`: each head and its set, or -1 and that of all."""
     if len(chosen) == 1:
-        if first < stop:
-            yield slice(first, stop), chosen[0]
+        yield -1, chosen[0]
         return
-    for head in range(first, stop):
-        yield slice(head, head + 1), chosen[head]
+    first = min(part.first_head for part in lane.parts)
+    for head in range(first, min(len(chosen), max(part.first_head + part.heads for part in lane.parts))):
+        yield head, chosen[head]
+
+
+def parts_of(lane: Lane, layer: int, name: str) -> Iterator[Part]:
+    """Those of one tensor of a layer."""
+    return (part for part in lane.parts if part.layer == layer and part.tensor == name)
 
 
 def restoring_lanes(shape: SegmentShape, layers: Collection[int]) -> list[Lane]:
@@ -187,6 +124,7 @@ def restoring_lanes(shape: SegmentShape, layers: Collection[int]) -> list[Lane]:
 def key_lanes(shape: SegmentShape, layer: int, heads: int | None) -> list[Lane]:
     """The lanes that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
     kind = shape.layout.layers[layer]
+    assert kind is not None
     wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
     apart, among = [], []
     for lane in shape.lanes:
@@ -197,26 +135,3 @@ def key_lanes(shape: SegmentShape, layer: int, heads: int | None) -> list[Lane]:
             among.append(lane)
     whole = [lane for count, lane in apart if count >= wanted]
     return whole[:1] or among
-
-
-def _gather(target: torch.Tensor, blocks: torch.Tensor, start: int, tokens: np.ndarray, column: int) -> None:
-    """Copy tokens of a segment side by side to `target`, as far as `blocks` holds them.
-
-    Args:
-        target: `[heads, columns, dim]`.
-        blocks: `[n, heads, chunk_tokens, dim]`.
-        start: number, in the segment, of the token that stands first in `blocks`.
-        tokens: int64, ascending, numbers in the segment.
-        column: of the first of `tokens`.
-    """
-    chunk_tokens = blocks.shape[2]
-    low, high = np.searchsorted(tokens, (start, start + blocks.shape[0] * chunk_tokens)).tolist()
-    mine = tokens[low:high]
-    runs = list(spans(mine))
-    if len(runs) <= _FEW:
-        for first, stop in runs:
-            token = int(mine[first])
-            copy_tokens(target, blocks, start, token, token + stop - first, column + low + first - token)
-        return
-    chunk, inside = (torch.from_numpy(index).to(blocks.device) for index in divmod(mine - start, chunk_tokens))
-    target[:, column + low : column + high] = blocks.transpose(1, 2)[chunk, inside].transpose(0, 1)

@@ -119,10 +119,14 @@ class Plan:
             return -self.base
         return max(-self.base, int(self.computed[0][0]) - (window - 1))
 
-    def wanted_tokens(self, lane: Lane, group: RowGroup, piece: Piece) -> np.ndarray:
-        """The tokens of `piece`, counted in its segment, that some layer of `lane` needs and does not compute.
+    def wanted_tokens(self, lane: Lane, group: RowGroup, piece: Piece, layer: int | None = None) -> np.ndarray:
+        """The tokens of `piece`, counted in its segment, that a layer needs and does not compute.
 
         Those that are needed only if they are chosen do not count.
+
+        Args:
+            lane: whose blocks they are read from.
+            layer: of that lane, or None for any.
         """
         if lane.identifies or (self.attended is not None and not lane.window):
             return np.empty(0, np.int64)
@@ -132,9 +136,10 @@ class Plan:
         if self.suffix is not None:
             return np.arange(low, min(high, self.suffix - start))
         tokens = np.arange(low, high)
-        if self.compares in lane.layers and not piece.exact:
+        layers = lane.layers if layer is None else (layer,)
+        if self.compares in layers and not piece.exact:
             return tokens
-        return tokens[~np.isin(tokens + start, self.computed[lane.layers[-1]], assume_unique=True)]
+        return tokens[~np.isin(tokens + start, self.computed[layers[-1]], assume_unique=True)]
 
     @property
     def num_selected(self) -> int:

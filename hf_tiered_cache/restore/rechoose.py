@@ -17,10 +17,13 @@ from ..select.selector import Asked, Selector
 from ..stats import Account
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
-from .lanes import LaneFetch, LaneFetches, RowPrefix, copy_chosen, restoring_lanes
+from ..transfers import to_device
+from .fetch import Fetcher, FetchUnit
+from .lanes import Gathers, RowPrefix
 
-Rotate = Callable[[torch.Tensor, np.ndarray], None]
-"""Rotates, in place, `[1, heads, n, dim]` to the positions int64 `[n]`."""
+Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
+"""Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
+heads, or one for each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,6 +70,19 @@ class LiveRow:
     tokens: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """What the layers of a period that hold the same do to hold what is chosen."""
+
+    before: np.ndarray
+    """int64 `[n]`: the tokens that they hold."""
+    after: np.ndarray
+    new: Gathers
+    """Those that come."""
+    columns: torch.Tensor
+    """int64 `[new]`: where they go."""
+
+
 class Rechoice:
     """The choices of one pass.
 
@@ -77,15 +93,14 @@ class Rechoice:
 
     def __init__(self, live: LiveSelection, account: Account) -> None:
         self._live, self._account = live, account
-        self._lanes = LaneFetches(live.residency, account, live.device_of)
+        self._fetcher = Fetcher(live.residency, account, live.device_of)
         self._chosen: dict[int, list[np.ndarray | None]] = {}  # of each period, for each row int64 [n], ascending
-        self._fetches: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}
+        self._changes: dict[int, list[list[_Change]]] = {}  # of each period, for each row
+        self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""
-        for fetches in self._fetches.values():
-            for fetch in fetches.values():
-                fetch.release()
+        self._fetcher.cancel()
 
     def follow(
         self,
@@ -117,33 +132,27 @@ class Rechoice:
         period = live.periods[number]
         if layer == period[0]:
             self._choose(number, rows, query, keys[:, :, live.columns :], scaling)
-            self._bring(number, rows, period)
-        else:  # after a pass that failed in between it may lack more than the first layer did
-            self._bring(number, rows, (layer,))
-        fetches = [fetch for fetch in self._fetches[number].values() if layer in fetch.lane.layers]
-        self._lanes.wait_for(fetches)
+        changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
+        units = [unit for unit in self._units[number].values() if layer in unit.lane.layers]
+        self._fetcher.wait_for(units)
         now: list[LiveRow | None] = []
-        for batch_row, (held, chosen) in enumerate(zip(rows, self._chosen[number], strict=True)):
-            if held is None or chosen is None:
+        for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
+            if held is None or change is None:
                 now.append(held)
                 continue
-            new = np.setdiff1d(chosen, held.tokens, assume_unique=True)
-            columns = np.flatnonzero(np.isin(held.tokens, chosen, invert=True, assume_unique=True))
-            if len(new):
-                prefix, first = live.prefixes[held.prefix], live.columns - len(held.tokens)
-                at = torch.from_numpy(columns + first).to(keys.device)
-                for name, target in (("key", keys), ("value", values)):
-                    came = target.new_empty(target.shape[1], len(new), target.shape[3])  # [kv_heads, new, dim]
-                    copy_chosen(fetches, prefix, new[None], layer, name, came)
-                    if name == "key":
-                        rotate_(came.unsqueeze(0), new)
-                    target[batch_row].index_copy_(1, at, came)
-            tokens = held.tokens.copy()
-            tokens[columns] = new
-            now.append(LiveRow(held.prefix, tokens))
+            now.append(LiveRow(held.prefix, change.after))
+            if not len(change.columns):
+                continue
+            new, prefix = change.new.chosen, live.prefixes[held.prefix]
+            for name, target in (("key", keys), ("value", values)):
+                came = target.new_empty(target.shape[1], new.shape[1], target.shape[3])  # [kv_heads, new, dim]
+                change.new.copy(units, layer, name, came)
+                if name == "key":
+                    rotate_(came, new, prefix.tokens)
+                target[row].index_copy_(1, change.columns, came)
+            change.new.note_use(units, (layer,))
         if layer == period[-1]:
-            for fetch in self._fetches.pop(number).values():
-                self._lanes.finish(fetch)
+            self._fetcher.finish(self._units.pop(number).values())
         return now
 
     def _choose(
@@ -154,26 +163,45 @@ class Rechoice:
         own_keys: torch.Tensor,
         scaling: float | None,
     ) -> None:
-        """Choose for a period."""
+        """Choose for a period, and start to fetch what its layers do not hold."""
+        live, device = self._live, own_keys.device
         with self._account.timing("select_seconds"):
             self._chosen[number] = [
                 None if held is None else self._chosen_for(number, held, query[row], own_keys[row], scaling)
                 for row, held in enumerate(rows)
             ]
+        self._units[number], self._changes[number] = {}, [[] for _ in rows]
+        for row, held in enumerate(rows):
+            if held is not None:
+                self._add_change(number, row, held, live.periods[number], device)
 
-    def _bring(self, number: int, rows: Sequence[LiveRow | None], layers: Sequence[int]) -> None:
-        """Start to fetch what is chosen and not among `rows`, for some layers of a period."""
-        live, fetches = self._live, self._fetches.setdefault(number, {})
-        for held, tokens in zip(rows, self._chosen[number], strict=True):
-            if held is None or tokens is None:
-                continue
-            prefix, new = live.prefixes[held.prefix], np.setdiff1d(tokens, held.tokens, assume_unique=True)
-            for piece in prefix.pieces() if len(new) else ():
-                inside = prefix.inside(piece, new)[1]
-                for lane in restoring_lanes(piece.reader.shape, layers) if len(inside) else ():
-                    fetch = fetches.setdefault((piece.reader, lane.index), LaneFetch(piece.reader, lane))
-                    fetch.used = np.union1d(fetch.used, inside)
-                    self._lanes.bring(fetch, fetch.used)
+    def _change(self, number: int, row: int, held: LiveRow | None, layer: int, device: torch.device) -> _Change | None:
+        """What a layer does about a row; after a pass that failed in between it may hold other tokens than the rest."""
+        if held is None:
+            return None
+        known = self._changes[number][row]
+        same = next((change for change in known if np.array_equal(change.before, held.tokens)), None)
+        return same or self._add_change(number, row, held, (layer,), device)
+
+    def _add_change(
+        self, number: int, row: int, held: LiveRow, layers: Sequence[int], device: torch.device
+    ) -> _Change | None:
+        """Say what layers that hold this do, and start to fetch what they lack."""
+        live, chosen = self._live, self._chosen[number][row]
+        if chosen is None:
+            return None
+        new = np.setdiff1d(chosen, held.tokens, assume_unique=True)
+        gone = np.flatnonzero(np.isin(held.tokens, chosen, invert=True, assume_unique=True))
+        after = held.tokens.copy()
+        after[gone] = new
+        columns = to_device(gone + live.columns - len(held.tokens), device)  # int64 [new]
+        change = _Change(held.tokens, after, Gathers(live.prefixes[held.prefix], new[None]), columns)
+        self._changes[number][row].append(change)
+        units = self._units[number]
+        for piece, lane, tokens in change.new.wanted(layers) if len(new) else ():
+            unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+            self._fetcher.bring([(unit, unit.chunks_of(tokens))])
+        return change
 
     def _chosen_for(
         self, number: int, held: LiveRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None

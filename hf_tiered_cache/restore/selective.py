@@ -7,20 +7,22 @@ changes nothing but the time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
 
 from ..geometry import in_groups
 from ..select.selector import Asked, Choice, Selector
-from ..stats import Account
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
-from ..tiers.residency import Residency
 from ..tiers.resident import CoarseKeys
-from .lanes import LaneFetch, LaneFetches, RowPrefix, copy_chosen, key_lanes, restoring_lanes, sets_of
+from .assemble import share_row
+from .fetch import Fetcher, FetchUnit
+from .gather import Gather
+from .lanes import Gathers, RowPrefix, key_lanes, parts_of, restoring_lanes
 from .plan import Plan
 from .rechoose import LiveRow, LiveSelection, Rotate
 
@@ -32,9 +34,7 @@ class SelectiveRestore:
         plan: with `attended`.
         layers: with full attention, ascending; the others are none of ours.
         selector: chooses.
-        residency: the tiers.
-        account: counts what happens.
-        device_of: the device of each layer.
+        fetcher: of the pass.
         guesses: whether the chunks of one period are fetched for the next before it chooses.
         importance: is told what attention each token gets, if not None.
         rechoose: columns between two choices while decoding; 0 for never.
@@ -45,37 +45,28 @@ class SelectiveRestore:
         plan: Plan,
         layers: list[int],
         selector: Selector,
-        residency: Residency,
-        account: Account,
-        device_of: Callable[[int], torch.device],
+        fetcher: Fetcher,
         guesses: bool = True,
         importance: TokenImportance | None = None,
         rechoose: int = 0,
     ) -> None:
-        self.plan, self.selector = plan, selector
-        self._rechoose = rechoose
+        self.plan, self.selector, self.fetcher = plan, selector, fetcher
+        self.residency, self.account = fetcher.residency, fetcher.account
+        self._guesses, self._importance, self._rechoose = guesses, importance, rechoose
+        restored = plan.suffix or 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
-        self.residency, self.account, self.device_of, self.guesses = residency, account, device_of, guesses
-        self.importance = importance
         self._periods = in_groups(layers, selector.period, selector.lead)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
-        self._rows = [RowPrefix(group, plan.suffix - group.pad) for group in plan.groups if plan.suffix > group.pad]
-        self._chosen: list[np.ndarray] = []  # for each of _rows int64 [sets, its tokens]
-        self._fetches: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period
-        self._keys: dict[int, dict[tuple[SegmentReader, int], LaneFetch]] = {}  # of each period, in lanes of their own
+        self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
+        self._chosen: list[Gathers] = []  # of each of _rows
+        self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
+        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in lanes of their own
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
-        self._lanes = LaneFetches(residency, account, device_of)
         self._live: LiveSelection | None = None
 
     def start(self) -> None:
-        """Start to fetch what the first choice is made from. Call `cancel` in the end, also if this fails."""
+        """Start to fetch what the first choice is made from."""
         self._fetch_keys(0, self.selector.probe_heads)
-
-    def cancel(self) -> None:
-        """Let everything go, at whatever point the pass has ended."""
-        for fetches in (*self._fetches.values(), *self._keys.values()):
-            for fetch in fetches.values():
-                fetch.release()
 
     def fill(
         self,
@@ -102,39 +93,42 @@ class SelectiveRestore:
         number = self._period_of[layer]
         if layer == self._periods[number][0]:
             self._choose(number, query, own_keys, rotate_, scaling)
-        fetches = self._fetches[number].values()
-        mine = [fetch for fetch in fetches if layer in fetch.lane.layers]
-        for fetch in mine:
-            self._lanes.bring(fetch, fetch.used)  # what there was no room for before
-        self._lanes.wait_for(mine)
-        for row, chosen in zip(self._rows, self._chosen, strict=True):
-            one, others = row.group.rows[0], list(row.group.rows[1:])
-            begin = self.plan.attended - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
+        period = self._periods[number]
+        mine = [unit for unit in self._units[number].values() if layer in unit.lane.layers]
+        if layer != period[0] and any(min(set(unit.lane.layers) & set(period)) == layer for unit in mine):
+            self._bring(number, (layer,))  # what there was no room for before
+        self.fetcher.wait_for(mine)
+        for row, gathers in zip(self._rows, self._chosen, strict=True):
+            one, chosen = row.group.rows[0], gathers.chosen
+            begin = keys.shape[2] - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
             for tensor, name in ((keys, "key"), (values, "value")):
-                copy_chosen(mine, row, chosen, layer, name, tensor[one, :, begin:])
-            for heads, tokens in sets_of(chosen, keys.shape[1]):
-                rotate_(keys[one : one + 1, heads, begin:], tokens)
+                gathers.copy(mine, layer, name, tensor[one, :, begin:])
+            rotate_(keys[one, :, begin:], chosen, row.tokens)
             for tensor in (keys, values):
-                tensor[list(row.group.rows), :, :begin] = 0  # padding is masked, but must be finite
-                if others:
-                    tensor[others, :, begin:] = tensor[one, :, begin:]
-        for fetch in mine:
-            if max(set(fetch.lane.layers) & set(self._periods[number])) == layer:
-                self._lanes.finish(fetch)
+                share_row(tensor, row.group.rows, begin, tensor.shape[2])
+            gathers.note_use(mine, (layer,))
+        self.fetcher.finish(unit for unit in mine if max(set(unit.lane.layers) & set(period)) == layer)
 
     def live(self, layer: int, batch: int) -> tuple[LiveSelection, list[LiveRow | None]] | None:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
         if not self._rechoose:
             return None
         if self._live is None:
-            columns, rows = self.plan.num_selected, self._rows
+            columns = self.plan.num_selected
             self._live = LiveSelection(
-                self.selector, self.residency, self.device_of, self._periods, rows, self._kept, columns, self._rechoose
+                self.selector,
+                self.residency,
+                self.fetcher.device_of,
+                self._periods,
+                self._rows,
+                self._kept,
+                columns,
+                self._rechoose,
             )
         held: list[LiveRow | None] = [None] * batch
-        for place, (row, chosen) in enumerate(zip(self._rows, self._chosen, strict=True)):
+        for place, (row, gathers) in enumerate(zip(self._rows, self._chosen, strict=True)):
             for one in row.group.rows:
-                held[one] = LiveRow(place, chosen[0])
+                held[one] = LiveRow(place, gathers.chosen[0])
         return self._live, held
 
     # --- choosing
@@ -153,22 +147,36 @@ class SelectiveRestore:
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks,
-                    min(self.plan.attended, row.tokens),
+                    min(self.plan.num_selected, row.tokens),
                 )
                 choice = self.selector.choose(asked)
-                self._chosen.append(choice.tokens)
+                self._chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
         if before:
-            right = [np.isin(now, then).mean() for now, then in zip(self._chosen, before, strict=True)]
+            right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(self._chosen, before, strict=True)]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)))
         self.account.add(select_stall_seconds=self.account.stats.stall_seconds - stalled)
-        for fetch in self._keys.pop(number, {}).values():
-            self._lanes.finish(fetch)
-        self._fetch(number, wanted=True)
+        self.fetcher.finish(self._keys.pop(number, {}).values())
+        self._bring(number, self._periods[number])
         if number + 1 < len(self._periods):
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            if self.guesses and self.residency.guesses.worth((self.selector, number + 1)):
-                self._fetch(number + 1, wanted=False)
+            if self._guesses and self.residency.guesses.worth((self.selector, number + 1)):
+                self._bring(number + 1, self._periods[number + 1], guess=True)
+
+    def _bring(self, number: int, layers: Sequence[int], guess: bool = False) -> None:
+        """Start to fetch what is chosen for some layers of a period, or was for the one before: those of the first
+        layer now, the others ahead of their need.
+        """
+        units = self._units.setdefault(number, {})
+        wanted: dict[FetchUnit, list[np.ndarray]] = {}
+        for gathers in self._chosen:
+            for piece, lane, tokens in gathers.wanted(layers):
+                unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+                wanted.setdefault(unit, []).append(unit.chunks_of(tokens))
+        due = sorted(wanted.items(), key=lambda item: item[0].lane.layers)
+        for _, batch in groupby(due, lambda item: item[0].lane.layers):  # a layer waits for its own batch alone
+            asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
+            self.fetcher.bring(asked, ahead=guess or layers[0] not in asked[0][0].lane.layers)
 
     def _note(self, number: int, row: RowPrefix, choice: Choice) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
@@ -176,11 +184,11 @@ class SelectiveRestore:
         share = times / len(choice.tokens)  # of the sets that want a token
         for piece in row.pieces():
             shape = piece.reader.shape
-            if self.importance is not None:
+            if self._importance is not None:
                 mass = choice.mass[piece.at : piece.at + piece.count]
                 held, size = slice(piece.first, piece.first + len(mass)), (len(shape.layout.layers), shape.tokens)
                 for layer in self._periods[number]:
-                    self.importance.note(piece.reader.id, size, layer, held, mass)
+                    self._importance.note(piece.reader.id, size, layer, held, mass)
             first, inside = row.inside(piece, tokens)
             mine = slice(first, first + len(inside))
             for lane in restoring_lanes(shape, self._periods[number]) if len(inside) else ():
@@ -195,29 +203,11 @@ class SelectiveRestore:
                     np.bincount(which, share[mine]) / held,
                 )
 
-    def _fetch(self, number: int, wanted: bool) -> None:
-        """Start to fetch what is chosen for period `number`, or as long as nothing is, guess it."""
-        fetches = self._fetches.setdefault(number, {})
-        asked: dict[tuple[SegmentReader, int], list[np.ndarray]] = {}
-        for row, chosen in zip(self._rows, self._chosen, strict=True):
-            tokens = np.unique(chosen)
-            for piece in row.pieces():
-                inside = row.inside(piece, tokens)[1]
-                for lane in restoring_lanes(piece.reader.shape, self._periods[number]) if len(inside) else ():
-                    name = piece.reader, lane.index
-                    fetches.setdefault(name, LaneFetch(piece.reader, lane))
-                    asked.setdefault(name, []).append(inside)
-        for name in sorted(asked, key=lambda name: fetches[name].lane.layers[0]):
-            fetch, tokens = fetches[name], np.unique(np.concatenate(asked[name]))
-            if wanted:
-                fetch.used = tokens
-            self._lanes.bring(fetch, tokens, ahead=not wanted or self._periods[number][0] not in fetch.lane.layers)
-
     # --- keys to choose by
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""
-        layer = self._periods[number][0]
+        layer, wanted = self._periods[number][0], []
         for row in self._rows:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
@@ -228,10 +218,11 @@ class SelectiveRestore:
                         continue
                 for lane in key_lanes(piece.reader.shape, layer, heads):
                     # what also holds what is attended to is held on to
-                    fetches = (self._keys if lane.identifies else self._fetches).setdefault(number, {})
-                    fetch = fetches.setdefault((piece.reader, lane.index), LaneFetch(piece.reader, lane))
-                    fetch.identifies = True
-                    self._lanes.bring(fetch, tokens, ahead)
+                    units = (self._keys if lane.identifies else self._units).setdefault(number, {})
+                    unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+                    unit.identifies = True
+                    wanted.append((unit, unit.chunks_of(tokens)))
+        self.fetcher.bring(wanted, ahead)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""
@@ -239,20 +230,20 @@ class SelectiveRestore:
         self._fetch_keys(number, heads)
         layer, every = self._periods[number][0], np.arange(row.tokens)
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
+        asked: list[FetchUnit] = []
         for piece in row.pieces():
-            if (coarse := self._coarse.get((piece.reader, layer))) is not None:
-                coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
-                continue
-            apart, among = (held.get(number, {}) for held in (self._keys, self._fetches))
-            names = [(piece.reader, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
-            fetches = [apart.get(name) or among[name] for name in names]
-            self._lanes.wait_for(fetches)
-            if self.selector.resident:
-                coarse = self._coarsen(piece.reader, layer, fetches)
-                coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
-            else:
-                copy_chosen(fetches, row, every[None], layer, "key", keys)
-        rotate_(keys.unsqueeze(0), every)
+            if (coarse := self._coarse.get((piece.reader, layer))) is None:
+                apart, among = (held.get(number, {}) for held in (self._keys, self._units))
+                names = [(piece.reader, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
+                units = [apart.get(name) or among[name] for name in names]
+                self.fetcher.wait_for(units)
+                if not self.selector.resident:
+                    asked.extend(units)
+                    continue
+                coarse = self._coarsen(piece.reader, layer, units)
+            coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
+        Gathers(row, every[None]).copy(asked, layer, "key", keys)
+        rotate_(keys, every[None], row.tokens)
         if self._rechoose:
             self._kept[number, place] = keys
         return keys
@@ -260,19 +251,22 @@ class SelectiveRestore:
     def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:
         layout = reader.shape.layout
         kind = layout.layers[layer]
+        assert kind is not None
         count = kind.key_heads if heads is None else min(heads, kind.key_heads)
-        return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.device_of(layer))
+        return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.fetcher.device_of(layer))
 
     def _find_coarse(self, reader: SegmentReader, layer: int) -> CoarseKeys | None:
-        return self.residency.resident.get(reader.key_owner(layer), self.device_of(layer))
+        return self.residency.resident.get(reader.key_owner(layer), self.fetcher.device_of(layer))
 
-    def _coarsen(self, reader: SegmentReader, layer: int, fetches: list[LaneFetch]) -> CoarseKeys:
+    def _coarsen(self, reader: SegmentReader, layer: int, units: list[FetchUnit]) -> CoarseKeys:
         """Make a segment's keys resident. Also where they have just come whole, the coarse ones choose."""
         keys = self._empty_keys(reader, layer, None, reader.shape.tokens)
         tokens = np.arange(reader.shape.tokens)
-        for fetch in fetches:
-            for part in fetch.parts(layer, "key"):
-                fetch.copy(part, slice(part.first_head, part.first_head + part.heads), tokens, keys, 0)
+        for unit in units:
+            gather = Gather(reader.shape, unit.lane)
+            gather.add(reader.shape, unit.blocks, tokens, tokens)
+            for part in parts_of(unit.lane, layer, "key"):
+                gather.copy(part, keys)
         coarse = self._coarse[reader, layer] = CoarseKeys.of(keys)
         if not reader.gone:
             self.residency.resident.admit(reader.key_owner(layer), coarse)

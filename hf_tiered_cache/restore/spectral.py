@@ -68,14 +68,15 @@ def rank_tokens(
         float64 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
     """
     scores = []
-    others = iter(elsewhere) if elsewhere is not None else None
+    others = iter(elsewhere or ())
     for pair in layers:
         if ranking == "random":
             return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])
         if ranking == "context":
             score = change(pair, next(others))
         else:
-            energy = sum(band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+            keys, values = (band_energy(tensor, alpha, ranking == "low_frequency") for tensor in pair)
+            energy = keys + values
             score = energy / energy.sum().clamp_min(1e-30)
         scores.append(score.double())
     return torch.stack(scores).sum(0).numpy()

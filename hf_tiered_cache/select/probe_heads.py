@@ -7,6 +7,7 @@ from itertools import combinations
 
 import numpy as np
 
+from ..transfers import to_host
 from .mass import head_mass
 from .selector import Asked, Choice, Selector
 from .top_tokens import top_of_each
@@ -34,15 +35,14 @@ class ProbeHeads(Selector):
         served = asked.query.shape[0] // asked.own_keys.shape[0]
         own = asked.own_keys[: len(probes)]
         mass = head_mass(asked.query[: len(probes) * served], probes, own, asked.scaling)  # [probes, tokens]
-        sets = top_of_each(mass, asked.count)
+        sets, summed = to_host(top_of_each(mass, asked.count), mass.sum(0))
         if mean_jaccard(sets) >= jaccard_threshold(asked.count, asked.chunks.tokens, self.alpha):
-            summed = mass.sum(0).cpu().numpy()
             votes = np.zeros(asked.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
             best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
             return Choice(np.sort(best)[None], summed / len(probes))
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
-        return Choice(top_of_each(mass, asked.count), mass.mean(0).cpu().numpy())
+        return Choice(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
 
 
 def mean_jaccard(sets: np.ndarray) -> float:

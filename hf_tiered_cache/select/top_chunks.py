@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..transfers import to_host
 from .chunks import top_chunks
 from .mass import attention_mass
 from .selector import Asked, Choice, Selector
@@ -27,5 +28,5 @@ class TopChunks(Selector):
         keys = asked.keys(self.heads)
         served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
         mass = attention_mass(asked.query[: len(keys) * served], keys, asked.own_keys[: len(keys)], asked.scaling)
-        mass = mass.cpu().numpy()
-        return Choice(top_chunks(mass, asked.chunks, asked.count)[None], mass)
+        chosen, known = to_host(top_chunks(mass, asked.chunks, asked.count), mass)
+        return Choice(chosen[None], known)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from ..transfers import to_host
 from .mass import head_mass
 from .selector import Asked, Choice, Selector
 
@@ -17,10 +17,9 @@ class TopTokens(Selector):
 
     def choose(self, asked: Asked) -> Choice:
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
-        return Choice(top_of_each(mass, asked.count), mass.mean(0).cpu().numpy())
+        return Choice(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
 
 
-def top_of_each(mass: torch.Tensor, count: int) -> np.ndarray:
+def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:
     """For each row of `[rows, tokens]` the `count` largest, of equals the first: int64 `[rows, count]`, ascending."""
-    order = np.argsort(-mass.cpu().numpy(), axis=1, kind="stable")
-    return np.sort(order[:, :count], axis=1)
+    return mass.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values

@@ -34,6 +34,9 @@ class RestoringPass(Pass, Protocol):
     selection: SelectiveRestore | None
     """Chooses, where layers attend to a part of what is restored."""
 
+    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+        """The columns that a layer computes, int64 `[n]`, counted from `first`: one tensor for all layers alike."""
+
     def park(self, layer: int) -> None:
         """A layer's keys and values were taken in, and wait for its queries to choose the rest."""
 

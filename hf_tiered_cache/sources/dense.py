@@ -104,7 +104,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 keys[:, :, plan.suffix - first :] = key_states
                 values[:, :, plan.suffix - first :] = value_states
                 return self._visible(key_states.shape[2])
-            columns = torch.from_numpy(plan.computed[self.index] - first).to(keys.device)
+            columns = restoring.columns(self.index, first, keys.device)
             if self.index == plan.compares:
                 restoring.compare(self.index, values.index_select(2, columns), value_states)
             keys.index_copy_(2, columns, key_states)

@@ -13,6 +13,7 @@ from ..geometry import LayerKV
 from ..patches.rotary import Unrotated
 from ..restore.assemble import check_fit
 from ..restore.rechoose import LiveRow, LiveSelection, Rotate
+from ..transfers import to_device
 from .base import Pass, RestoringPass
 from .dense import DenseSource
 
@@ -156,10 +157,10 @@ class SelectedSource(DenseSource):
 
 
 def _rotation(forward_pass: Pass, pre_rope: Unrotated) -> Rotate:
-    """Gives stored keys the rotation that a layer's own have got, at positions int64 `[n]`."""
+    """Gives stored keys the rotation that a layer's own have got."""
 
-    def rotate_(tensor: torch.Tensor, positions: np.ndarray) -> None:
+    def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
         if pre_rope.rotated:
-            forward_pass.tap.rotate_at_(pre_rope, tensor, torch.from_numpy(positions))
+            forward_pass.tap.rotate_at_(pre_rope, tensor, to_device(positions, tensor.device), stop)
 
     return rotate_

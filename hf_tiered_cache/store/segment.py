@@ -102,16 +102,22 @@ class SegmentReader:
         self.id, self.shape = self.header.id, self.header.shape
         if self.id != segment_id:
             raise FormatError(f"{segment_id} calls itself {self.id}")
-        self._backend, self._file, self._version = backend, file, head.version
+        self.backend, self._file, self._version = backend, file, head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
         self._contents = [content_of(table) for table in self.digests]  # of each lane
         self.gone = False
         """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
 
+    def caused(self, error: BaseException) -> bool:
+        """Whether this is the segment whose blocks could not be read, or failed their check."""
+        if isinstance(error, IntegrityError):
+            return error.version == self._version
+        return isinstance(error, OSError) and error.filename == self._file.path
+
     def is_current(self) -> bool:
         """Whether what stands under its name is still what is open here."""
         try:
-            found = self._backend.find(self.id)
+            found = self.backend.find(self.id)
         except OSError:
             return False
         return found is not None and found.version == self._version
@@ -124,29 +130,20 @@ class SegmentReader:
         """The same for the keys of a layer, in whichever lanes they lie."""
         return self.id, layer, self.header.digests.digest
 
-    def read(self, lane: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
-        """Read runs of blocks of one lane, and check every block.
-
-        The future fails with IntegrityError or OSError, and not before nothing writes to the destinations any more.
-        """
+    def ops(self, lane: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
+        """The reads that bring runs of blocks of one lane."""
         block_bytes = self.shape.lanes[lane].block_bytes
         start = self.header.blocks.offset + self.shape.lane_offsets[lane]
-        ops = [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
-        checked: Future[ReadReport] = Future()
-        checked.set_running_or_notify_cancel()
+        return [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
 
-        def check(done: Future[ReadReport]) -> None:
-            try:
-                report = done.result()
-                for first, blocks in runs:
-                    self._open(lane, first, blocks)
-            except BaseException as error:
-                checked.set_exception(error)
-            else:
-                checked.set_result(report)
+    def open_blocks(self, lane: int, runs: Sequence[BlockRun]) -> None:
+        """Check what was read, and decrypt it where it is. Raises IntegrityError."""
+        for first, blocks in runs:
+            self._open(lane, first, blocks)
 
-        self._backend.read(ops).add_done_callback(check)
-        return checked
+    def read(self, lane: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
+        """Read runs of blocks of one lane, and check every block. See `read_batch`."""
+        return read_batch([(self, lane, runs)])
 
     def _open(self, lane: int, first: int, blocks: torch.Tensor) -> None:
         """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
@@ -161,3 +158,31 @@ class SegmentReader:
                 whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,
                 version=self._version,
             )
+
+
+def read_batch(asked: Sequence[tuple[SegmentReader, int, Sequence[BlockRun]]]) -> Future[ReadReport]:
+    """Read runs of blocks of lanes of segments, in one submission, and check every block.
+
+    Args:
+        asked: segments of one store, each with the number of a lane, and the runs of its blocks.
+
+    Returns:
+        A future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and not before nothing writes
+        to the destinations any more.
+    """
+    checked: Future[ReadReport] = Future()
+    checked.set_running_or_notify_cancel()
+
+    def check(done: Future[ReadReport]) -> None:
+        try:
+            report = done.result()
+            for reader, lane, runs in asked:
+                reader.open_blocks(lane, runs)
+        except BaseException as error:
+            checked.set_exception(error)
+        else:
+            checked.set_result(report)
+
+    ops = [op for reader, lane, runs in asked for op in reader.ops(lane, runs)]
+    asked[0][0].backend.read(ops).add_done_callback(check)
+    return checked

@@ -67,6 +67,7 @@ class TokenImportance:
     def rename(self, old: str, new: str) -> None:
         """A segment is called otherwise from now on."""
         with self._lock:
-            for table in (self._mass, self._prompts):
-                if old in table:
-                    table[new] = table.pop(old)
+            if old in self._mass:
+                self._mass[new] = self._mass.pop(old)
+            if old in self._prompts:
+                self._prompts[new] = self._prompts.pop(old)

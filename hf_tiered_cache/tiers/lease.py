@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ..latch import Latch
+from ..store.segment import SegmentReader
+from .blocks import Blocks
 from .pool import SlotPool, Tier
-from .runs import BlockRun
 from .streams import CopyStream, DoneEvent, Event
 
 if TYPE_CHECKING:
     from .residency import Residency
+
+
+class BlockRequest(NamedTuple):
+    """Blocks of one lane of a segment: `chunks` is int64, ascending."""
+
+    reader: SegmentReader
+    lane: int
+    chunks: np.ndarray
+
+    @property
+    def block_bytes(self) -> int:
+        return self.reader.shape.lanes[self.lane].block_bytes
 
 
 @dataclass(eq=False)
@@ -36,28 +50,49 @@ class Hold:
     """Whether evicted blocks are being copied to them."""
 
 
-class Lease:
-    """Blocks of one lane on their way to a device, and a hold on the slots they lie in until `release`."""
+@dataclass(eq=False)
+class LeasedBlocks:
+    """What a lease brings of one request."""
 
-    def __init__(self, residency: Residency, block_bytes: int, stream: CopyStream | None, chunks: np.ndarray) -> None:
-        self.residency, self.block_bytes = residency, block_bytes
-        self.hold = Hold(stream, weakref.ref(self))
-        self.runs: list[BlockRun] = []
-        """The blocks by ascending chunk, on the device that asked, once `wait` has returned."""
-        self.chunks = chunks
-        """What it brings."""
-        self.from_disk = np.empty(0, np.int64)
-        """Chunks that are read from disk for this lease."""
-        self.arrived = Latch()
+    request: BlockRequest
+    chunks: np.ndarray
+    """int64, ascending: of those that were asked for, what it brings."""
+    from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that are read from disk for it."""
+    blocks: Blocks | None = None
+    """Where they lie, on the device that asked, once they have arrived."""
+
+    @property
+    def arrived(self) -> Blocks:
+        """The blocks, of a lease that was waited for."""
+        assert self.blocks is not None
+        return self.blocks
+
+
+class Lease:
+    """A batch of blocks on their way to a device, and a hold on the slots they lie in until `release`.
+
+    Args:
+        residency: the tiers.
+        requests: what it brings.
+    """
+
+    def __init__(self, residency: Residency, requests: Sequence[BlockRequest]) -> None:
+        self.residency = residency
+        self.hold = Hold(None, weakref.ref(self))
+        self.leased = [LeasedBlocks(request, request.chunks) for request in requests]
+        self.latch = Latch()
+        self.failed: SegmentReader | None = None
+        """The segment that kept it from arriving, where it is known."""
         self.owns_memory = False
-        """Whether `runs` lie in device memory of the lease's own, allocated on the side stream."""
+        """Whether blocks lie in device memory of the lease's own, allocated on the side stream."""
 
     def wait(self) -> None:
         """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises."""
-        self.arrived.wait()
+        self.latch.wait()
         if self.hold.stream is not None:
             self.hold.stream.await_copies(self.hold.copied)
 
     def release(self) -> None:
-        """Let the slots go. Call after the last use of `runs`, and also for a lease that failed."""
+        """Let the slots go. Call after the last use of the blocks, and also for a lease that failed."""
         self.residency.retire(self)

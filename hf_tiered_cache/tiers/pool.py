@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ..geometry import ALIGNMENT
+from .blocks import Blocks
 from .policy import EvictionPolicy, Usage
-from .runs import BlockRun, spans
 from .scores import Owner, ScoreTable
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -89,15 +89,17 @@ class SlotPool:
     def usage(self, slots: np.ndarray) -> Usage:
         return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
 
-    def runs(self, slots: np.ndarray, chunks: np.ndarray) -> list[BlockRun]:
-        """The blocks of ascending `chunks`, which lie in `slots`, in as few tensors as can be."""
-        slab = np.searchsorted(self.starts, slots, side="right") - 1
-        breaks = np.flatnonzero((np.diff(slots) != 1) | (np.diff(slab) != 0) | (np.diff(chunks) != 1)) + 1
-        result: list[BlockRun] = []
-        for first, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), len(slots)], strict=True):
-            start = int(slots[first]) - self.starts[slab[first]]
-            result.append((int(chunks[first]), self.slabs[slab[first]][start : start + stop - first]))
-        return result
+    def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
+        """The blocks of ascending `chunks`, which lie in `slots`."""
+        every = np.searchsorted(self.starts, slots, side="right") - 1
+        touched, slab = np.unique(every, return_inverse=True)
+        starts = np.asarray(self.starts)[every]
+        return Blocks(chunks, tuple(self._slab(index) for index in touched.tolist()), slab, slots - starts)
+
+    def _slab(self, index: int) -> torch.Tensor:
+        memory = self.slabs[index]
+        assert memory is not None  # a slab with blocks in it is not given back
+        return memory
 
 
 class Tier:
@@ -110,8 +112,8 @@ class Tier:
         budget: bytes of memory the tier may take, slab alignment included.
         policy: who goes when it is full.
         allocate: gets memory from the tier's device.
-        on_evict: called with owner, the segment's number of chunks, the chunks, their blocks and what is known of them
-            before they go.
+        on_evict: called with owner, the segment's number of chunks, the blocks and what is known of them, before they
+            go.
         scores: what selectors have told of chunks.
     """
 
@@ -121,7 +123,7 @@ class Tier:
         budget: int,
         policy: EvictionPolicy,
         allocate: Allocate,
-        on_evict: Callable[[Owner, int, np.ndarray, list[BlockRun], Usage], None] | None = None,
+        on_evict: Callable[[Owner, int, Blocks, Usage], None] | None = None,
         scores: ScoreTable | None = None,
     ) -> None:
         self.name = name
@@ -166,16 +168,14 @@ class Tier:
     def unpin(self, pool: SlotPool, slots: np.ndarray) -> None:
         pool.pins[slots] -= 1
 
-    def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[BlockRun]:
+    def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:
         """Memory of a request's own, of this tier's kind, for blocks that find no slot here.
 
         In pieces as large as slabs: PyTorch keeps page-locked memory for reuse, by sizes that are powers of two.
         """
         for at in range(0, len(chunks), slab_slots(block_bytes)):
             piece = chunks[at : at + slab_slots(block_bytes)]
-            memory = self.allocate(len(piece) * block_bytes).view(len(piece), block_bytes)
-            for start, stop in spans(piece):
-                yield int(piece[start]), memory[start:stop]
+            yield Blocks.alone(piece, self.allocate(len(piece) * block_bytes).view(len(piece), block_bytes))
 
     # --- taking and giving slots
 
@@ -326,8 +326,8 @@ class Tier:
         if best is None or (len(pool) and best[0] >= oldest_here):
             return False
         _, other, index = best
-        span = np.arange(other.starts[index], other.starts[index + 1])
-        self._evict(other, span[other.owner[span] >= 0])
+        slots = np.arange(other.starts[index], other.starts[index + 1])
+        self._evict(other, slots[other.owner[slots] >= 0])
         self._give_back(other, index)
         return True
 
@@ -341,8 +341,8 @@ class Tier:
             for number in np.unique(pool.owner[slots]):
                 held = slots[pool.owner[slots] == number]
                 held = held[np.argsort(pool.chunk[held])]
-                chunks, table = pool.chunk[held], self._tables[int(number)][1]
-                self._on_evict(self._names[int(number)], len(table), chunks, pool.runs(held, chunks), pool.usage(held))
+                blocks, table = pool.blocks(held, pool.chunk[held]), self._tables[int(number)][1]
+                self._on_evict(self._names[int(number)], len(table), blocks, pool.usage(held))
         self.evicted += len(slots)
         self.discard(pool, slots)
 

@@ -7,8 +7,9 @@ device moves down to the host. What finds no slot within the budgets travels in 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,17 +18,36 @@ import torch
 from ..stats import Account
 from ..store.engines import ReadReport
 from ..store.memory import aligned_bytes
-from ..store.segment import SegmentReader
+from ..store.segment import read_batch
 from . import make_policy
+from .blocks import BlockRun, Blocks, overlaps
 from .guesses import Guesses
 from .interrupts import Apart, Step
-from .lease import Hold, Lease
+from .lease import BlockRequest, Hold, Lease, LeasedBlocks
 from .policy import Usage
 from .pool import ORPHANED, RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
-from .runs import BlockRun, overlaps, some_of
 from .scores import Owner, ScoreTable
 from .streams import CopyStream, DoneEvent, Event, copy_stream
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """What is under way for one request of a lease."""
+
+    leased: LeasedBlocks
+    tier: Tier | None
+    """Of the device where attention runs; None where that is the host's."""
+    on_device: list[Blocks] = field(default_factory=list)
+    on_host: list[Blocks] = field(default_factory=list)
+    to_read: list[BlockRun] = field(default_factory=list)
+    direct: bool = False
+    """Whether some of that goes to the device without passing through the host."""
+    reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+
+    @property
+    def owner(self) -> Owner:
+        return self.leased.request.reader.owner(self.leased.request.lane)
 
 
 class Residency:
@@ -73,20 +93,12 @@ class Residency:
     # --- the two verbs
 
     def fetch(
-        self,
-        reader: SegmentReader,
-        lane: int,
-        chunks: np.ndarray,
-        device: torch.device,
-        account: Account,
-        ahead: bool = False,
+        self, requests: Sequence[BlockRequest], device: torch.device, account: Account, ahead: bool = False
     ) -> Lease:
-        """Start bringing blocks to `device`.
+        """Start bringing blocks to `device`, all that are read in one submission.
 
         Args:
-            reader: the segment.
-            lane: which of its lanes.
-            chunks: int64, ascending.
+            requests: which blocks, of segments of one store.
             device: where attention runs.
             account: counts look-ups, bytes and time.
             ahead: whether this is before they are needed: then what the budgets have no room for is left out, and where
@@ -95,12 +107,12 @@ class Residency:
         Returns:
             At once, a lease whose blocks arrive later.
         """
-        lease = Lease(self, reader.shape.lanes[lane].block_bytes, None, chunks)
+        lease = Lease(self, requests)
         try:
             with self._lock, self._step:
-                read, in_memory = self._begin(lease, reader, lane, device, account, ahead)
+                read, arrive = self._begin(lease, device, account, ahead)
             if read is None:
-                self._settle(lease, in_memory)
+                self._settle(lease, arrive)
             else:
                 self._starting.do(read)
         except BaseException:  # also Ctrl-C: nobody is going to release it
@@ -110,52 +122,45 @@ class Residency:
         return lease
 
     def _begin(
-        self, lease: Lease, reader: SegmentReader, lane: int, device: torch.device, account: Account, ahead: bool
+        self, lease: Lease, device: torch.device, account: Account, ahead: bool
     ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
         """Hold what memory has and slots for the rest.
 
         Returns:
             What starts to read the rest, if there is any, and what is to be done when all is in memory.
         """
-        owner, block_bytes, hold = reader.owner(lane), lease.block_bytes, lease.hold
-        on_host: list[BlockRun] = []
-        direct: list[BlockRun] = []
-        staged: list[BlockRun] = []
-        tier = self._device_tier(device)
+        hold, tier = lease.hold, self._device_tier(device)
         self._tick(tier)
-        if ahead:
-            if tier is not None and not tier.room(block_bytes):
-                tier, device = None, torch.device("cpu")
-            lease.chunks = self._within_budgets(tier, owner, lease.chunks, block_bytes)
-        chunks, hold.stream = lease.chunks, self._streams.get(device)
+        hold.stream = self._streams.get(device)
         self._holds.add(hold)
-        self._await_moves_down(hold.stream)
-        missing = chunks if tier is None else self._take(tier, owner, chunks, lease, lease.runs, account)
-        missing = self._take(self.host, owner, missing, lease, on_host, account)
-        rest = missing
-        if not reader.gone:  # else nobody will look for it again
-            rest = self._reserve(tier, block_bytes, rest, hold, direct) if tier is not None and self._direct else rest
-            rest = self._reserve(self.host, block_bytes, rest, hold, staged)
-        staged.extend(self.host.own_memory(rest, block_bytes))
-        lease.from_disk = missing
+        arrivals = [_Arrival(leased, tier) for leased in lease.leased]
+        for each in arrivals if ahead else ():
+            self._keep_within_budgets(each)
+        self._await_moves_down(None if any(each.tier is None for each in arrivals) else hold.stream)
+        for each in arrivals:  # before slots are taken for others, which would evict
+            self._hold_found(each, hold, account)
+        for each in arrivals:
+            self._take_slots(each, hold)
+        from_disk = [each for each in arrivals if each.to_read]
 
         def arrive() -> None:
-            lease.runs.extend(direct)
-            self._arrive(reader, lane, on_host + staged, lease, tier)
-            lease.runs.sort(key=lambda run: run[0])
+            for each in arrivals:
+                self._arrive(each, lease)
+            if hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
+                hold.copied = hold.stream.copied()
 
         def read() -> None:
             """In the thread that starts reads."""
             with self._lock:
                 if hold.over is not None:  # given up before it began
-                    lease.arrived.open()
+                    lease.latch.open()
                     return
                 hold.reading = True
             account.read_started()
             try:
-                if direct and hold.stream is not None:
+                if hold.stream is not None and any(each.direct for each in from_disk):
                     hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
-                reading = reader.read(lane, direct + staged)
+                reading = read_batch([(*each.leased.request[:2], each.to_read) for each in from_disk])
             except BaseException as error:  # the store was closed meanwhile
                 reading = Future()
                 reading.set_exception(error)
@@ -164,11 +169,13 @@ class Residency:
         def done(reading: Future[ReadReport]) -> None:
             error = reading.exception()
             account.read_done(0 if error else reading.result().nbytes)
-            found, lost = (0, len(missing)) if error else (len(missing), 0)
-            account.looked_up("disk", found, lost, block_bytes)
+            for each in from_disk:
+                count = len(each.leased.from_disk)
+                found, lost = (0, count) if error else (count, 0)
+                account.looked_up("disk", found, lost, each.leased.request.block_bytes)
             self._settle(lease, arrive, error)
 
-        return read if len(missing) else None, arrive
+        return read if from_disk else None, arrive
 
     def _settle(self, lease: Lease, arrive: Callable[[], None], error: BaseException | None = None) -> None:
         """All blocks of a lease are in memory, or cannot be had: say so to who waits for it."""
@@ -179,7 +186,10 @@ class Residency:
                     arrive()
         except Exception as caught:
             error = caught
-        lease.arrived.open(error)
+        if error is not None:
+            readers = (leased.request.reader for leased in lease.leased)
+            lease.failed = next((reader for reader in readers if reader.caused(error)), None)
+        lease.latch.open(error)
         if lease.hold.over is not None:  # released meanwhile
             self.retire(lease)
 
@@ -189,15 +199,14 @@ class Residency:
         if count * block_bytes > self.host.budget:
             return
         chunks = np.arange(count)
-        lease = Lease(self, block_bytes, None, chunks)  # of nobody but this method, while it fills them
-        targets: list[BlockRun] = []
+        lease = Lease(self, ())  # of nobody but this method, while it fills them
         try:
             with self._lock, self._step:
                 self._tick(None)
                 wanted = chunks[self.host.lookup(owner, chunks) < 0]
                 self._holds.add(lease.hold)
-                self._reserve(self.host, block_bytes, wanted, lease.hold, targets)
-            for first, memory in targets:
+                targets = self._reserve(self.host, block_bytes, wanted, lease.hold)
+            for first, memory in targets.runs():
                 memory.copy_(blocks[first : first + len(memory)])
             with self._lock, self._step:
                 for tier, pool, slots in lease.hold.slots:
@@ -247,99 +256,126 @@ class Residency:
             tier.clock = self._clock
         self._reap()
 
-    def _within_budgets(self, tier: Tier | None, owner: Owner, chunks: np.ndarray, block_bytes: int) -> np.ndarray:
-        """As many of `chunks` as find room now, ascending, and first of all those that need none."""
-        target = tier or self.host
+    def _keep_within_budgets(self, each: _Arrival) -> None:
+        """Leave out what finds no room now, first of all of what is not there; without any, go as far as the host."""
+        owner, size, chunks = each.owner, each.leased.request.block_bytes, each.leased.chunks
+        if each.tier is not None and not each.tier.room(size):
+            each.tier = None
+        target = each.tier or self.host
         there = target.lookup(owner, chunks) >= 0
         new = chunks[~there]
-        if tier is not None and not self._direct:  # what is read passes through the host
+        if each.tier is not None and not self._direct:  # what is read passes through the host
             staged = np.flatnonzero(self.host.lookup(owner, new) < 0)
-            passing = max(0, self.host.room(block_bytes) - (len(new) - len(staged)))
+            passing = max(0, self.host.room(size) - (len(new) - len(staged)))
             new = np.delete(new, staged[passing:])
-        room = max(0, target.room(block_bytes) - int(there.sum()))
-        return np.sort(np.concatenate([chunks[there], new[:room]]))
+        room = max(0, target.room(size) - int(there.sum()))
+        each.leased.chunks = np.sort(np.concatenate([chunks[there], new[:room]]))
+
+    def _hold_found(self, each: _Arrival, hold: Hold, account: Account) -> None:
+        """Hold what the tiers have."""
+        missing = each.leased.chunks
+        if each.tier is not None:
+            found, missing = self._take(each.tier, each, missing, hold, account)
+            each.on_device.append(found)
+        found, missing = self._take(self.host, each, missing, hold, account)
+        each.on_host.append(found)
+        each.leased.from_disk = missing
+
+    def _take_slots(self, each: _Arrival, hold: Hold) -> None:
+        """Find slots for the rest, or memory of the lease's own, for the disk to fill."""
+        size, rest = each.leased.request.block_bytes, each.leased.from_disk
+        if not len(rest):
+            return
+        gone = each.leased.request.reader.gone  # nobody will look for it again
+        if each.tier is not None and self._direct and not gone:
+            reserved = self._reserve(each.tier, size, rest, hold, each)
+            each.on_device.append(reserved)
+            each.to_read.extend(reserved.runs())
+            each.direct, rest = len(reserved) > 0, rest[len(reserved) :]
+        staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
+        staged.extend(self.host.own_memory(rest[sum(map(len, staged)) :], size))
+        each.on_host.extend(staged)
+        each.to_read.extend(run for blocks in staged for run in blocks.runs())
 
     def _take(
-        self, tier: Tier, owner: Owner, chunks: np.ndarray, lease: Lease, runs: list[BlockRun], account: Account
-    ) -> np.ndarray:
-        """Hold what `tier` has of `chunks`. Returns the chunks it has not."""
-        slots = tier.lookup(owner, chunks)
+        self, tier: Tier, each: _Arrival, chunks: np.ndarray, hold: Hold, account: Account
+    ) -> tuple[Blocks, np.ndarray]:
+        """Hold what `tier` has of `chunks`. Returns it, and the chunks it has not."""
+        slots = tier.lookup(each.owner, chunks)
         found = slots >= 0
+        size, blocks = each.leased.request.block_bytes, Blocks.none()
         if found.any():
-            pool = tier.pool(lease.block_bytes)
+            pool = tier.pool(size)
             tier.use(pool, slots[found])
-            lease.hold.slots.append((tier, pool, slots[found]))
-            runs.extend(pool.runs(slots[found], chunks[found]))
-        account.looked_up(tier.name, int(found.sum()), int((~found).sum()), lease.block_bytes)
-        return chunks[~found]
+            hold.slots.append((tier, pool, slots[found]))
+            blocks = pool.blocks(slots[found], chunks[found])
+        account.looked_up(tier.name, int(found.sum()), int((~found).sum()), size)
+        return blocks, chunks[~found]
 
     def _reserve(
-        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, runs: list[BlockRun]
-    ) -> np.ndarray:
-        """Reserve slots for as many `chunks` as `tier` has room for. Returns the others."""
+        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, each: _Arrival | None = None
+    ) -> Blocks:
+        """Reserve slots for the first of `chunks`, as many as `tier` has room for."""
         if not len(chunks) or not tier.budget:
-            return chunks
+            return Blocks.none()
         pool, slots = tier.acquire(block_bytes, len(chunks))
+        taken = chunks[: len(slots)]
         if len(slots):
-            taken = chunks[: len(slots)]
             pool.chunk[slots] = taken
             hold.slots.append((tier, pool, slots))
-            runs.extend(pool.runs(slots, taken))
-        return chunks[len(slots) :]
+            if each is not None:
+                each.reserved.append((tier, pool, slots))
+        return pool.blocks(slots, taken)
 
-    def _arrive(
-        self, reader: SegmentReader, lane: int, in_host: list[BlockRun], lease: Lease, tier: Tier | None
-    ) -> None:
+    def _arrive(self, each: _Arrival, lease: Lease) -> None:
         """The bytes are in memory: move them up to the device, and enter them in the tier that keeps them."""
-        moved = np.empty(0, np.int64)
-        if tier is None:
-            lease.runs.extend(in_host)
-        elif in_host:
-            moved = self._move_up(tier, sorted(in_host, key=lambda run: run[0]), lease)
-        for holder, pool, slots in lease.hold.slots if not reader.gone else ():
+        request, moved = each.leased.request, np.empty(0, np.int64)
+        on_host = Blocks.join(each.on_host)
+        if each.tier is None:
+            each.leased.blocks = on_host
+        else:
+            if len(on_host):
+                moved = self._move_up(each, on_host, lease)
+            each.leased.blocks = Blocks.join(each.on_device)
+        for holder, pool, slots in each.reserved if not request.reader.gone else ():
             new = slots[pool.owner[slots] == RESERVED]
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
             if len(new):
-                holder.settle(pool, new, reader.owner(lane), pool.chunk[new], reader.shape.chunks)
-        if lease.hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
-            lease.hold.copied = lease.hold.stream.copied()
+                holder.settle(pool, new, each.owner, pool.chunk[new], request.reader.shape.chunks)
 
     # --- between host and device
 
-    def _move_up(self, tier: Tier, in_host: list[BlockRun], lease: Lease) -> np.ndarray:
+    def _move_up(self, each: _Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
         """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
-        chunks = np.concatenate([np.arange(first, first + len(blocks)) for first, blocks in in_host])
-        targets: list[BlockRun] = []
-        rest = self._reserve(tier, lease.block_bytes, chunks, lease.hold, targets)
-        with lease.hold.stream.copying():
-            targets.extend(tier.own_memory(rest, lease.block_bytes))
-            for source, target in overlaps(in_host, targets):
+        tier, stream, size = each.tier, lease.hold.stream, each.leased.request.block_bytes
+        assert tier is not None and stream is not None
+        reserved = self._reserve(tier, size, on_host.chunks, lease.hold, each)
+        rest = on_host.chunks[len(reserved) :]
+        with stream.copying():
+            targets = Blocks.join([reserved, *tier.own_memory(rest, size)])
+            for source, target in overlaps(on_host.runs(), targets.runs()):
                 target.copy_(source, non_blocking=True)
-        lease.runs.extend(targets)
-        lease.owns_memory = len(rest) > 0
-        return chunks[: len(chunks) - len(rest)]
+        each.on_device.append(targets)
+        lease.owns_memory |= len(rest) > 0
+        return reserved.chunks
 
-    def _move_down(
-        self, device: torch.device, owner: Owner, count: int, chunks: np.ndarray, runs: list[BlockRun], usage: Usage
-    ) -> None:
+    def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""
-        block_bytes = runs[0][1].shape[1]
         if not self.host.budget:
             return
-        kept = self.host.keeps(block_bytes, usage)
-        chunks, runs = chunks[kept], list(some_of(runs, chunks[kept]))
-        if not len(chunks):
+        size = blocks.block_bytes
+        blocks = blocks[self.host.keeps(size, usage)]
+        if not len(blocks):
             return
         stream = self._streams[device]
         down = Hold(stream, over=DoneEvent(), moves_down=True)
         self._holds.add(down)
-        targets: list[BlockRun] = []
-        self._reserve(self.host, block_bytes, chunks, down, targets)
-        if not targets:
+        targets = self._reserve(self.host, size, blocks.chunks, down)
+        if not len(targets):
             return
         with stream.copying():
-            for source, target in overlaps(runs, targets):
+            for source, target in overlaps(blocks.runs(), targets.runs()):
                 target.copy_(source, non_blocking=True)
             down.copied = stream.copied()
         _, pool, slots = down.slots[0]
@@ -358,11 +394,12 @@ class Residency:
         with self._lock, self._step:
             if lease.hold.over is None:
                 lease.hold.over = self._now(lease.hold)
-                if lease.owns_memory:
+                if lease.owns_memory and lease.hold.stream is not None:
                     # the allocator may give it to the side stream, which must not write to it before it was read
                     lease.hold.stream.await_computation(lease.hold.over)
-            if lease.arrived.is_open or not lease.hold.reading:
-                lease.runs.clear()
+            if lease.latch.is_open or not lease.hold.reading:
+                for leased in lease.leased:
+                    leased.blocks = None
             self._reap()
 
     @staticmethod

@@ -67,10 +67,12 @@ class CudaCopyStream(CopyStream):
         return event
 
     def await_computation(self, event: Event) -> None:
-        self.stream.wait_event(event)
+        if isinstance(event, torch.cuda.Event):
+            self.stream.wait_event(event)
 
     def await_copies(self, event: Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(event)
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def computed(self) -> torch.cuda.Event:
         event = torch.cuda.Event()

@@ -91,6 +91,14 @@ class PosixEngine(Engine):
 
 
 def _read(call: Call) -> int:
+    try:
+        return _read_all(call)
+    except OSError as error:
+        error.filename = call.file.path  # a batch may read from many
+        raise
+
+
+def _read_all(call: Call) -> int:
     """The kernel may return less than asked."""
     file = cast(PosixFile, call.file)
     gap = _gap_memory() if any(isinstance(piece, int) for piece in call.pieces) else memoryview(b"")

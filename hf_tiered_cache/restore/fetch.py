@@ -1,0 +1,158 @@
+"""The fetcher of a pass: brings blocks in batches, ahead of their need or at it, and counts what they were read for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError, RestoreError
+from ..geometry import Lane
+from ..stats import Account
+from ..store.segment import SegmentReader
+from ..tiers.blocks import Blocks
+from ..tiers.lease import BlockRequest, Lease, LeasedBlocks
+from ..tiers.residency import Residency
+
+
+@dataclass(eq=False)
+class FetchUnit:
+    """Blocks of one lane of a segment, brought in at one or several times."""
+
+    reader: SegmentReader
+    lane: Lane
+    identifies: bool = False
+    """Whether a choice was made from it."""
+    held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64, ascending: chunks that are there or on their way."""
+    leased: list[LeasedBlocks] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    used: dict[int, np.ndarray] = field(default_factory=dict)
+    """For each layer bool `[sets, tokens of the segment]`: what is attended to, by each head or by all alike."""
+    _joined: tuple[int, Blocks] = (0, Blocks.none())
+
+    def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
+        """The chunks that hold `tokens`, ascending."""
+        return self.reader.shape.chunks_of(self.lane, tokens)
+
+    @property
+    def blocks(self) -> Blocks:
+        """All that has arrived; the unit was waited for."""
+        if self._joined[0] != len(self.leased):
+            self._joined = len(self.leased), Blocks.join([leased.arrived for leased in self.leased])
+        return self._joined[1]
+
+    @property
+    def from_disk(self) -> bool:
+        """Whether any of it was read for this unit."""
+        return any(len(leased.from_disk) for leased in self.leased)
+
+    def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
+        """Note that tokens, int64 `[n]`, go into the attention of `layers`: one set for all heads or one for each."""
+        mask = np.zeros((len(sets), self.reader.shape.tokens), bool)
+        for row, tokens in zip(mask, sets, strict=True):
+            row[tokens] = True
+        for layer in layers:
+            before = self.used.get(layer)
+            self.used[layer] = mask if before is None else before | mask
+
+    def tokens_used(self) -> np.ndarray:
+        """int64, ascending: tokens that some head of some layer attends to."""
+        return np.flatnonzero(sum(mask.any(axis=0) for mask in self.used.values()))
+
+    def bytes_used(self, chunks: np.ndarray) -> int:
+        """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
+        shape, total = self.reader.shape, 0
+        inside = np.isin(shape.places(self.lane, np.arange(shape.tokens)) // shape.geometry.chunk_tokens, chunks)
+        for part in self.lane.parts:
+            if (mask := self.used.get(part.layer)) is not None:
+                heads = mask if len(mask) == 1 else mask[part.first_head : part.first_head + part.heads]
+                each = int((heads & inside).sum()) * (part.heads if len(mask) == 1 else 1)
+                total += each * part.nbytes // (part.heads * shape.geometry.chunk_tokens)
+        return total
+
+
+class Fetcher:
+    """Brings the blocks of a pass.
+
+    Args:
+        residency: the tiers.
+        account: counts what happens.
+        device_of: the device of each layer.
+    """
+
+    def __init__(self, residency: Residency, account: Account, device_of: Callable[[int], torch.device]) -> None:
+        self.residency, self.account, self.device_of = residency, account, device_of
+        self._users: dict[Lease, int] = {}
+
+    def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False) -> None:
+        """Start to fetch chunks that are not held, in one batch for each device.
+
+        Args:
+            wanted: units, and for each its chunks, int64 ascending.
+            ahead: whether this is before they are needed: then within the budgets alone.
+
+        Raises:
+            RestoreError: a fetch could not begin.
+        """
+        batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
+        for unit, chunks in wanted:
+            missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
+            if len(missing):
+                batches.setdefault(self.device_of(unit.lane.layers[0]), []).append((unit, missing))
+        for device, batch in batches.items():
+            requests = [BlockRequest(unit.reader, unit.lane.index, missing) for unit, missing in batch]
+            try:
+                lease = self.residency.fetch(requests, device, self.account, ahead)
+            except Exception as error:
+                raise restore_error(self.account, batch[0][0].reader, error) from error
+            self._users[lease] = len(batch)
+            for (unit, _), leased in zip(batch, lease.leased, strict=True):
+                unit.leases.append(lease)
+                unit.leased.append(leased)
+                unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
+
+    def wait_for(self, units: Iterable[FetchUnit]) -> None:
+        """Wait until their blocks have arrived.
+
+        Raises:
+            RestoreError: a block did not.
+        """
+        for unit in units:
+            for lease in unit.leases:
+                try:
+                    with self.account.timing("stall_seconds"):
+                        lease.wait()
+                except Exception as error:
+                    raise restore_error(self.account, lease.failed or unit.reader, error) from error
+
+    def finish(self, units: Iterable[FetchUnit]) -> None:
+        """Nobody needs them any more: count what came from disk and what for, and let it go."""
+        for unit in units:
+            read = np.concatenate([np.empty(0, np.int64), *(leased.from_disk for leased in unit.leased)])
+            if len(read):
+                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * unit.lane.block_bytes
+                what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
+                self.account.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
+            for lease in unit.leases:
+                self._users[lease] -= 1
+                if not self._users[lease]:
+                    del self._users[lease]
+                    lease.release()
+            unit.leases.clear()
+            unit.leased.clear()
+
+    def cancel(self) -> None:
+        """Let everything go, at whatever point the pass has ended."""
+        while self._users:
+            lease, _ = self._users.popitem()
+            lease.release()
+
+
+def restore_error(account: Account, reader: SegmentReader, error: Exception) -> RestoreError:
+    """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
+    failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
+    account.add(**{failure: 1})
+    return RestoreError(reader.id, str(error))

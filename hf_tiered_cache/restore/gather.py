@@ -1,0 +1,155 @@
+"""From blocks to columns: tokens are picked by slab, slot and place, in as many steps as there are slabs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..geometry import Lane, Part, SegmentShape
+from ..tiers.blocks import Blocks
+from ..transfers import to_device
+
+_FEW_RUNS = 4
+"""Runs of blocks that are copied one by one, each faster than by index; of more every token is picked by index."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """Tokens that follow one another in memory and in their columns."""
+
+    memory: torch.Tensor  # uint8 [n, block_bytes]
+    inside: int  # the first one's place in its block
+    count: int
+    column: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Picked:
+    """Tokens anywhere in one slab: each has a slot, a place in its block, a column, and a head where heads differ."""
+
+    slab: torch.Tensor  # uint8 [slots, block_bytes]
+    slot: torch.Tensor  # int64 [n] on the slab's device, as are the others
+    inside: torch.Tensor
+    column: torch.Tensor | slice
+    head: torch.Tensor | None
+
+
+class Gather:
+    """Copies tokens of segments to columns. What says where they lie is made once, for all tensors and layers.
+
+    Args:
+        shape: of the segments: they share layout and geometry.
+        lane: whose blocks these are.
+    """
+
+    def __init__(self, shape: SegmentShape, lane: Lane) -> None:
+        self._shape, self._lane = shape, lane
+        self._runs: list[_Run] = []
+        self._added: list[tuple[Blocks, np.ndarray, np.ndarray, int]] = []
+        self._picked: list[_Picked] | None = None
+
+    def add(self, shape: SegmentShape, blocks: Blocks, tokens: np.ndarray, columns: np.ndarray, head: int = -1) -> None:
+        """Say what to copy.
+
+        Args:
+            shape: of the segment that they belong to.
+            blocks: hold the tokens.
+            tokens: int64 `[n]`, ascending, of the segment.
+            columns: int64 `[n]`, ascending.
+            head: of the layer, if these are one head's; else all heads of the lane.
+        """
+        if not len(tokens):
+            return
+        chunk_tokens = shape.geometry.chunk_tokens
+        if head < 0 and not shape.ordered(self._lane) and _is_run(tokens) and _is_run(columns):
+            low, high = int(tokens[0]), int(tokens[-1]) + 1
+            first, last = np.searchsorted(blocks.chunks, (low // chunk_tokens, (high - 1) // chunk_tokens + 1))
+            runs = blocks[slice(first, last)].runs()
+            if len(runs) <= _FEW_RUNS:
+                for chunk, memory in runs:
+                    start = max(low, chunk * chunk_tokens)
+                    count = min(high, (chunk + len(memory)) * chunk_tokens) - start
+                    self._runs.append(_Run(memory, start - chunk * chunk_tokens, count, int(columns[0]) + start - low))
+                return
+        self._added.append((blocks, shape.places(self._lane, tokens), columns, head))
+
+    def copy(self, part: Part, target: torch.Tensor) -> None:
+        """Copy one tensor of one layer, or some of its heads.
+
+        Args:
+            part: of the lane.
+            target: `[heads, columns, dim]`, the first heads of the layer, or all.
+        """
+        some = target[part.first_head : part.first_head + part.heads]
+        for run in self._runs:
+            self._copy_run(run, part, some)
+        if self._picked is None:
+            self._picked = list(self._pick())
+        for picked in self._picked:
+            views = self._views(picked.slab, part, len(some))  # [slots, heads, chunk_tokens, field's dim] each
+            if picked.head is None:
+                values = self._decode(view.transpose(0, 1)[:, picked.slot, picked.inside] for view in views)
+                if isinstance(picked.column, slice):  # [heads, n, dim]
+                    some[:, picked.column] = values
+                else:
+                    some.index_copy_(1, picked.column, values)
+            else:
+                head = picked.head - part.first_head
+                values = self._decode(view[picked.slot, head, picked.inside] for view in views)  # [n, dim]
+                some[head, picked.column] = values
+
+    def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
+        """Whole blocks in one strided copy, whatever their number; the ragged ends by themselves."""
+        views, chunk = self._views(run.memory, part, len(target)), self._shape.geometry.chunk_tokens
+        at, stop, column = run.inside, run.inside + run.count, run.column
+        while at < stop:
+            index, inside = divmod(at, chunk)
+            whole = (stop - at) // chunk if inside == 0 else 0
+            if whole:
+                count = whole * chunk
+                columns = target[:, column : column + count].unflatten(1, (whole, chunk))
+                columns.copy_(self._decode(view[index : index + whole].transpose(0, 1) for view in views))
+            else:
+                count = min(chunk - inside, stop - at)
+                columns = target[:, column : column + count]
+                columns.copy_(self._decode(view[index, :, inside : inside + count] for view in views))
+            at, column = at + count, column + count
+
+    def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
+        """The fields of a part's first heads."""
+        return [view[:, :heads] for view in self._shape.field_views(memory, part)]
+
+    def _decode(self, fields: Iterable[torch.Tensor]) -> torch.Tensor:
+        return self._shape.codec.decode(tuple(fields), self._shape.layout.dtype)
+
+    def _pick(self) -> Iterator[_Picked]:
+        """What was added, by slab."""
+        chunk_tokens = self._shape.geometry.chunk_tokens
+        slabs: dict[int, tuple[int, torch.Tensor]] = {}
+        rows: list[np.ndarray] = []  # int64 [5, n]: slab, slot, inside, column, head
+        for blocks, places, columns, head in self._added:
+            chunk, inside = np.divmod(places, chunk_tokens)
+            at = np.searchsorted(blocks.chunks, chunk)
+            numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
+            every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(places), head)
+            rows.append(np.stack(every))
+        if not rows:
+            return
+        found, per_head = np.concatenate(rows, axis=1), self._added[0][3] >= 0
+        for number, slab in slabs.values():
+            mine = found[1:, found[0] == number] if len(slabs) > 1 else found[1:]
+            if not mine.shape[1]:
+                continue
+            slot, inside, column, head = to_device(np.ascontiguousarray(mine), slab.device)
+            columns = mine[2]
+            side_by_side = not per_head and bool((np.diff(columns) == 1).all())
+            where = slice(int(columns[0]), int(columns[-1]) + 1) if side_by_side else column
+            yield _Picked(slab, slot, inside, where, head if per_head else None)
+
+
+def _is_run(numbers: np.ndarray) -> bool:
+    """Whether ascending `numbers` follow one another without a gap."""
+    return int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers)

@@ -1,0 +1,20 @@
+"""Small tensors between host and device: indices go up without a wait, and what decides what is fetched comes down."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `array` on `device`, which no GPU and no thread waits for; on the CPU the array's own memory."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
+    """The values of tensors of one device, for which this thread waits once."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    if tensors[0].is_cuda:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+    return tuple(copy.numpy() for copy in copies)

@@ -1,0 +1,142 @@
+"""Nothing on the way of a restore or a decoded token makes a GPU wait for this thread, or this thread for it.
+
+On a GPU it would be each copy from ordinary memory, each index made on the host, each number read back. Here they are
+counted by where they are asked for. One kind must be: a choice comes down, since the host reads the disk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from types import CodeType
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from torch.overrides import TorchFunctionMode
+
+import hf_tiered_cache
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import H2O, CacheBlend, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.transfers import to_host
+
+PACKAGE = str(Path(hf_tiered_cache.__file__).parent)
+PATCHES = str(Path(sys.modules["hf_tiered_cache.patches.attach"].__file__).parent)
+NUMBERS = {"__bool__", "__int__", "__float__", "__index__", "item", "tolist", "equal"}
+READS = {*NUMBERS, "cpu", "numpy", "nonzero", "tensor"}
+MOVES = {"to", "type_as"}
+INDEXES = {"__getitem__", "__setitem__", "index_put_"}
+TO_HOST = {to_host.__code__, *(code for code in to_host.__code__.co_consts if isinstance(code, CodeType))}
+ONCE = {"request.py", "sequence.py"}
+"""What reads the prompt itself, once: its tokens are looked up by the host."""
+
+
+class Waits(TorchFunctionMode):
+    """Counts what would make a GPU and a thread wait for each other, by file and function of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.read_down, self.reads_of_the_prompt = Counter(), 0, 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", "")
+        if self._waits(name, args, kwargs or {}):
+            self._note(name)
+        return function(*args, **(kwargs or {}))
+
+    def _waits(self, name, args, kwargs):
+        if name in INDEXES:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            lists = any(isinstance(i, list | np.ndarray) or getattr(i, "dtype", None) == torch.bool for i in index)
+            return lists or (name == "__setitem__" and not isinstance(args[2], torch.Tensor))
+        if name in MOVES:
+            return any(isinstance(a, torch.device | str) for a in (*args[1:], *kwargs.values()))
+        return name in READS
+
+    def _note(self, name):
+        frame = sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith((PACKAGE, PATCHES)):
+                break
+            if "/transformers/" in file:  # the model's own business, which is the same without us
+                return
+            frame = frame.f_back
+        if frame is None:
+            return
+        function, module = frame.f_code.co_name, Path(frame.f_code.co_filename).name
+        if module in ONCE:
+            self.reads_of_the_prompt += 1
+        elif module == "transfers.py":
+            self.read_down += frame.f_code in TO_HOST and name == "to"
+        elif function != "on":
+            self.found[module, function, name] += 1
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", num_hidden_layers=4)
+
+
+def ask(model, store, ids, method, new):
+    cache = TieredCache(model, store, method=method, record=False)
+    with torch.no_grad():
+        model.generate(ids, past_key_values=cache, max_new_tokens=new, do_sample=False)
+    return cache
+
+
+def waits(model, store, ids, method, new=1):
+    with Waits() as counted:
+        cache = ask(model, store, ids, method, new)
+    assert cache.stats.host.blocks > 0
+    return counted
+
+
+BUDGET = {"period": 2, "subperiod": 2}
+PREFIXES = {
+    "exact": (Exact(), 0),
+    "contiguous_kv": (ContiguousKV(0.25, **BUDGET), 3),  # the first layer by itself, and two periods
+    "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys", lead=0), 2),
+    "h2o": (H2O(0.25), 4),
+    "impress, heads agree": (Impress(0.25, probe_heads=2, alpha=9), 4),
+}
+
+
+@pytest.mark.parametrize(("method", "choices"), PREFIXES.values(), ids=PREFIXES)
+def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, choices):
+    document = prompt(200)
+    ids = torch.cat([document, prompt(24, seed=5)], dim=1)
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, document, method=method, progress=False)
+        ask(model, store, ids, method, 1)
+        counted = waits(model, store, ids, method)
+    assert counted.found == {}
+    assert counted.read_down == 2 * choices  # of each the tokens, and the attention that they get
+    assert counted.reads_of_the_prompt < 16
+
+
+@pytest.mark.parametrize("rechoose", [0, 1])
+def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
+    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, lead=0, rechoose=rechoose)
+    ids = torch.cat([document, prompt(24, seed=5)], dim=1)
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, document, method=method, progress=False)
+        ask(model, store, ids, method, 4)
+        few, many = (waits(model, store, ids, method, new) for new in (4, 6))
+    assert few.found == many.found == {}
+    assert few.reads_of_the_prompt == many.reads_of_the_prompt
+    assert many.read_down - few.read_down == 2 * 2 * 2 * rechoose  # two tokens, two periods
+
+
+@pytest.mark.parametrize("method", [CacheTune(), CacheTune(check_layer=1), CacheBlend()], ids=["0", "1", "blend"])
+def test_passages_wait_for_what_is_compared_alone(model, tmp_path, method):
+    passages = [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
+    ids = torch.cat([*passages[::-1], prompt(24, seed=5)[0]])[None]
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, passages, segments=True, method=method, progress=False)
+        ask(model, store, ids, method, 1)
+        counted = waits(model, store, ids, method)
+    assert counted.found == {}
+    assert counted.read_down == int(method.compares is not None)
