@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -50,9 +50,8 @@ def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)
 
 
-def current() -> Scope | None:
-    """The pass under way in this thread, or None."""
-    return _current.get()
+current: Callable[[], Scope | None] = _current.get
+"""Gives the pass under way in this thread, or None. Asked at every layer and token, so it is no Python function."""
 
 
 def leave(cache: object) -> None:

@@ -123,10 +123,16 @@ class Fetcher:
         for unit in units:
             for lease in unit.leases:
                 try:
-                    with self.account.timing("stall_seconds"):
-                        lease.wait()
+                    self._wait(lease)
                 except Exception as error:
                     raise restore_error(self.account, lease.failed or unit.reader, error) from error
+
+    def _wait(self, lease: Lease) -> None:
+        if lease.latch.is_open:
+            lease.wait()
+        else:
+            with self.account.timing("stall_seconds"):
+                lease.wait()
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Nobody needs them any more: count what came from disk and what for, and let it go."""

@@ -58,4 +58,6 @@ def head_mass(
 
 
 def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    return (grouped @ keys.unsqueeze(1).transpose(-1, -2)).float().mul_(scaling)
+    """float32 `[kv_heads, group, n, tokens]`: a product for each kv head, whose keys are not copied for its group."""
+    product = grouped.flatten(1, 2) @ keys.transpose(-1, -2)  # [kv_heads, group * n, tokens]
+    return product.unflatten(1, grouped.shape[1:3]).float().mul_(scaling)

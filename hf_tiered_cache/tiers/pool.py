@@ -150,7 +150,9 @@ class Tier:
         return np.full(len(chunks), -1, np.int64) if number is None else self._tables[number][1][chunks]
 
     def pool(self, block_bytes: int) -> SlotPool:
-        return self._pools.setdefault(block_bytes, SlotPool(block_bytes))
+        if block_bytes not in self._pools:
+            self._pools[block_bytes] = SlotPool(block_bytes)
+        return self._pools[block_bytes]
 
     def pools(self) -> Iterable[SlotPool]:
         return self._pools.values()

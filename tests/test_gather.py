@@ -1,0 +1,129 @@
+"""Tokens are picked from wherever their blocks lie, and come to the columns that were asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from hf_tiered_cache.restore.gather import Gather
+from hf_tiered_cache.tiers.blocks import Blocks
+
+LAYERS, HEADS, DIM = 3, 4, 8
+LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)
+
+
+def made(tokens, geometry, ordered, seed):
+    """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each lane."""
+    random = np.random.default_rng(seed)
+    order = TokenOrder.by_importance(random.random((LAYERS, tokens))) if ordered else None
+    shape = SegmentShape(LAYOUT, geometry, tokens, order)
+    kv = {name: torch.from_numpy(random.random((LAYERS, HEADS, tokens, DIM), np.float32)) for name in ("key", "value")}
+    lanes = []
+    for lane in shape.lanes:
+        blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
+        for part in lane.parts:
+            heads = slice(part.first_head, part.first_head + part.heads)
+            shape.pack(blocks, lane, part, kv[part.tensor][part.layer, heads])
+        lanes.append(blocks)
+    return shape, kv, lanes
+
+
+def scattered(blocks, chunks, slabs, random):
+    """The blocks of some chunks in slots of slabs, in any order, as memory holds them after a while."""
+    room = len(chunks) + 2
+    memory = tuple(torch.zeros(room, blocks.shape[1], dtype=torch.uint8) for _ in range(slabs))
+    slab = random.integers(0, slabs, len(chunks))
+    slot = np.concatenate([random.permutation(room)[: len(chunks)] if len(chunks) else []]).astype(np.int64)
+    for chunk, a, b in zip(chunks, slab, slot, strict=True):
+        memory[a][b] = blocks[chunk]
+    return Blocks(np.asarray(chunks), memory, slab, slot)
+
+
+def heads_of(lane):
+    return {head for part in lane.parts for head in range(part.first_head, part.first_head + part.heads)}
+
+
+geometries = st.builds(
+    Geometry,
+    chunk_tokens=st.sampled_from([4, 16]),
+    layers_per_block=st.integers(1, 3),
+    heads_per_block=st.sampled_from([None, 1, 3]),
+    split_kv=st.booleans(),
+)
+
+
+@given(
+    geometry=geometries,
+    tokens=st.integers(1, 70),
+    ordered=st.booleans(),
+    slabs=st.integers(0, 3),
+    sets=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, sets, seed):
+    """From one slab in order (0 slabs), or from slots anywhere; for all heads, or for each its own."""
+    random = np.random.default_rng(seed)
+    segments = [made(tokens, geometry, ordered, seed + i) for i in range(2)]
+    count = int(random.integers(1, tokens + 1))
+    # of each segment and head so many tokens, side by side behind those of the first
+    wanted = [[np.sort(random.permutation(tokens)[:count]) for _ in range(HEADS if sets else 1)] for _ in segments]
+    if random.random() < 0.5:
+        wanted = [[np.arange(tokens - count, tokens) for _ in one] for one in wanted]
+    for number, lane in enumerate(segments[0][0].lanes):
+        gather = Gather(segments[0][0], lane)
+        for at, ((shape, _, lanes), one) in enumerate(zip(segments, wanted, strict=True)):
+            chunks = shape.chunks_of(lane, np.unique(np.concatenate(one)))
+            if slabs:
+                blocks = scattered(lanes[number], chunks, slabs, random)
+            else:
+                blocks = Blocks.alone(chunks, lanes[number][chunks])
+            if not sets:
+                gather.add(shape, blocks, one[0], np.arange(count) + at * count)
+            for head in heads_of(lane) if sets else ():
+                gather.add(shape, blocks, one[head], np.arange(count) + at * count, head)
+        for part in lane.parts:
+            target = torch.full((HEADS, 2 * count, DIM), -1.0)
+            gather.copy(part, target)
+            for head in range(part.first_head, part.first_head + part.heads):
+                expected = [
+                    kv[part.tensor][part.layer, head, one[head if sets else 0]]
+                    for (_, kv, _), one in zip(segments, wanted, strict=True)
+                ]
+                assert torch.equal(target[head], torch.cat(expected))
+            others = [head for head in range(HEADS) if not 0 <= head - part.first_head < part.heads]
+            assert bool((target[others] == -1).all())
+
+
+class Calls(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("sets", [1, HEADS])
+def test_more_runs_take_no_more_steps(sets):
+    """Every second block of one slab: as many steps for 8 runs as for 64."""
+    geometry, steps = Geometry(4, 1), []
+    for chunks in (16, 128):
+        shape, _, lanes = made(chunks * 4, geometry, False, 0)
+        held = np.arange(0, chunks, 2)
+        tokens = (held[:, None] * 4 + np.arange(3)).ravel()
+        gather = Gather(shape, shape.lanes[0])
+        blocks = Blocks(held, (lanes[0],), np.zeros(len(held), np.int64), held)
+        for head in range(sets):
+            gather.add(shape, blocks, tokens, np.arange(len(tokens)), head if sets > 1 else -1)
+        target = torch.empty(HEADS, len(tokens), DIM)
+        gather.copy(shape.lanes[0].parts[0], target)
+        with Calls() as calls:
+            gather.copy(shape.lanes[0].parts[0], target)
+        steps.append(calls.count)
+    assert steps[0] == steps[1]
