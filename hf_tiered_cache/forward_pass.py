@@ -225,5 +225,5 @@ class RestoringForward(ForwardPass):
         reusable = np.isin(every, least, invert=True)
         chosen = np.union1d(least, every[reusable][self.method.deviating(deviation[reusable])])
         layers = tuple(before if before is not least else chosen for before in plan.computed)
-        self.plan = replace(plan, computed=layers)
+        self.plan = self.prefetch.plan = replace(plan, computed=layers)
         self._drop_with_depth(self.plan)

@@ -45,7 +45,8 @@ class Prefetch:
 
     def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
         self.fetcher, self._ahead_bytes = fetcher, ahead_bytes
-        self._plan = plan
+        self.plan = plan
+        """What is used of it: what a comparison under way adds is computed, though it was fetched."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
         self._gathers: dict[tuple[int, int], Gather] = {}  # of each lane and row
         order = units_of(plan)
@@ -95,7 +96,7 @@ class Prefetch:
                     wanted[key] = row, unit.lane, self._gathers[key]
                     continue
                 gather = wanted.setdefault(key, (row, unit.lane, Gather(shape, unit.lane)))[2]
-                shift = piece.at - piece.first + group.pad - self._plan.base - first_column
+                shift = piece.at - piece.first + group.pad - self.plan.base - first_column
                 gather.add(shape, unit.blocks, tokens, tokens + shift)
         self._gathers.update({key: gather for key, (_, _, gather) in wanted.items()})
         return iter(wanted.values())
@@ -112,13 +113,13 @@ class Prefetch:
         self._issue()
 
     def _note_use(self, unit: PlanUnit) -> None:
-        alike = self._plan.suffix is not None
+        alike = self.plan.suffix is not None
         for group, piece, tokens in unit.pieces if unit.from_disk else ():
             if alike:
                 unit.use(unit.lane.layers, [tokens])
                 continue
             for layer in unit.lane.layers:
-                unit.use((layer,), [self._plan.wanted_tokens(unit.lane, group, piece, layer)])
+                unit.use((layer,), [self.plan.wanted_tokens(unit.lane, group, piece, layer)])
 
     def _issue(self) -> None:
         """Start what the layer in use needs, and more as far as the bound allows; one ahead whatever its size."""

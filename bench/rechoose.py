@@ -1,0 +1,117 @@
+"""What choosing again while decoding costs: tokens per second beside the prompt's choice, and beside all KV.
+
+    python bench/rechoose.py                                    # Qwen2.5-0.5B's shape, random weights
+    python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose choices move less
+
+Each way holds a cache of its own over the same prefix, and decodes the same tokens; they take turns token by token, and
+ratios are of sums over tokens. Answers under the same settings: eval/results/rechoose-xs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, build, interleaved, load, machine, median, save, seconds, table
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import ContiguousKV
+
+SUFFIX = 32
+AIM = 1.05
+EVERY = {"once": 0, "each token": 1, "each fourth": 4}
+
+
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="of a model with random weights")
+    parser.add_argument("--model", type=Path, help="folder of a model to take instead")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--prefix", type=int, default=1024, help="stored tokens")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.05, 0.1, 0.25, 0.5])
+    parser.add_argument("--periods", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--tokens", type=int, default=32, help="decoded, of each")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    device = torch.device(arguments.device)
+    dtype = getattr(torch, arguments.dtype)
+    model = load(arguments.model, dtype, device) if arguments.model else build(arguments.shape, dtype, device)
+    random = torch.Generator().manual_seed(0)
+    vocabulary = model.config.vocab_size
+    ids = torch.randint(1, vocabulary, (1, arguments.prefix + SUFFIX), generator=random).to(device)
+    tokens = torch.randint(1, vocabulary, (arguments.tokens + 3,), generator=random).to(device)
+    results: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        about = machine(device, Path(folder))
+        for period in tqdm(arguments.periods, desc="periods"):
+            with KVStore(Path(folder) / str(period), policy=ContiguousKV.policy) as store:
+                for budget in arguments.budgets:
+                    found = measured(model, store, ids, tokens, period, budget)
+                    results.append({"period": period, "budget": budget, **found})
+    name = arguments.model.name if arguments.model else arguments.shape
+    document = {"machine": about, "prefix": arguments.prefix, "tokens": arguments.tokens, "results": results}
+    text = report(results, f"{name}, {arguments.dtype}", about, arguments.prefix)
+    save(arguments.out, f"rechoose-{name}-{arguments.dtype}-{arguments.device}", document, text)
+    print(text)
+
+
+def measured(
+    model: Any, store: KVStore, ids: torch.Tensor, tokens: torch.Tensor, period: int, budget: float
+) -> dict[str, float]:
+    """Seconds a token of each way, medians, and ratios of sums over what the prompt's choice takes."""
+    subperiod = max(size for size in (1, 2, 4) if period % size == 0)
+    methods: dict[str, Any] = {
+        name: ContiguousKV(budget, period=period, subperiod=subperiod, rechoose=every) for name, every in EVERY.items()
+    }
+    store.precompute(model, ids[:, :-SUFFIX], method=methods["once"], progress=False)
+    caches = {}
+    for name, method in (methods | {"all KV": None}).items():
+        caches[name] = TieredCache(model, store, method=method, record=False)
+        model(input_ids=ids, past_key_values=caches[name], logits_to_keep=1)
+        assert caches[name].stats.tokens_restored, caches[name].stats.reason
+    times: dict[str, list[float]] = {name: [] for name in caches}
+    for token in tokens:
+        step = {
+            name: lambda cache=cache: seconds(
+                lambda: model(input_ids=token.view(1, 1), past_key_values=cache), tokens.device
+            )
+            for name, cache in caches.items()
+        }
+        for name, (spent,) in interleaved(step, 1, warm_up=0).items():
+            times[name].append(spent)
+    kept = {name: spent[3:] for name, spent in times.items()}  # the first ones find cold code
+    found = {name: median(spent) for name, spent in kept.items()}
+    return found | {f"{name} / once": sum(kept[name]) / sum(kept["once"]) for name in ("each token", "each fourth")}
+
+
+def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], prefix: int) -> str:
+    """Markdown."""
+    rows = [
+        [
+            str(found["period"]),
+            f"{found['budget']:.0%}",
+            *(f"{1 / found[name]:.1f}" for name in ("all KV", *EVERY)),
+            *(f"{found[f'{name} / once']:.2f}" for name in ("each token", "each fourth")),
+        ]
+        for found in results
+    ]
+    headings = ["period", "budget", "all KV", *(f"chosen {name}" for name in EVERY), "each / once", "fourth / once"]
+    return (
+        f"# Choosing again while decoding: {what}, {about['device']}\n\n"
+        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. A prefix of {prefix} tokens;"
+        f" tokens per second, and time over that of the prompt's choice (aim: at most {AIM}).\n\n"
+        + table(headings, rows)
+    )
+
+
+if __name__ == "__main__":
+    main()
