@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +81,16 @@ def measured(
         assert caches[name].stats.tokens_restored, caches[name].stats.reason
     times: dict[str, list[float]] = {name: [] for name in caches}
     for token in tokens:
-        step = {
-            name: lambda cache=cache: seconds(
-                lambda: model(input_ids=token.view(1, 1), past_key_values=cache), tokens.device
-            )
-            for name, cache in caches.items()
-        }
+        step = {name: partial(decoded, model, cache, token) for name, cache in caches.items()}
         for name, (spent,) in interleaved(step, 1, warm_up=0).items():
             times[name].append(spent)
     kept = {name: spent[3:] for name, spent in times.items()}  # the first ones find cold code
     found = {name: median(spent) for name, spent in kept.items()}
     return found | {f"{name} / once": sum(kept[name]) / sum(kept["once"]) for name in ("each token", "each fourth")}
+
+
+def decoded(model: Any, cache: TieredCache, token: torch.Tensor) -> float:
+    return seconds(lambda: model(input_ids=token.view(1, 1), past_key_values=cache), token.device)
 
 
 def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], prefix: int) -> str:
@@ -107,8 +107,8 @@ def report(results: list[dict[str, Any]], what: str, about: dict[str, Any], pref
     headings = ["period", "budget", "all KV", *(f"chosen {name}" for name in EVERY), "each / once", "fourth / once"]
     return (
         f"# Choosing again while decoding: {what}, {about['device']}\n\n"
-        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. A prefix of {prefix} tokens;"
-        f" tokens per second, and time over that of the prompt's choice (aim: at most {AIM}).\n\n"
+        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. A prefix of {prefix} "
+        f"tokens; tokens per second, and time over that of the prompt's choice (aim: at most {AIM}).\n\n"
         + table(headings, rows)
     )
 

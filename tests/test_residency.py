@@ -195,14 +195,14 @@ def test_with_gds_blocks_come_from_disk_to_the_device_without_the_host(stored):
 
 
 def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
-    store, (a, b), blocks = stored
-    submitted, real = [], store.engine.submit
+    _, (a, b), blocks = stored
+    submitted, real = [], a.backend.read
 
     def submit(ops):
         submitted.append(ops)
         return real(ops)
 
-    monkeypatch.setattr(store.engine, "submit", submit)
+    monkeypatch.setattr(a.backend, "read", submit)
     residency, account = Residency(1 << 20), Account()
     fetch(residency, b, 0, [3])
     submitted.clear()
