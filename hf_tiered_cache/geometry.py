@@ -390,11 +390,6 @@ class SegmentShape:
         """The chunks of `lane` that hold `tokens`, ascending."""
         return np.unique(self.places(lane, tokens) // self.geometry.chunk_tokens)
 
-    def bytes_of(self, lane: Lane, tokens: np.ndarray, chunks: np.ndarray) -> int:
-        """The payload of those of `tokens` that lie in `chunks` of `lane`."""
-        inside = np.isin(self.places(lane, tokens) // self.geometry.chunk_tokens, chunks)
-        return int(inside.sum()) * lane.payload_bytes // self.geometry.chunk_tokens
-
     def first_token(self, lane: Lane, chunk: int) -> int:
         """The first token, in their own order, of a chunk."""
         first = chunk * self.geometry.chunk_tokens

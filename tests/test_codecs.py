@@ -167,7 +167,7 @@ def test_blocks_hold_what_the_codec_makes_of_each_part(codec, layout, geometry, 
     for part, tensor in put.items():
         expected = made.decode(made.encode(tensor), layout.dtype)
         assert torch.equal(shape.unpack(blocks, lane, part), expected)
-        decoded = shape.decoded(blocks, part).transpose(0, 1).flatten(1, 2)
+        decoded = made.decode(shape.field_views(blocks, part), layout.dtype).transpose(0, 1).flatten(1, 2)
         assert torch.equal(decoded[:, :tokens], expected)
         assert (decoded[:, tokens:] == 0).all()
 

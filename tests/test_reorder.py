@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import struct
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.forward_pass import RestoringForward
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from hf_tiered_cache.methods import METHODS, Impress
+from hf_tiered_cache.restore.fetch import FetchUnit
 from hf_tiered_cache.store.relayout import laid_out_anew
 from hf_tiered_cache.tiers.importance import TokenImportance
 
@@ -95,7 +97,9 @@ def test_tokens_are_where_the_shape_says(geometry, tokens, seed, data):
             inside = [token for token in range(tokens) if places[token] // geometry.chunk_tokens == chunk]
             assert shape.first_token(lane, chunk) == min(inside)
         some = wanted[np.isin(places[wanted] // geometry.chunk_tokens, chunks[:1])]
-        assert shape.bytes_of(lane, wanted, chunks[:1]) == len(some) * lane.payload_bytes // geometry.chunk_tokens
+        unit = FetchUnit(SimpleNamespace(shape=shape), lane)
+        unit.use(lane.layers, [wanted])
+        assert unit.bytes_used(chunks[:1]) == len(some) * lane.payload_bytes // geometry.chunk_tokens
 
 
 # --- whoever reads it

@@ -70,7 +70,8 @@ class FetchUnit:
             if (mask := self.used.get(part.layer)) is not None:
                 heads = mask if len(mask) == 1 else mask[part.first_head : part.first_head + part.heads]
                 each = int((heads & inside).sum()) * (part.heads if len(mask) == 1 else 1)
-                total += each * part.nbytes // (part.heads * shape.geometry.chunk_tokens)
+                stored = sum(slot.nbytes for slot in part.fields)
+                total += each * stored // (part.heads * shape.geometry.chunk_tokens)
         return total
 
 
