@@ -131,6 +131,9 @@ class Serving:
         own = cache, cache.layers, self.attachment, self.account, recorder if records else None, first
         if plan is None:
             return self._run(cache, ForwardPass(*own), forward, request.kwargs)
+        for geometry in {piece.reader.shape.geometry for group in plan.groups for piece in group.pieces}:
+            if said := self.method.misfit(geometry):
+                self.store.disk.warn(said, said)
         restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
         pads, suffix = sequence.history.pads, plan.suffix is not None
         return self._run(cache, restoring, forward, request.only(plan.computed[0], plan.base, pads, suffix))

@@ -14,7 +14,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.geometry import Geometry, in_groups
-from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute, make_method
+from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Exact, Impress, Recompute, make_method
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.selector import Choice
@@ -337,6 +337,26 @@ def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_p
     assert stats.bytes_used == layers * 3 * block
     read = stats.bytes_read - stats.bytes_identifying - stats.bytes_guessed
     assert stats.read_amplification == read / stats.bytes_used > 1.5
+
+
+def test_a_geometry_that_does_not_fit_is_said_once(model, store, caplog):
+    ids, odd = prompt(PREFIX), ContiguousKV(0.25, period=6, subperiod=4, lead=0)
+    fill(store, model, ids, Exact())
+    for _ in range(2):
+        ask(model, store, question(ids), METHOD)
+        ask(model, store, question(ids), odd)
+    assert caplog.text.count("store.relayout(method) lays them out anew") == 1
+    assert caplog.text.count("subperiod=4 does not divide period=6") == 1
+    assert "pass subperiod=3" in caplog.text
+    ask(model, store, question(ids), None)  # the exact method reads any geometry, and all of it
+
+
+def test_a_geometry_that_fits_is_not_spoken_of(model, store, caplog):
+    ids = prompt(PREFIX)
+    fill(store, model, ids, Exact())
+    store.relayout(METHOD, progress=False)
+    ask(model, store, question(ids), METHOD)
+    assert "relayout" not in caplog.text
 
 
 def test_impress_reads_only_its_probes_where_they_agree(tmp_path):

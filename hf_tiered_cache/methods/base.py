@@ -92,6 +92,15 @@ class Method:
         """Whether layers with full attention attend to less than what is restored."""
         return False
 
+    def misfit(self, geometry: Geometry) -> str:
+        """Why more is read of segments that are cut like this than is attended to, and what to do, or ""."""
+        if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
+            return ""
+        return (
+            f"segments are stored in another geometry than {type(self).__name__} chooses by, so more of them is read "
+            "than is attended to; store.relayout(method) lays them out anew"
+        )
+
     def source(self, layer: int) -> DenseSource:
         """Where a layer with full attention gets its keys and values from."""
         return SelectedSource(layer) if self.selects else DenseSource(layer)

@@ -63,6 +63,15 @@ class ContiguousKV(Method):
     def attended(self, tokens: int) -> int:
         return budgeted_tokens(self.budget, tokens, self.chunk_tokens)
 
+    def misfit(self, geometry: Geometry) -> str:
+        if self.selects and self.period % self.subperiod:
+            fitting = max(size for size in range(1, self.subperiod) if self.period % size == 0)
+            return (
+                f"subperiod={self.subperiod} does not divide period={self.period}: blocks hold layers of two periods, "
+                f"and are read for each; pass subperiod={fitting}, and call store.relayout(method)"
+            )
+        return super().misfit(geometry)
+
     @property
     def selects(self) -> bool:
         return self.budget < 1
