@@ -87,7 +87,7 @@ def seconds(action: Callable[[], Any], device: torch.device) -> float:
 
 
 def interleaved(actions: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run measurements in turns, so that a machine that slows down slows all of them down.
+    """Run measurements in turns, so that a machine that slows down slows all of them down; who comes first alternates.
 
     Args:
         actions: each returns one measured time.
@@ -96,8 +96,8 @@ def interleaved(actions: dict[str, Callable[[], float]], repeats: int, warm_up: 
     """
     times: dict[str, list[float]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
-        for name, action in actions.items():
-            measured = action()
+        for name in list(actions)[:: 1 if turn % 2 else -1]:
+            measured = actions[name]()
             if turn >= warm_up:
                 times[name].append(measured)
     return times

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,13 +131,8 @@ class Bench:
 
 
 def in_turns(action: Callable[[str], float], repeats: int, warm_up: int) -> dict[str, list[float]]:
-    """Both ways in every turn; who comes first alternates."""
-    times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for turn in range(warm_up + repeats):
-        order = WAYS if turn % 2 else WAYS[::-1]
-        for way, measured in interleaved({way: lambda way=way: action(way) for way in order}, 1, warm_up=0).items():
-            times[way] += measured if turn >= warm_up else []
-    return times
+    """Both ways in every turn."""
+    return interleaved({way: partial(action, way) for way in WAYS}, repeats, warm_up)
 
 
 def _ratio(times: dict[str, list[float]]) -> float:

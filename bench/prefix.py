@@ -1,4 +1,4 @@
-"""Exact prefix reuse: time to first token from disk and from host memory, beside recomputing and beside DynamicCache.
+"""Exact prefix reuse: time to first token from disk and host memory, beside recomputing, DynamicCache and other files.
 
     python bench/prefix.py                                      # Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/prefix.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 20GiB
@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
 import shutil
-import subprocess
 import tempfile
-import threading
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peers
 import torch
 from common import build, forget_page_cache, interleaved, machine, median, pyplot, ratio, save, seconds, table
+from raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
@@ -37,6 +38,8 @@ AIMS = {
     "disk read / raw O_DIRECT read at 4k": (">=", 0.80),
     "with recording / without at 4k": ("<=", 1.05),
     "decode, tokens/s over DynamicCache's at 4k": (">=", 1.0),
+    "disk / safetensors file at 4k": ("<=", 0.95),
+    "disk / safetensors file at 16k": ("<=", 0.85),
 }
 
 
@@ -56,9 +59,14 @@ class Bench:
 
     def first_token(self, ids: torch.Tensor, cache: Any) -> float:
         """Seconds that `generate()` takes to the first token."""
-        return seconds(
-            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
-        )
+        return self.first_token_with(ids, lambda: cache)
+
+    def first_token_with(self, ids: torch.Tensor, make: Callable[[], Any]) -> float:
+        """The same, making the cache included."""
+        return seconds(lambda: self.generate(ids, make()), self.device)
+
+    def generate(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        return self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
 
     def store(self, path: Path) -> KVStore:
         wanted = self.arguments
@@ -73,7 +81,11 @@ class Bench:
         document = self.ids(prefix)
         result: dict[str, Any] = {"prefix": prefix, "suffix": SUFFIX, "turns": turns}
         result |= self.recording(document, path, max(1, min(turns, self.arguments.recompute_repeats)))
-        result |= self.reuse(document, path, turns)
+        dynamic = DynamicCache(config=self.model.config)
+        with torch.no_grad():
+            self.model(input_ids=document, past_key_values=dynamic, logits_to_keep=1)
+        result |= self.reuse(document, dynamic, path, turns)
+        result |= self.peers(document, dynamic, path, turns)
         result |= self.disk(path, turns)
         result |= self.decode(document, path)
         shutil.rmtree(path)
@@ -106,11 +118,8 @@ class Bench:
         store.close()
         return result
 
-    def reuse(self, document: torch.Tensor, path: Path, turns: int) -> dict[str, Any]:
+    def reuse(self, document: torch.Tensor, dynamic: DynamicCache, path: Path, turns: int) -> dict[str, Any]:
         """The same prefix under new suffixes: DynamicCache in memory, host tier, disk."""
-        dynamic = DynamicCache(config=self.model.config)
-        with torch.no_grad():
-            self.model(input_ids=document, past_key_values=dynamic, logits_to_keep=1)
         warm = self.store(path)
         stats: dict[str, Any] = {}
         suffix = self.ids(SUFFIX)
@@ -131,7 +140,6 @@ class Bench:
             with self.store(path) as cold:
                 return restored(cold, "disk")
 
-        self._fresh_suffix(suffix)
         times = interleaved(
             {"dynamic": in_memory, "host": lambda: restored(warm, "host"), "disk": from_disk}, turns, warm_up=2
         )
@@ -145,8 +153,34 @@ class Bench:
             "stats": stats,
         }
 
-    def _fresh_suffix(self, suffix: torch.Tensor) -> None:
-        suffix.copy_(self.ids(SUFFIX))
+    def peers(self, document: torch.Tensor, dynamic: DynamicCache, path: Path, turns: int) -> dict[str, Any]:
+        """The same prefix as users keep it themselves, beside a store opened for the request and one open before."""
+        ids = torch.cat([document, self.ids(SUFFIX)], dim=1)
+        dynamic.crop(min(0, document.shape[1] - dynamic.get_seq_length()))
+        others = peers.Peers(dynamic, self.model.config, self.folder / "peers")
+
+        def first_token(make: Callable[[], Any]) -> float:
+            return self.first_token_with(ids, make)
+
+        def tiered(store: KVStore) -> TieredCache:
+            return TieredCache(self.model, store, record=False)
+
+        def opened() -> float:
+            forget_page_cache(path)
+            with ExitStack() as closing:
+                return first_token(
+                    lambda: TieredCache(self.model, closing.enter_context(self.store(path)), record=False)
+                )
+
+        with self.store(path) as warm:
+            caches = others.caches() | {"ours": partial(tiered, warm)}
+            tokens = {int(self.generate(ids, make())[0, -1]) for make in caches.values()}
+            assert len(tokens) == 1, f"the ways differ in the first token: {tokens}"
+            assert warm.residency.host.allocated, "nothing was restored"
+            ours = {peers.OURS: opened, peers.OURS_WARM: lambda: first_token(caches["ours"])}
+            times = peers.measure(others, first_token, ours, turns)
+        shutil.rmtree(others.folder)
+        return {"peers_s": times, "disk_over_file": peers.over_file(times)}
 
     def disk(self, path: Path, turns: int) -> dict[str, Any]:
         """All blocks of the segment: through the store, checksums included, and by a plain parallel O_DIRECT read."""
@@ -171,7 +205,7 @@ class Bench:
 
         def plain() -> float:
             forget_page_cache(path)
-            return _raw_read(file, reader.header.blocks.offset, raw)
+            return direct_read(file, reader.header.blocks.offset, raw)
 
         times = interleaved({"ours": ours, "raw": plain}, max(turns, 7), warm_up=2)
         result = {
@@ -179,7 +213,7 @@ class Bench:
             "read_s": times["ours"],
             "raw_read_s": times["raw"],
             "read_over_raw": ratio(times["raw"], times["ours"]),
-            "fio_bytes_per_s": _fio(file),
+            "fio_bytes_per_s": fio(file),
         }
         store.close()
         return result
@@ -212,42 +246,6 @@ class Bench:
         }
 
 
-def _raw_read(path: Path, offset: int, memory: torch.Tensor, threads: int = 8, size: int = 1 << 20) -> float:
-    """Read a file's tail with O_DIRECT in `threads` threads of 1 MiB reads each; nothing else is done."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    view = memoryview(memory.numpy())
-    starts = iter(range(0, len(view), size))
-
-    def work() -> None:
-        for start in starts:
-            piece = view[start : start + size]
-            done = 0
-            while done < len(piece):
-                done += os.preadv(fd, [piece[done:]], offset + start + done)
-
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    started = time.perf_counter()
-    [worker.start() for worker in workers]
-    [worker.join() for worker in workers]
-    took = time.perf_counter() - started
-    os.close(fd)
-    return took
-
-
-def _fio(path: Path) -> float | None:
-    """What fio reads of the same file, io_uring at depth 32, in bytes per second; None where there is no fio."""
-    if shutil.which("fio") is None:
-        return None
-    command = [
-        "fio", "--name=read", f"--filename={path}", "--readonly", "--rw=read", "--bs=1M", "--direct=1", "--iodepth=32",
-        "--ioengine=io_uring", "--loops=5", "--output-format=json",
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        return None
-    return float(json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]["read"]["bw_bytes"])
-
-
 # --- reporting
 
 
@@ -260,7 +258,8 @@ def headline(results: list[dict[str, Any]]) -> dict[str, float]:
         "disk read / raw O_DIRECT read at 4k": at["read_over_raw"],
         "with recording / without at 4k": at["record_over_recompute"],
         "decode, tokens/s over DynamicCache's at 4k": at["decode_speed_over_dynamic"],
-    }
+        "disk / safetensors file at 4k": at["disk_over_file"],
+    } | {f"disk / safetensors file at {r['prefix'] >> 10}k": r["disk_over_file"] for r in results if r is not at}
 
 
 def report(document: dict[str, Any]) -> str:
@@ -301,6 +300,7 @@ def report(document: dict[str, Any]) -> str:
             "yes" if _met(document["headline"][name], sign, aim) else "**no**",
         ]
         for name, (sign, aim) in AIMS.items()
+        if name in document["headline"]
     ]
     return (
         f"# Exact prefix reuse, {document['shape']} in {document['dtype']} on {on['device']}\n\n"
@@ -313,6 +313,7 @@ def report(document: dict[str, Any]) -> str:
              "recompute / disk", "host / DynamicCache", "disk / DynamicCache"],
             rows,
         )
+        + f"\n## Beside what users write\n\n{peers.report(results)}"
         + "\n## Disk, recording, decoding\n\n"
         + table(
             ["prefix", "read with checks", "raw O_DIRECT read", "fio", "read / raw", "first request, recording / not",

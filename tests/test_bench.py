@@ -76,3 +76,22 @@ def test_codec(tmp_path, monkeypatch):
     assert document["agreement"]["nowhere"] == {"skipped": "the model is not here"}
     page = (tmp_path / "codec-cpu.md").read_text()
     assert "hqq" in page and "not measured, the model is not here" in page
+
+
+def test_prefix(tmp_path, monkeypatch):
+    import prefix
+
+    options = ["--shape", "tiny", "--prefixes", "64", "--repeats", "1", "--recompute-repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["prefix.py", *options, "--decode-steps", "2", "--out", str(tmp_path)])
+    prefix.main()
+    document = json.loads((tmp_path / "prefix-tiny-float32-cpu.json").read_text())
+    (result,) = document["results"]
+    times = result["peers_s"]
+    assert {"tiered, cold", "deepcopy in memory", "torch.load, mmap, cold", "safetensors, load_file, cold"} <= set(
+        times
+    )
+    assert all(len(taken) == 1 and taken[0] > 0 for taken in times.values())
+    assert result["stats"]["disk"]["tokens_restored"] == 64
+    assert document["headline"]["disk / safetensors file at 4k"] == result["disk_over_file"] > 0
+    assert "disk / safetensors file at 16k" not in document["headline"]  # there was none
+    assert "safetensors, safe_open, warm" in (tmp_path / "prefix-tiny-float32-cpu.md").read_text()
