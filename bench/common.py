@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwe
 
 import hf_tiered_cache
 
+T = TypeVar("T")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
         "hidden_size": 896,
@@ -86,15 +87,15 @@ def seconds(action: Callable[[], Any], device: torch.device) -> float:
     return time.perf_counter() - started
 
 
-def interleaved(actions: dict[str, Callable[[], float]], repeats: int, warm_up: int = 1) -> dict[str, list[float]]:
+def interleaved(actions: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
     """Run measurements in turns, so that a machine that slows down slows all of them down; who comes first alternates.
 
     Args:
-        actions: each returns one measured time.
+        actions: each returns what it measured, such as a time.
         repeats: turns that count.
         warm_up: turns before that do not.
     """
-    times: dict[str, list[float]] = {name: [] for name in actions}
+    times: dict[str, list[T]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
         for name in list(actions)[:: 1 if turn % 2 else -1]:
             measured = actions[name]()
@@ -144,14 +145,14 @@ def machine(device: torch.device, folder: Path) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "hf_tiered_cache": hf_tiered_cache.__version__,
-        "commit": _commit(),
+        "commit": commit_of(Path(__file__).parent),
     }
 
 
-def _commit() -> str:
-    """Of this tree, "-dirty" behind it if anything in it is not committed; "unknown" outside of git."""
+def commit_of(folder: Path) -> str:
+    """Of the tree that a folder is in, "-dirty" behind it if anything is not committed; "unknown" outside of git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    asked = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    asked = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return asked.stdout.strip() or "unknown"
 
 

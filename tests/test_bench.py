@@ -95,3 +95,30 @@ def test_prefix(tmp_path, monkeypatch):
     assert document["headline"]["disk / safetensors file at 4k"] == result["disk_over_file"] > 0
     assert "disk / safetensors file at 16k" not in document["headline"]  # there was none
     assert "safetensors, safe_open, warm" in (tmp_path / "prefix-tiny-float32-cpu.md").read_text()
+
+
+def test_steps(tmp_path, monkeypatch):
+    import steps
+
+    monkeypatch.setattr(sys, "argv", ["steps.py", "--rounds", "2", "--turns", "2", "--out", str(tmp_path)])
+    steps.main()  # sees to it that two processes count the same
+    document = json.loads((tmp_path / "steps-cpu.json").read_text())
+    (found,) = document["sources"].values()
+    counts = found["counts"]["Exact"]
+    assert counts["prompt"]["calls"] > counts["token"]["calls"] > counts["token"]["functions"] > 10
+    assert found["counts"]["CacheTune"]["prompt"]["calls"] > counts["prompt"]["calls"]
+    assert len(found["times"]["Exact, first token"]) == 2
+    assert "changes of file" in (tmp_path / "steps-cpu.md").read_text()
+
+
+def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(monkeypatch):
+    import steps
+
+    def numbers():
+        yield from (number for number in range(3))
+
+    def other():
+        return list(numbers())
+
+    monkeypatch.setattr(steps, "PACKAGE", Path(__file__).parent)
+    assert steps.counted(other) == {"calls": 2, "functions": 2, "changes_of_file": 0}

@@ -1,0 +1,258 @@
+"""Python work of a warm prompt pass: functions entered, how many there are, and how often the file changes.
+
+    python bench/steps.py                        # this checkout
+    python bench/steps.py --source ../before     # another beside it, such as `git worktree add ../before COMMIT` makes
+
+A pass of a Llama of two small layers over a prefix that lies in host memory, so that there is little to see but this
+library's own work. Counted are functions of the package that are entered in the calling thread; comprehensions, and
+generators that go on, are not, because what of these is a call depends on Python's version. Counts do not vary
+from run to run. Times are beside `DynamicCache`'s, in turns; sources take turns, too, with a process for each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dis
+import gc
+import inspect
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from common import commit_of, interleaved, machine, median, save, seconds, table
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import hf_tiered_cache
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
+
+PACKAGE = Path(hf_tiered_cache.__file__).parent
+PREFIX, SUFFIX = 256, 16
+METHODS = {"Exact": Exact(), "ContiguousKV": ContiguousKV(0.25), "CacheTune": CacheTune(recompute=0.15)}
+CPU = torch.device("cpu")
+_PARTS_OF_FUNCTIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
+_RESUME = dis.opmap.get("RESUME", -1)  # since Python 3.11
+
+
+def counted(action: Callable[[], Any]) -> dict[str, int]:
+    """What `action` enters of the package, in this thread."""
+    entered: list[CodeType] = []
+    within = f"{PACKAGE}{os.sep}"
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event != "call" or code.co_name in _PARTS_OF_FUNCTIONS or not code.co_filename.startswith(within):
+            return
+        if not (code.co_flags & inspect.CO_GENERATOR and _goes_on(frame)):
+            entered.append(code)
+
+    gc.collect()
+    gc.disable()  # finalizers run whenever a collection does
+    sys.setprofile(note)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    files = [code.co_filename for code in entered]
+    return {
+        "calls": len(entered),
+        "functions": len(set(entered)),
+        "changes_of_file": sum(before != after for before, after in itertools.pairwise(files)),
+    }
+
+
+def _goes_on(frame: FrameType) -> bool:
+    """Whether a generator has begun before."""
+    if _RESUME < 0:
+        return frame.f_lasti >= 0
+    at, instructions = frame.f_lasti, frame.f_code.co_code
+    return not (instructions[at] == _RESUME and instructions[at + 1] & 3 == 0)
+
+
+class Workload:
+    """The model, a store with a prefix and two passages in it, and the prompts."""
+
+    def __init__(self, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=128,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+            )
+        ).eval()
+        self.model.generation_config.pad_token_id = 0
+        prefix, other = torch.randint(1, 128, (2, PREFIX))
+        self.suffix = torch.randint(1, 128, (1, SUFFIX))
+        self.stores: dict[str, KVStore] = {}
+        self.prompts: dict[str, torch.Tensor] = {}
+        for name, method in METHODS.items():
+            passages = bool(method.passages)
+            store = self.stores[name] = KVStore(folder / name, policy=method.policy)
+            store.precompute(
+                self.model, [prefix, other] if passages else prefix, method=method, segments=passages, progress=False
+            )
+            before = [self.suffix[0], prefix, other] if passages else [prefix]
+            self.prompts[name] = torch.cat([*before, self.suffix[0]]).unsqueeze(0)
+        self.dynamic = DynamicCache(config=self.model.config)
+        self.model(input_ids=self.prompts["Exact"], past_key_values=self.dynamic)
+
+    def cache(self, name: str) -> TieredCache:
+        return TieredCache(self.model, self.stores[name], method=METHODS[name], record=False)
+
+    def close(self) -> None:
+        for store in self.stores.values():
+            store.close()
+
+    @torch.no_grad()
+    def counts(self, name: str) -> dict[str, Any]:
+        """What a prompt's pass enters, and the pass of a token after it."""
+        token = self.suffix[:, :1]
+        for _ in range(3):  # what is done once is done
+            cache = self.cache(name)
+            self.model(input_ids=self.prompts[name], past_key_values=cache, logits_to_keep=1)
+            self.model(input_ids=token, past_key_values=cache)
+        cache = self.cache(name)
+        prompt = counted(lambda: self.model(input_ids=self.prompts[name], past_key_values=cache, logits_to_keep=1))
+        assert cache.stats.tokens_restored > PREFIX // 2, "nothing was restored"
+        assert not cache.stats.bytes_read, "it was not warm"
+        self.model(input_ids=token, past_key_values=cache)
+        return {"prompt": prompt, "token": counted(lambda: self.model(input_ids=token, past_key_values=cache))}
+
+    @torch.no_grad()
+    def times(self, turns: int) -> dict[str, float]:
+        """Median seconds to the first token, and of a token after it, beyond what `DynamicCache` takes."""
+        token = self.suffix[:, :1]
+
+        def first_token(name: str) -> float:
+            if name in METHODS:
+                return self._first_token(name, lambda: self.cache(name))
+            self.dynamic.crop(min(0, PREFIX - self.dynamic.get_seq_length()))
+            return self._first_token("Exact", lambda: self.dynamic)
+
+        ways = [*METHODS, "DynamicCache"]
+        first = interleaved({name: partial(first_token, name) for name in ways}, turns, warm_up=5)
+        caches = {name: self.cache(name) for name in METHODS}
+        for name, cache in caches.items():
+            self.model(input_ids=self.prompts[name], past_key_values=cache, logits_to_keep=1)
+        after = interleaved(
+            {
+                name: partial(seconds, partial(self.model, input_ids=token, past_key_values=cache), CPU)
+                for name, cache in {**caches, "DynamicCache": self.dynamic}.items()
+            },
+            turns,
+            warm_up=5,
+        )
+        return {
+            f"{name}, {what}": median(a - b for a, b in zip(times[name], times["DynamicCache"], strict=True))
+            for what, times in (("first token", first), ("token", after))
+            for name in METHODS
+        }
+
+    def _first_token(self, name: str, make: Callable[[], Any]) -> float:
+        return seconds(
+            lambda: self.model.generate(self.prompts[name], past_key_values=make(), max_new_tokens=1, do_sample=False),
+            CPU,
+        )
+
+
+def measure(turns: int) -> dict[str, Any]:
+    """Counts and times of the package as it was imported."""
+    with tempfile.TemporaryDirectory() as folder:
+        work = Workload(Path(folder))
+        counts = {name: work.counts(name) for name in METHODS}
+        times = work.times(turns)
+        work.close()
+    return {"package": str(PACKAGE), "counts": counts, "times": times}
+
+
+def measured_apart(source: Path, turns: int) -> dict[str, Any]:
+    """The same in a process that imports the package from `source`."""
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--apart", "--turns", str(turns)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"counting {source} failed:\n{done.stderr}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    if Path(found.pop("package")).parent != source:
+        raise SystemExit(f"{source} holds no package hf_tiered_cache")
+    return found
+
+
+def report(document: dict[str, Any]) -> str:
+    on, sources = document["machine"], document["sources"]
+
+    def rows(cell: Callable[[dict[str, Any], str, str], str], kinds: tuple[str, ...]) -> list[list[str]]:
+        return [
+            [f"{name}, {kind}", *(cell(found, name, kind) for found in sources.values())]
+            for kind in kinds
+            for name in METHODS
+        ]
+
+    def counts(found: dict[str, Any], name: str, kind: str) -> str:
+        return " / ".join(str(count) for count in found["counts"][name][kind].values())
+
+    def times(found: dict[str, Any], name: str, kind: str) -> str:
+        return f"{median(found['times'][f'{name}, {kind}']) * 1e3:.2f} ms"
+
+    return (
+        f"# Python work of a warm pass on {on['device']}\n\n"
+        f"{on['cpu']}, {on['cores']} cores; Python {on['python']}, PyTorch {on['torch']}, transformers "
+        f"{on['transformers']}; {on['date']}. A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
+        f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
+        "## Calls / functions / changes of file\n\n"
+        + table(["pass of", *sources], rows(counts, ("prompt", "token")))
+        + f"\n## Time beyond DynamicCache's\n\nMedians of {document['rounds']} rounds of {document['turns']} turns. "
+        "For CacheTune, which computes a part of its passages, that is not a price but another prompt.\n\n"
+        + table(["", *sources], rows(times, ("first token", "token")))
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, action="append", default=[], help="another checkout; may be repeated")
+    parser.add_argument("--rounds", type=int, default=3, help="processes for each source")
+    parser.add_argument("--turns", type=int, default=60, help="of what is timed, in each round")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--apart", action="store_true", help="print this process's figures as JSON, and save nothing")
+    arguments = parser.parse_args()
+    if arguments.apart:
+        print(json.dumps(measure(arguments.turns)))
+        return
+    folders = {commit_of(folder): folder.resolve() for folder in (*arguments.source, Path(__file__).parent.parent)}
+    rounds = interleaved(
+        {commit: partial(measured_apart, folder, arguments.turns) for commit, folder in folders.items()},
+        arguments.rounds,
+        warm_up=0,
+    )
+    sources = {}
+    for commit, all_found in rounds.items():
+        counts = all_found[0]["counts"]
+        assert all(found["counts"] == counts for found in all_found), "counts differ from run to run"
+        times = {name: [found["times"][name] for found in all_found] for name in all_found[0]["times"]}
+        sources[commit] = {"counts": counts, "times": times}
+    document = {
+        "rounds": arguments.rounds,
+        "turns": arguments.turns,
+        "machine": machine(CPU, arguments.out.parent),
+        "sources": sources,
+    }
+    save(arguments.out, "steps-cpu", document, report(document))
+    print(report(document))
+
+
+if __name__ == "__main__":
+    main()
