@@ -25,6 +25,10 @@ from .scope import current, on
 
 _patching = threading.Lock()
 
+_PIECE_BYTES = 512 << 10
+"""What the CPU rotates at once: the rotation makes several tensors of this size, and memory for larger ones comes from
+the system each time, page by page. At 4096 tokens that took longer than all the rest of a restore."""
+
 
 @dataclass(eq=False)
 class RotaryTable:
@@ -67,11 +71,17 @@ class RotaryCall:
         place = self.watched.places[name]
         return self.args[place] if place < len(self.args) else self.kwargs[name]
 
-    def rotate(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """The same rotation of other keys, `[batch, heads, n, dims]`, with tables `[1, n, dims]`."""
-        # the queries' half of the work is not wanted: one head stands in for them
+    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`, with tables `[1, n, dims]`."""
         arguments = self.watched.signature.bind(*self.args, **self.kwargs)
-        return _call(self.watched.function, arguments, {"q": keys[:, :1], "k": keys, "cos": cos, "sin": sin})[1]
+        count = step = keys.shape[2]
+        if keys.device.type == "cpu" and keys.numel():
+            step = max(1, count * _PIECE_BYTES // (keys.numel() * keys.element_size()))
+        for at in range(0, count, step or 1):
+            some, here = keys[:, :, at : at + step], slice(at, at + step)
+            # the queries' half of the work is not wanted: one head stands in for them
+            changed = {"q": some[:, :1], "k": some, "cos": cos[:, here], "sin": sin[:, here]}
+            some.copy_(_call(self.watched.function, arguments, changed)[1])
 
 
 @dataclass
@@ -134,8 +144,7 @@ class RotaryTap:
         """
         count, call = tensor.shape[2], like.rotation
         cos, sin = self._tables_at(call, first + count, tensor.device)
-        part = tensor[..., : like.dims]
-        part.copy_(call.rotate(part, cos[:, first : first + count], sin[:, first : first + count]))
+        call.rotate_(tensor[..., : like.dims], cos[:, first : first + count], sin[:, first : first + count])
 
     def rotate_at_(self, like: Unrotated, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """The same for keys of any positions.
@@ -150,7 +159,7 @@ class RotaryTap:
         cos, sin = self._tables_at(call, stop, tensor.device)
         part = tensor[..., : like.dims]
         part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads that stand elsewhere are rows of a batch
-        part.copy_(call.rotate(part, cos[0][positions], sin[0][positions]))
+        call.rotate_(part, cos[0][positions], sin[0][positions])
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """At least `stop` positions: rows that end elsewhere share the longest table."""

@@ -16,9 +16,11 @@ from families import FAMILIES, build, prompt
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
 from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.patches import rotary
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup, Situation
 
@@ -250,6 +252,25 @@ def test_keys_restored_elsewhere_are_those_rotated_by_hand(tmp_path, scaling, pl
         turned = pairs * torch.complex(cos[..., :8].double(), sin[..., :8].double()).unsqueeze(1)
         torch.testing.assert_close(ours.double(), torch.cat([turned.real, turned.imag], -1), rtol=0, atol=1e-5)
         assert torch.equal(layer.values[:, :, place : place + 96], value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
+    random = torch.Generator().manual_seed(0)
+    keys, tables = (torch.randn(shape, generator=random).to(dtype) for shape in ((2, 3, 51, 8), (2, 1, 51, 8)))
+    cos, sin = tables
+    expected, rotated_at_once = apply_rotary_pos_emb(keys, keys, cos, sin)[1], []
+
+    def rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rotated_at_once.append(k.shape[2])
+        return apply_rotary_pos_emb(q, k, cos, sin)
+
+    first = keys[:, :, :1]
+    call = rotary.RotaryCall(rotary._Watched(rotation), (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}, first)
+    monkeypatch.setattr(rotary, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
+    call.rotate_(keys, cos, sin)
+    assert torch.equal(keys, expected)
+    assert rotated_at_once == [10] * 5 + [1]
 
 
 @dataclass(frozen=True)
