@@ -329,3 +329,14 @@ def test_an_engine_stands_for_itself(tmp_path):
     engine = PosixEngine()
     assert open_engine(engine) is engine
     engine.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are Linux's")
+@pytest.mark.parametrize("pages", [512, 513, 700, 2047])
+def test_large_memory_begins_with_a_huge_page_and_is_whole(pages):
+    several = [aligned_bytes(pages * ALIGNMENT) for _ in range(3)]
+    assert [memory.data_ptr() % (2 << 20) for memory in several] == [0, 0, 0]
+    for number, memory in enumerate(several):
+        memory.fill_(number)
+    assert [memory.numel() for memory in several] == [pages * ALIGNMENT] * 3
+    assert all(bool((memory == number).all()) for number, memory in enumerate(several))
