@@ -29,6 +29,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.memory import aligned_bytes
 
 SUFFIX = 64
@@ -176,7 +177,7 @@ class Bench:
             caches = others.caches() | {"ours": partial(tiered, warm)}
             tokens = {int(self.generate(ids, make())[0, -1]) for make in caches.values()}
             assert len(tokens) == 1, f"the ways differ in the first token: {tokens}"
-            assert warm.residency.host.allocated, "nothing was restored"
+            assert warm.stats.host.bytes, "nothing was restored"
             ours = {peers.OURS: opened, peers.OURS_WARM: lambda: first_token(caches["ours"])}
             times = peers.measure(others, first_token, ours, turns)
         shutil.rmtree(others.folder)
@@ -186,8 +187,8 @@ class Bench:
         """All blocks of the segment: through the store, checksums included, and by a plain parallel O_DIRECT read."""
         store = self.store(path)
         (row,) = [row for row in store.segments() if row.position == 0]
-        reader = store.disk.reader(row.id)
-        file = store.disk.path(row.id)
+        reader = storage_of(store).disk.reader(row.id)
+        file = storage_of(store).disk.path(row.id)
         lanes = [
             aligned_bytes(reader.shape.chunks * lane.block_bytes).view(-1, lane.block_bytes)
             for lane in reader.shape.lanes

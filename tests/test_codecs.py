@@ -262,7 +262,7 @@ def test_bytes_on_disk(root):
                     method = Exact(geometry=Geometry(16, layers))
                     store.precompute(build("qwen2", dtype, **changes), ids, method=method, progress=False)
                     (row,) = store.segments()
-                    header = store.disk.reader(row.id).header
+                    header = store._storage.disk.reader(row.id).header
                     assert header.file_bytes <= row.nbytes <= header.file_bytes + 4096
                     sizes[codec, dtype, layers] = header.blocks.nbytes
     for codec in LOSSY:
@@ -340,7 +340,7 @@ def test_a_methods_codec_goes_before_the_stores(root):
         store.precompute(model, ids, method=Exact(codec="raw"), progress=False)
         (row,) = store.segments()
         assert row.provenance == "exact"
-        assert struct.unpack_from("<I", store.disk.path(row.id).read_bytes(), 8)[0] == 1
+        assert struct.unpack_from("<I", store._storage.disk.path(row.id).read_bytes(), 8)[0] == 1
     with opened(root) as store:  # what a store with another default wrote for this method
         same(ask(model, store, ids)[0], model.generate(ids, past_key_values=prefilled_exactly(model, ids), **GREEDY))
 
@@ -365,12 +365,12 @@ def test_any_geometry_gives_the_same_bits(codec, cut, root):
         theirs, _ = ask(model, store, ids)
         with opened(root / "b", codec) as other:
             other.precompute(model, ids, method=Exact(geometry=cut), progress=False)
-            assert other.disk.reader(other.segments()[0].id).shape.geometry == replace(cut, codec=codec)
+            assert other._storage.disk.reader(other.segments()[0].id).shape.geometry == replace(cut, codec=codec)
             same(ask(model, other, ids)[0], theirs)
         fields = fields_in(store)
         assert store.relayout(cut, progress=False) == 1
         assert store.relayout(cut, progress=False) == 0
-        assert store.disk.reader(store.segments()[0].id).shape.geometry == replace(cut, codec=codec)
+        assert store._storage.disk.reader(store.segments()[0].id).shape.geometry == replace(cut, codec=codec)
         ours, stats = ask(model, store, ids)
         assert stats.tokens_restored == 144
         same(ours, theirs)
@@ -381,8 +381,8 @@ def test_any_geometry_gives_the_same_bits(codec, cut, root):
 def fields_in(store):
     """Of the one segment: by layer and tensor, the fields of all heads."""
     (row,) = store.segments()
-    shape, found = store.disk.reader(row.id).shape, {}
-    for lane, blocks in zip(shape.lanes, read_back(store.disk, row.id), strict=True):
+    shape, found = store._storage.disk.reader(row.id).shape, {}
+    for lane, blocks in zip(shape.lanes, read_back(store._storage.disk, row.id), strict=True):
         for part in lane.parts if not lane.identifies else ():
             found.setdefault((part.layer, part.tensor), []).append(shape.unpack_fields(blocks, lane, part))
     return {name: [torch.cat(field) for field in zip(*parts, strict=True)] for name, parts in found.items()}
@@ -398,11 +398,11 @@ def test_relayout_does_not_change_the_codec(root):
                 store.relayout(wanted, progress=False)
         assert [row.id for row in store.segments()] == before
         assert store.relayout(ContiguousKV(codec="int8"), [], progress=False) == 0
-        old = store.disk.reader(before[0])
+        old = store._storage.disk.reader(before[0])
         assert laid_out_anew(old, Geometry(8, 2, codec="fp8"))[0].shape.geometry == Geometry(8, 2)
         store.precompute(model, ids, method=Exact(codec="int8"), progress=False)
         assert store.relayout(Geometry(8, 2), progress=False) == 2  # each in its own codec
-        assert {store.disk.reader(row.id).shape.geometry.codec for row in store.segments()} == {"raw", "int8"}
+        assert {store._storage.disk.reader(row.id).shape.geometry.codec for row in store.segments()} == {"raw", "int8"}
 
 
 @every_lossy
@@ -417,11 +417,11 @@ def test_files_with_a_codec_are_of_format_5_and_others_stay_what_they_were(codec
         store.precompute(model, ids, progress=False)
         store.precompute(model, ids, method=Exact(codec="raw"), progress=False)
         versions = {
-            row.provenance: struct.unpack_from("<I", store.disk.path(row.id).read_bytes(), 8)[0]
+            row.provenance: struct.unpack_from("<I", store._storage.disk.path(row.id).read_bytes(), 8)[0]
             for row in store.segments()
         }
         assert versions == {f"exact {codec}": FORMAT_VERSION, "exact": 1 if key is None else 4} and FORMAT_VERSION == 5
-        store.residency.clear()
+        store._storage.residency.clear()
         ours, stats = ask(model, store, question)
         assert (stats.tokens_restored, stats.tier) == (96, "disk")
         same(ours, theirs)
@@ -499,7 +499,7 @@ def test_reordered_tokens_stay_what_they_were(codec, root):
         ask(model, store, question, method)
         assert store.reorder(progress=False) == 1
         (row,) = store.segments()
-        assert store.disk.reader(row.id).shape.order is not None and row.provenance == f"exact {codec}"
+        assert store._storage.disk.reader(row.id).shape.order is not None and row.provenance == f"exact {codec}"
         after = fields_in(store)
         assert all(torch.equal(a, b) for name in before for a, b in zip(before[name], after[name], strict=True))
         same(ask(model, store, question)[0], exact)
