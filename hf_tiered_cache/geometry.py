@@ -87,12 +87,18 @@ class KVLayout:
     def from_json(cls, data: dict[str, Any]) -> KVLayout:
         try:
             dtype = getattr(torch, data["dtype"])
-            kinds = [LayerKV(*row[:7], movable=bool(row[7])) for row in data["kinds"]]
+            kinds = [LayerKV(*row[:7], bool(row[7]))  # type: ignore[call-arg]  # as many as rows of `to_json` have for row in data["kinds"]]
             layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
         layout.check()
         return layout
+
+    def layer(self, index: int) -> LayerKV:
+        """What a layer keeps that keeps something."""
+        kept = self.layers[index]
+        assert kept is not None
+        return kept
 
     def check(self) -> None:
         """Raises FormatError for what no model keeps, so that lanes can be made without more ado."""
@@ -233,7 +239,7 @@ class Geometry:
     def from_json(cls, data: list[Any]) -> Geometry:
         try:
             chunk, layers, heads, split, *more = data
-            index, lead, codec = [*more, *_UNSAID[len(more) :]]
+            index, lead, codec = (*more, *_UNSAID[len(more) :])
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
             cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead, codec)
@@ -253,9 +259,9 @@ def _check_count(name: str, value: int | None) -> None:
 def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
     """The lanes of a segment, in the order in which a forward pass first needs them; those of an index at the end."""
     by_window: dict[int, list[int]] = {}
-    for index, layer in enumerate(layout.layers):
-        if layer is not None:
-            by_window.setdefault(layer.window, []).append(index)
+    for index, kept in enumerate(layout.layers):
+        if kept is not None:
+            by_window.setdefault(kept.window, []).append(index)
     step = geometry.layers_per_block
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
     found: list[tuple[int, tuple[Part, ...]]] = []
@@ -266,13 +272,13 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
                         found.append((window, parts))
     found.sort(key=lambda lane: lane[1][0].layer)
-    kept = [Lane(number, parts, window) for number, (window, parts) in enumerate(found)]
+    made = [Lane(number, parts, window) for number, (window, parts) in enumerate(found)]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.lead):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
-            kept.append(Lane(len(kept), parts, 0, identifies=True))
-    return tuple(kept)
+            made.append(Lane(len(made), parts, 0, identifies=True))
+    return tuple(made)
 
 
 def in_groups(layers: list[int], step: int, lead: int) -> list[list[int]]:
@@ -283,7 +289,7 @@ def in_groups(layers: list[int], step: int, lead: int) -> list[list[int]]:
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
     if per_block is None:
         return [None]
-    most = max(max(layout.layers[i].key_heads, layout.layers[i].value_heads) for i in layers)
+    most = max(max(layout.layer(i).key_heads, layout.layer(i).value_heads) for i in layers)
     return [(first, first + per_block) for first in range(0, most, per_block)]
 
 
@@ -296,7 +302,7 @@ def _parts(
 ) -> Iterator[Part]:
     codec, offset = make_codec(geometry.codec), 0
     for index in layers:
-        layer = layout.layers[index]
+        layer = layout.layer(index)
         for name in names:
             first, stop = heads if heads is not None else (0, layer.heads(name))
             count = min(stop, layer.heads(name)) - first
@@ -364,7 +370,7 @@ class SegmentShape:
     def blocks_bytes(self) -> int:
         return self.lane_offsets[-1]
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
         """What stands between tensors and the bytes of blocks."""
         return make_codec(self.geometry.codec)
@@ -384,7 +390,9 @@ class SegmentShape:
 
     def places(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
         """Where tokens, int64, of the segment lie in `lane`: place p is in chunk p // chunk tokens."""
-        return self.order.places[lane.layers[0]][tokens].astype(np.int64) if self.ordered(lane) else tokens
+        if self.order is None or not self.ordered(lane):
+            return tokens
+        return self.order.places[lane.layers[0]][tokens].astype(np.int64)
 
     def chunks_of(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
         """The chunks of `lane` that hold `tokens`, ascending."""

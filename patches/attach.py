@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -46,6 +46,10 @@ class ServedCache(ABC):
     def continue_with(self, input_ids: torch.Tensor, copies: int) -> None:
         """`generate()` begins with these ids, `[batch, n]`, so many `copies` of each: hold nothing else."""
 
+    @abstractmethod
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens that it holds."""
+
 
 class Attachment:
     """What `attach` did to one model.
@@ -73,8 +77,8 @@ class Attachment:
             pickle_without(module, without_hook(handle))
         pickle_without(model, _detached)
         self._functions = rotary.rotary_functions(model)
-        for module, name in self._functions:
-            rotary.patch_function(module, name)
+        for code, name in self._functions:
+            rotary.patch_function(code, name)
         patch_attention()
         self.active = True
         if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
@@ -116,8 +120,8 @@ class Attachment:
         for module, handle in self._tables:
             pickle_as_it_is(module)
             handle.remove()
-        for module, name in self._functions:
-            rotary.unpatch_function(module, name)
+        for code, name in self._functions:
+            rotary.unpatch_function(code, name)
         unpatch_attention()
         for extra in self.extras.values():
             if hasattr(extra, "close"):
@@ -168,7 +172,7 @@ class _Wrapper:
     """
 
     def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
-        functools.update_wrapper(self, method)
+        functools.update_wrapper(cast(Callable[..., Any], self), method)
         self.attachment = attachment
         self.method = method
         self.before = before
@@ -317,15 +321,15 @@ def base_model(model: nn.Module) -> PreTrainedModel:
     """
     if isinstance(model, PreTrainedModel):
         return model
-    if hasattr(model, "_orig_mod"):
-        return base_model(model._orig_mod)
+    if isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
+        return base_model(compiled)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedModelError(
             "prompt-learning adapters put KV of their own in front of the prompt, which stored prefixes do not know; "
             "use a LoRA-style adapter or a DynamicCache"
         )
-    if callable(getattr(model, "get_base_model", None)):
-        return base_model(model.get_base_model())
+    if callable(inner := getattr(model, "get_base_model", None)):
+        return base_model(inner())
     raise UnsupportedModelError(f"{type(model).__name__} is no transformers model; pass the model that has generate()")
 
 

@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
@@ -71,7 +71,7 @@ def patch_attention() -> None:
         for registry, functions, name, ours in _PATCHES:
             function = functions[name]
             if not isinstance(function, _Scoped):
-                function = _Scoped(function, ours)
+                function = _Scoped(function, cast(Callable[..., Any], ours))
                 registry.register(name, function)
             function.users += 1
 
@@ -109,7 +109,7 @@ def make_mask(
 def attend(
     scope: Scope,
     base: Callable[..., Any],
-    module: torch.nn.Module,
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import Field, fields
 from typing import Any
 
@@ -78,7 +79,7 @@ def make_method(method: Method | str | None) -> Method:
 
 
 def _read(text: str, option: Field) -> Any:
-    kind = type(option.default)
+    kind: Callable[[str], Any] = type(option.default)
     if option.default is None:  # such as "float | None"
         kind = {"float": float, "str": str}[str(option.type).partition(" ")[0]]
     if repr(text) in str(option.type):  # one of a few words

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
@@ -71,7 +71,8 @@ class KvikioEngine(Engine):
         try:
             for op in ops:
                 buffer = op.dest if op.dest.is_cuda else op.dest.numpy()
-                started.append((op, op.file.cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
+                cufile = cast(KvikioFile, op.file).cufile
+                started.append((op, cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
             batch.run_in(self._waiters, lambda: _finish(started))
         except Exception:
             with suppress(OSError):
