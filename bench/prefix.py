@@ -33,6 +33,7 @@ from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.store.memory import aligned_bytes
 
 SUFFIX = 64
+_TIMES_KV = 6  # no way takes more memory than that
 AIMS = {
     "recompute / disk at 4k": (">=", 20.0),
     "host / DynamicCache at 4k": ("<=", 1.10),
@@ -53,6 +54,7 @@ class Bench:
         self.device = torch.device(arguments.device)
         self.model: PreTrainedModel = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
         self.random = torch.Generator().manual_seed(0)
+        self.kv_bytes = 0  # of the prefix, once it is known
 
     def ids(self, tokens: int) -> torch.Tensor:
         vocabulary = self.model.config.vocab_size
@@ -64,7 +66,7 @@ class Bench:
 
     def first_token_with(self, ids: torch.Tensor, make: Callable[[], Any]) -> float:
         """The same, making the cache included."""
-        return seconds(lambda: self.generate(ids, make()), self.device)
+        return seconds(lambda: self.generate(ids, make()), self.device, _TIMES_KV * self.kv_bytes)
 
     def generate(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         return self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
@@ -82,6 +84,7 @@ class Bench:
         document = self.ids(prefix)
         result: dict[str, Any] = {"prefix": prefix, "suffix": SUFFIX, "turns": turns}
         result |= self.recording(document, path, max(1, min(turns, self.arguments.recompute_repeats)))
+        self.kv_bytes = result["kv_bytes"]
         dynamic = DynamicCache(config=self.model.config)
         with torch.no_grad():
             self.model(input_ids=document, past_key_values=dynamic, logits_to_keep=1)
