@@ -8,7 +8,7 @@ of one lane. Blocks of a lane lie side by side on disk, so a run of chunks is on
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import ceil
 from typing import Any, Literal
@@ -87,7 +87,7 @@ class KVLayout:
     def from_json(cls, data: dict[str, Any]) -> KVLayout:
         try:
             dtype = getattr(torch, data["dtype"])
-            kinds = [LayerKV(*row[:7], bool(row[7]))  # type: ignore[call-arg]  # as many as rows of `to_json` have for row in data["kinds"]]
+            kinds = [replace(LayerKV(*row[:7]), movable=bool(row[7])) for row in data["kinds"]]
             layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
@@ -239,7 +239,8 @@ class Geometry:
     def from_json(cls, data: list[Any]) -> Geometry:
         try:
             chunk, layers, heads, split, *more = data
-            index, lead, codec = (*more, *_UNSAID[len(more) :])
+            said: list[Any] = [*more, *_UNSAID[len(more) :]]
+            index, lead, codec = said
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
             cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead, codec)

@@ -198,9 +198,11 @@ class Rechoice:
         change = _Change(held.tokens, after, Gathers(live.prefixes[held.prefix], new[None]), columns)
         self._changes[number][row].append(change)
         units = self._units[number]
+        wanted = []
         for piece, lane, tokens in change.new.wanted(layers) if len(new) else ():
             unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
-            self._fetcher.bring([(unit, unit.chunks_of(tokens))])
+            wanted.append((unit, unit.chunks_of(tokens)))
+        self._fetcher.bring(wanted)
         return change
 
     def _chosen_for(

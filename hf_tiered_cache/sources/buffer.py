@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
+
+from ..store.memory import aligned_bytes
 
 _HEADROOM = 64
 _LARGEST_GROWTH = 4096
@@ -127,6 +130,13 @@ def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: i
 
 
 def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`[rows, heads, columns, dim]`, also in inference mode a tensor that later passes may write to outside of it."""
+    """`[rows, heads, columns, dim]`, also in inference mode a tensor that later passes may write to outside of it.
+
+    On the CPU large ones are of huge pages: what is restored is written once, and small pages made that take twice as
+    long.
+    """
+    shape = rows, like.shape[1], columns, like.shape[3]
+    if like.device.type == "cpu" and columns:
+        return aligned_bytes(prod(shape) * like.element_size()).view(like.dtype).view(shape)
     with torch.inference_mode(False):
-        return torch.empty(rows, like.shape[1], columns, like.shape[3], dtype=like.dtype, device=like.device)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

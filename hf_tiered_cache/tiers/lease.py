@@ -26,10 +26,6 @@ class BlockRequest(NamedTuple):
     lane: int
     chunks: np.ndarray
 
-    @property
-    def block_bytes(self) -> int:
-        return self.reader.shape.lanes[self.lane].block_bytes
-
 
 @dataclass(eq=False)
 class Hold:

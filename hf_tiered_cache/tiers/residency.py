@@ -45,9 +45,12 @@ class _Arrival:
     """Whether some of that goes to the device without passing through the host."""
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
 
-    @property
-    def owner(self) -> Owner:
-        return self.leased.request.reader.owner(self.leased.request.lane)
+    owner: Owner = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        reader, lane, _ = self.leased.request
+        self.owner, self.block_bytes = reader.owner(lane), reader.shape.lanes[lane].block_bytes
 
 
 class Residency:
@@ -172,7 +175,7 @@ class Residency:
             for each in from_disk:
                 count = len(each.leased.from_disk)
                 found, lost = (0, count) if error else (count, 0)
-                account.looked_up("disk", found, lost, each.leased.request.block_bytes)
+                account.looked_up("disk", found, lost, each.block_bytes)
             self._settle(lease, arrive, error)
 
         return read if from_disk else None, arrive
@@ -258,7 +261,7 @@ class Residency:
 
     def _keep_within_budgets(self, each: _Arrival) -> None:
         """Leave out what finds no room now, first of all of what is not there; without any, go as far as the host."""
-        owner, size, chunks = each.owner, each.leased.request.block_bytes, each.leased.chunks
+        owner, size, chunks = each.owner, each.block_bytes, each.leased.chunks
         if each.tier is not None and not each.tier.room(size):
             each.tier = None
         target = each.tier or self.host
@@ -283,7 +286,7 @@ class Residency:
 
     def _take_slots(self, each: _Arrival, hold: Hold) -> None:
         """Find slots for the rest, or memory of the lease's own, for the disk to fill."""
-        size, rest = each.leased.request.block_bytes, each.leased.from_disk
+        size, rest = each.block_bytes, each.leased.from_disk
         if not len(rest):
             return
         gone = each.leased.request.reader.gone  # nobody will look for it again
@@ -303,7 +306,7 @@ class Residency:
         """Hold what `tier` has of `chunks`. Returns it, and the chunks it has not."""
         slots = tier.lookup(each.owner, chunks)
         found = slots >= 0
-        size, blocks = each.leased.request.block_bytes, Blocks.none()
+        size, blocks = each.block_bytes, Blocks.none()
         if found.any():
             pool = tier.pool(size)
             tier.use(pool, slots[found])
@@ -348,7 +351,7 @@ class Residency:
 
     def _move_up(self, each: _Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
         """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
-        tier, stream, size = each.tier, lease.hold.stream, each.leased.request.block_bytes
+        tier, stream, size = each.tier, lease.hold.stream, each.block_bytes
         assert tier is not None and stream is not None
         reserved = self._reserve(tier, size, on_host.chunks, lease.hold, each)
         rest = on_host.chunks[len(reserved) :]
