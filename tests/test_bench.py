@@ -122,3 +122,40 @@ def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(m
 
     monkeypatch.setattr(steps, "PACKAGE", Path(__file__).parent)
     assert steps.counted(other) == {"calls": 2, "functions": 2, "changes_of_file": 0}
+
+
+def test_rechoose(tmp_path, monkeypatch):
+    import rechoose
+
+    options = ["--shape", "tiny", "--prefix", "64", "--budgets", "0.5", "--periods", "1", "2", "--tokens", "1"]
+    monkeypatch.setattr(sys, "argv", ["rechoose.py", *options, "--out", str(tmp_path)])
+    rechoose.main()
+    document = json.loads((tmp_path / "rechoose-tiny-float32-cpu.json").read_text())
+    assert [found["period"] for found in document["results"]] == [1, 2]
+    assert all(found[name] > 0 for found in document["results"] for name in (*rechoose.EVERY, "each token / once"))
+    assert "| 2 | 50% |" in (tmp_path / "rechoose-tiny-float32-cpu.md").read_text()
+
+
+def test_beside(tmp_path, monkeypatch):
+    import beside
+
+    order = []
+
+    def run(source, script, options):
+        order.append(source.name)
+        slow = 2.0 if source.name == "before" else 1.0
+        return dict(
+            beside.figures({"results": [{"disk_s": [slow, 3 * slow, slow]}], "machine": {"cores": 2}, "a": slow})
+        )
+
+    monkeypatch.setattr(beside, "run", run)
+    monkeypatch.setattr(beside, "commit_of", lambda folder: folder.name)
+    options = ["beside.py", "prefix.py", "--source", str(tmp_path / "before"), "--out", str(tmp_path), "--", "--x", "1"]
+    monkeypatch.setattr(sys, "argv", options)
+    beside.main()
+    now = BENCH.parent.resolve().name
+    assert order == ["before", now, now, "before"]
+    document = json.loads((tmp_path / "beside-prefix.json").read_text())
+    assert document["options"] == ["--x", "1"]
+    assert document["results"]["results 0 / disk_s"] == {"before": [2.0, 2.0], now: [1.0, 1.0]}
+    assert "| results 0 / disk_s | 2 | 1 | 0.500 |" in (tmp_path / "beside-prefix.md").read_text()
