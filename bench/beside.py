@@ -55,9 +55,10 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--source", type=Path, action="append", required=True, help="another checkout; may be repeated")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each checkout")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="for the script, behind --")
-    arguments = parser.parse_args()
-    arguments.options = [option for option in arguments.options if option != "--"]
+    said = sys.argv[1:]
+    end = said.index("--") if "--" in said else len(said)  # what is behind it is the script's
+    arguments = parser.parse_args(said[:end])
+    arguments.options = said[end + 1 :]
     return arguments
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .codecs import CODECS, RAW, codec_in, coded_provenance
+from .codecs import RAW, codec_in, coded_provenance
 from .geometry import LINK_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
@@ -92,8 +92,8 @@ def of_a_miss(
         if _begins(store, tokens, other, codec, regime):
             parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
             return f"these tokens are stored for another state of the model, which differs in {parts}"
-    for other in CODECS:
-        if other != codec and _begins(store, tokens, fingerprint, other, regime):
+    for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
+        if _begins(store, tokens, fingerprint, other, regime):
             return other_codec(other)
     if passages is not None:
         for other in _other_passages(store, tokens, fingerprint, regime, *passages):

@@ -35,6 +35,7 @@ from hf_tiered_cache.methods import (
 )
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, decode_header
 from hf_tiered_cache.store.relayout import laid_out_anew
+from hf_tiered_cache.store.writer import Draft
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -591,3 +592,10 @@ def test_the_command_line_names_the_codec(root, run):
     assert "exact int8" in out and "coded as int8" in out
     assert json.loads(run("stat", root, row.id, "--json")[1])["geometry"]["codec"] == "int8"
     assert "int8" in run("serve", "--help")[1]
+
+
+@every_codec
+def test_what_waits_to_be_written_counts_as_it_was_computed(codec):
+    header, chain, blocks = segment(links(64), geometry=Geometry(64, codec=codec))
+    waiting = Draft(header, chain, lambda: iter(blocks))
+    assert waiting.nbytes >= header.shape.tokens * header.shape.layout.bytes_per_token

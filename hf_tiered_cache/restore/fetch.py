@@ -129,7 +129,7 @@ class Fetcher:
                     raise restore_error(self.account, lease.failed or unit.reader, error) from error
 
     def _wait(self, lease: Lease) -> None:
-        if lease.latch.is_open:
+        if lease.has_arrived:
             lease.wait()
         else:
             with self.account.timing("stall_seconds"):

@@ -49,8 +49,9 @@ class Draft:
 
     @property
     def nbytes(self) -> int:
-        """Memory that its KV takes while it waits."""
-        return self.header.shape.blocks_bytes
+        """Memory that its KV takes while it waits: as the model computed it, or as it is laid out, if that is more."""
+        shape = self.header.shape
+        return max(shape.blocks_bytes, shape.tokens * shape.layout.bytes_per_token)
 
 
 Action = Callable[[], object]

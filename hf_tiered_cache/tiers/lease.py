@@ -83,6 +83,11 @@ class Lease:
         self.owns_memory = False
         """Whether blocks lie in device memory of the lease's own, allocated on the side stream."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether nobody need wait in this thread; it may have failed."""
+        return self.latch.is_open
+
     def wait(self) -> None:
         """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises."""
         self.latch.wait()
