@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup
 from hf_tiered_cache.restore.prefetch import Prefetch
@@ -133,6 +135,29 @@ def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
     for lane in lanes:
         first = (320 - 39) // 16 if lane.window else 0
         assert chunks[lane.index] == list(range(first, 20))
+
+
+@pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, period=1, subperiod=1, ahead_bytes=0)])
+def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, method):
+    """Without a tier, blocks travel in memory of the request's own: that of a few layers at a time."""
+    model, ids = build("llama", num_hidden_layers=8), prompt(200)
+    method = replace(method, geometry=Geometry(16, 1)) if isinstance(method, Exact) else method
+    taken, most = [], []
+
+    def allocate(nbytes):
+        memory = np.empty(nbytes + 4096, np.uint8)
+        start = -memory.ctypes.data % 4096
+        taken.append(weakref.ref(memory))
+        most.append(sum(one().nbytes for one in taken if one() is not None))
+        return torch.from_numpy(memory[start : start + nbytes])
+
+    with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=0) as store:
+        store.precompute(model, ids, method=method, progress=False)
+        monkeypatch.setattr(store._storage.residency.host, "allocate", allocate)
+        cache = TieredCache(model, store, method=method, record=False)
+        model(torch.cat([ids, prompt(16, seed=5)], dim=1), past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored == 192
+    assert max(most) <= 3 * max(most[:1]) < sum(most)
 
 
 ERRORS = [OSError("planted"), torch.OutOfMemoryError("planted"), MemoryError("planted"), IntegrityError("planted")]

@@ -221,6 +221,22 @@ def test_every_byte_read_is_accounted_for(tmp_path, ahead):
     assert stats.read_amplification == 1.0
 
 
+def test_rows_that_share_a_prefix_read_it_once(tmp_path):
+    """Also where their padding differs, so that each is restored by itself."""
+    model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
+    read = []
+    rows = [question(ids), question(ids, tokens=20)]
+    length = max(row.shape[1] for row in rows)
+    batch = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (length - row.shape[1], 0)) for row in rows])
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids)
+        for asked, masks in ((rows[0], torch.ones_like(rows[0])), (batch, mask)):
+            _, cache = ask(model, store, asked, attention_mask=masks)
+            read.append(cache.stats.bytes_identifying)
+    assert read[0] == read[1] > 0
+
+
 def test_what_never_comes_true_is_guessed_no_more(tmp_path, monkeypatch):
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
     calls = []

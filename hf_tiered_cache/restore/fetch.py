@@ -98,8 +98,11 @@ class Fetcher:
         Raises:
             RestoreError: a fetch could not begin.
         """
+        asked: dict[FetchUnit, np.ndarray] = {}
+        for unit, chunks in wanted:  # rows may ask for the same
+            asked[unit] = np.union1d(asked[unit], chunks) if unit in asked else chunks
         batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
-        for unit, chunks in wanted:
+        for unit, chunks in asked.items():
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
             if len(missing):
                 batches.setdefault(self.device_of(unit.lane.layers[0]), []).append((unit, missing))
@@ -150,6 +153,7 @@ class Fetcher:
                     lease.release()
             unit.leases.clear()
             unit.leased.clear()
+            unit._joined = 0, Blocks.none()  # lets go of the memory
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""

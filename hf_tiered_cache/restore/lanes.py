@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -72,6 +72,11 @@ class Gathers:
             for part in parts_of(lane, layer, name):
                 if part.first_head < len(target):
                     self._of_lane[id(lane)][1].copy(part, target)
+
+    def forget(self, units: Iterable[FetchUnit]) -> None:
+        """No later layer copies from these: let go of their memory."""
+        for unit in units:
+            self._of_lane.pop(id(unit.lane), None)
 
     def _add(self, unit: FetchUnit, gather: Gather) -> None:
         for piece in self.row.pieces():

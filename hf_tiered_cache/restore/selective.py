@@ -107,7 +107,10 @@ class SelectiveRestore:
             for tensor in (keys, values):
                 share_row(tensor, row.group.rows, begin, tensor.shape[2])
             gathers.note_use(mine, (layer,))
-        self.fetcher.finish(unit for unit in mine if max(set(unit.lane.layers) & set(period)) == layer)
+        over = [unit for unit in mine if max(set(unit.lane.layers) & set(period)) == layer]
+        for gathers in self._chosen:
+            gathers.forget(over)
+        self.fetcher.finish(over)
 
     def live(self, layer: int, batch: int) -> tuple[LiveSelection, list[LiveRow | None]] | None:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
