@@ -115,19 +115,26 @@ class Bench:
             (row,) = [row for row in store.segments() if row.position == 0]
             readers[way] = storage_of(store).disk.reader(row.id)
         shape = readers["plain"].shape
-        lanes = [aligned_bytes(shape.chunks * lane.block_bytes).view(shape.chunks, -1) for lane in shape.lanes]
+        block_groups = [
+            aligned_bytes(shape.chunks * block_group.block_bytes).view(shape.chunks, -1)
+            for block_group in shape.block_groups
+        ]
 
         def read(way: str) -> float:
             forget_page_cache(path)
             started = time.perf_counter()
-            for future in [readers[way].read(number, [(0, memory)]) for number, memory in enumerate(lanes)]:
+            for future in [readers[way].read(number, [(0, memory)]) for number, memory in enumerate(block_groups)]:
                 future.result()
             return time.perf_counter() - started
 
         times = in_turns(read, max(self.arguments.repeats, 7), warm_up=2)
         for store in stores.values():
             store.close()
-        return {"read_bytes": sum(memory.numel() for memory in lanes), "read_s": times, "read_ratio": _ratio(times)}
+        return {
+            "read_bytes": sum(memory.numel() for memory in block_groups),
+            "read_s": times,
+            "read_ratio": _ratio(times),
+        }
 
 
 def in_turns(action: Callable[[str], float], repeats: int, warm_up: int) -> dict[str, list[float]]:

@@ -31,7 +31,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.select.chunks import budgeted_tokens, top_chunks
 from hf_tiered_cache.select.mass import attention_mass
-from hf_tiered_cache.select.selector import Asked, Choice
+from hf_tiered_cache.select.selector import Selection, SelectionInput
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.tiers.resident import CoarseKeys
 
@@ -42,7 +42,7 @@ Note = dict[tuple[str, float], float]
 """Recall of each way at each budget, for one question and layer."""
 
 
-def quest_mass(asked: Asked, chunks: Sequence[torch.Tensor]) -> np.ndarray:
+def quest_mass(asked: SelectionInput, chunks: Sequence[torch.Tensor]) -> np.ndarray:
     """What each chunk gets by its bounds: for each query the most that a key within them could score.
 
     Args:
@@ -59,7 +59,7 @@ def quest_mass(asked: Asked, chunks: Sequence[torch.Tensor]) -> np.ndarray:
     return (scores * scaling).softmax(-1).sum((0, 1)).numpy()
 
 
-def recalls(asked: Asked) -> Note:
+def recalls(asked: SelectionInput) -> Note:
     """What each way would have chosen of what all keys choose."""
     keys = asked.keys(None)  # [kv_heads, tokens, dim]
     served = asked.query.shape[0] // len(keys)
@@ -91,7 +91,7 @@ class Noting(TopChunks):
 
     notes: list[Note] = field(default_factory=list)
 
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: SelectionInput) -> Selection:
         self.notes.append(recalls(asked))
         return super().choose(asked)
 

@@ -192,17 +192,17 @@ class Bench:
         (row,) = [row for row in store.segments() if row.position == 0]
         reader = storage_of(store).disk.reader(row.id)
         file = storage_of(store).disk.path(row.id)
-        lanes = [
-            aligned_bytes(reader.shape.chunks * lane.block_bytes).view(-1, lane.block_bytes)
-            for lane in reader.shape.lanes
+        block_groups = [
+            aligned_bytes(reader.shape.chunks * block_group.block_bytes).view(-1, block_group.block_bytes)
+            for block_group in reader.shape.block_groups
         ]
-        nbytes = sum(memory.numel() for memory in lanes)
+        nbytes = sum(memory.numel() for memory in block_groups)
         raw = aligned_bytes(nbytes)
 
         def ours() -> float:
             forget_page_cache(path)
             started = time.perf_counter()
-            futures = [reader.read(i, [(0, memory)]) for i, memory in enumerate(lanes)]
+            futures = [reader.read(i, [(0, memory)]) for i, memory in enumerate(block_groups)]
             for future in futures:
                 future.result()
             return time.perf_counter() - started

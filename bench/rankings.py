@@ -32,7 +32,7 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import LINK_TOKENS
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages import kv_behind, neighbours
+from hf_tiered_cache.passages import kv_after_context, neighbours
 from hf_tiered_cache.restore.passages import sink_token
 from hf_tiered_cache.restore.spectral import KV, Ranking, rank_tokens
 
@@ -63,7 +63,7 @@ class Ranker:
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        return kv_behind(self.model, storage_of(self.store), CacheTune(), passage, context)
+        return kv_after_context(self.model, storage_of(self.store), CacheTune(), passage, context)
 
     def passages(self, prompt: Prompt) -> Iterator[Passage]:
         """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""
@@ -96,8 +96,8 @@ class Ranker:
         return Passage(self.rank(alone, "context", there)[:stored], {way: s[:stored] for way, s in scores.items()})
 
     @staticmethod
-    def rank(alone: list[KV], ranking: Ranking, elsewhere: list[KV] | None = None) -> np.ndarray:
-        return rank_tokens(alone, ranking, CacheTune.alpha, elsewhere)
+    def rank(alone: list[KV], ranking: Ranking, kv_in_context: list[KV] | None = None) -> np.ndarray:
+        return rank_tokens(alone, ranking, CacheTune.alpha, kv_in_context)
 
 
 def best(scores: np.ndarray, share: float) -> np.ndarray:

@@ -25,7 +25,7 @@ from .restore.prefetch import Prefetch
 from .restore.rechoose import LiveSelection, Rechoice
 from .restore.selective import SelectiveRestore
 from .sources import kv_sources
-from .stats import Account
+from .stats import StatsCollector
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
 from .transfers import to_device, to_host
@@ -38,7 +38,7 @@ class ForwardPass(Scope):
         cache: whose pass it is.
         sources: the cache's layers.
         attachment: of the model.
-        account: counts what happens.
+        collector: counts what happens.
         recorder: takes what is computed, if not None.
         first: column of the sequence that is computed first.
     """
@@ -48,7 +48,7 @@ class ForwardPass(Scope):
         cache: object,
         sources: Sequence[Any],
         attachment: Attachment,
-        account: Account,
+        collector: StatsCollector,
         recorder: Recorder | None = None,
         first: int = 0,
     ) -> None:
@@ -56,7 +56,7 @@ class ForwardPass(Scope):
         self._first = first
         self._stack = ExitStack()
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
-        self.account = account
+        self.collector = collector
         self._rechoice: Rechoice | None = None
         self.selects = any(source.rechooses for source in kv_sources(sources))
         self._captures = recorder is not None or self.selects
@@ -92,7 +92,7 @@ class ForwardPass(Scope):
             source.window,
             pre_rope.rotated,
             pre_rope.dims,
-            pre_rope.movable,
+            pre_rope.position_independent,
         )
         if self.recorder is not None:
             self.recorder.catch(layer, kind, pre_rope.keys, pre_rope.values)
@@ -107,7 +107,7 @@ class ForwardPass(Scope):
     def rechoice(self, live: LiveSelection) -> Rechoice:
         """The choices of this pass, for sources that choose again while decoding."""
         if self._rechoice is None:
-            self._rechoice = Rechoice(live, self.account)
+            self._rechoice = Rechoice(live, self.collector)
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
 
@@ -116,7 +116,7 @@ class RestoringForward(ForwardPass):
     """A pass that follows a plan (see `RestoringPass`).
 
     Args:
-        cache, sources, attachment, account, recorder, first: see `ForwardPass`.
+        cache, sources, attachment, collector, recorder, first: see `ForwardPass`.
         plan: what is computed and what restored.
         store: where blocks are.
         method: whose plan it is.
@@ -127,7 +127,7 @@ class RestoringForward(ForwardPass):
         cache: object,
         sources: Sequence[Any],
         attachment: Attachment,
-        account: Account,
+        collector: StatsCollector,
         recorder: Recorder | None,
         first: int,
         *,
@@ -135,22 +135,22 @@ class RestoringForward(ForwardPass):
         store: Storage,
         method: Method,
     ) -> None:
-        super().__init__(cache, sources, attachment, account, recorder, first)
+        super().__init__(cache, sources, attachment, collector, recorder, first)
         self.plan, self.method = plan, method
         self._captures = True
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
-        self.fetcher = Fetcher(store.residency, account, attachment.device_of)
+        self.fetcher = Fetcher(store.residency, collector, attachment.device_of)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
-        if plan.attended is not None:
+        if plan.budget_tokens is not None:
             self.selection = SelectiveRestore(
                 plan,
                 [source.index for source in kv_sources(sources) if source.selects],
                 method.selector(),
                 self.fetcher,
                 method.ahead_bytes > 0,
-                store.upkeep.importance if method.reorder else None,
+                store.rewriter.importance if method.reorder else None,
                 method.rechoose,
             )
             self.selects = True
@@ -223,7 +223,7 @@ class RestoringForward(ForwardPass):
         (deviation,) = to_host((stored.float() - computed.float()).square().sum((0, 1, 3)))  # [n]
         every, least = plan.computed[layer], plan.computed[-1]
         reusable = np.isin(every, least, invert=True)
-        chosen = np.union1d(least, every[reusable][self.method.deviating(deviation[reusable])])
+        chosen = np.union1d(least, every[reusable][self.method.select_deviating(deviation[reusable])])
         layers = tuple(before if before is not least else chosen for before in plan.computed)
         self.plan = self.prefetch.plan = replace(plan, computed=layers)
         self._drop_with_depth(self.plan)

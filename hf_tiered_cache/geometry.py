@@ -1,8 +1,8 @@
 """What a block is: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
 
 A `KVLayout` says what a model keeps for a token, a `Geometry` how that is cut, and together they give the
-*lanes* of a segment. A lane is a group of layers, heads and tensors that travel together; a block is one chunk
-of one lane. Blocks of a lane lie side by side on disk, so a run of chunks is one sequential read.
+*block groups* of a segment. A block group is a group of layers, heads and tensors that travel together; a block is one
+chunk of one block group. Blocks of a block group lie side by side on disk, so a run of chunks is one sequential read.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LayerKV:
     """The tensor that is stored before its rotation (deferred RoPE), if any."""
     rotary_dims: int = 0
     """Leading dimensions of that tensor that rotate; the rest pass through."""
-    movable: bool = True
+    position_independent: bool = True
     """Whether the stored tensors hold at other positions than their own (RoPE deferred, or none at all)."""
 
     def heads(self, tensor: TensorName) -> int:
@@ -77,7 +77,16 @@ class KVLayout:
         """Distinct layers once, then an index for each layer: 126 layers fit well under 4 KiB."""
         kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
         rows = [
-            [k.key_heads, k.key_dim, k.value_heads, k.value_dim, k.window, k.rotated, k.rotary_dims, int(k.movable)]
+            [
+                k.key_heads,
+                k.key_dim,
+                k.value_heads,
+                k.value_dim,
+                k.window,
+                k.rotated,
+                k.rotary_dims,
+                int(k.position_independent),
+            ]
             for k in kinds
         ]
         index = [-1 if layer is None else kinds.index(layer) for layer in self.layers]
@@ -87,7 +96,7 @@ class KVLayout:
     def from_json(cls, data: dict[str, Any]) -> KVLayout:
         try:
             dtype = getattr(torch, data["dtype"])
-            kinds = [replace(LayerKV(*row[:7]), movable=bool(row[7])) for row in data["kinds"]]
+            kinds = [replace(LayerKV(*row[:7]), position_independent=bool(row[7])) for row in data["kinds"]]
             layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
@@ -101,7 +110,7 @@ class KVLayout:
         return kept
 
     def check(self) -> None:
-        """Raises FormatError for what no model keeps, so that lanes can be made without more ado."""
+        """Raises FormatError for what no model keeps, so that block groups can be made without more ado."""
         if not isinstance(self.dtype, torch.dtype):
             raise FormatError(f"{self.dtype!r} is no dtype")
         kept = [layer for layer in self.layers if layer is not None]
@@ -134,7 +143,7 @@ class FieldSlot:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of one layer, or some of its heads, inside every block of a lane: `[heads, chunk_tokens, dim]`.
+    """One tensor of one layer, or some of its heads, inside every block of a block group: `[heads, chunk_tokens, dim]`.
 
     It lies there as the fields that the codec makes of it, one behind the other.
     """
@@ -158,7 +167,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Lane:
+class BlockGroup:
     """The parts that travel together in one block."""
 
     index: int
@@ -182,7 +191,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class KeyIndex:
-    """Keys that a segment holds once more, in lanes of their own, for selectors to read without the rest.
+    """Keys that a segment holds once more, in block groups of their own, for selectors to read without the rest.
 
     Args:
         every: of the layers with full attention those that lead, the next, and then every so many: the first layers of
@@ -257,8 +266,8 @@ def _check_count(name: str, value: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
-    """The lanes of a segment, in the order in which a forward pass first needs them; those of an index at the end."""
+def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
+    """The block groups of a segment, in the order in which a forward pass needs them; those of an index last."""
     by_window: dict[int, list[int]] = {}
     for index, kept in enumerate(layout.layers):
         if kept is not None:
@@ -272,13 +281,13 @@ def lanes(layout: KVLayout, geometry: Geometry) -> tuple[Lane, ...]:
                 for head_range in _head_ranges(layout, some, geometry.heads_per_block):
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
                         found.append((window, parts))
-    found.sort(key=lambda lane: lane[1][0].layer)
-    made = [Lane(number, parts, window) for number, (window, parts) in enumerate(found)]
+    found.sort(key=lambda block_group: block_group[1][0].layer)
+    made = [BlockGroup(number, parts, window) for number, (window, parts) in enumerate(found)]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.lead):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
-            made.append(Lane(len(made), parts, 0, identifies=True))
+            made.append(BlockGroup(len(made), parts, 0, identifies=True))
     return tuple(made)
 
 
@@ -322,8 +331,8 @@ class TokenOrder:
     """The places of a segment's tokens in its blocks, where these do not follow one another (IMPRESS, Section 4.4.1).
 
     Args:
-        places: uint32 `[layers, tokens]`, for each layer a permutation: the mapping list. A lane goes by its first
-            layer's; one with a sliding window, or of an index, holds its tokens in their own order all the same.
+        places: uint32 `[layers, tokens]`, for each layer a permutation: the mapping list. A block group goes by its
+            first layer's; one with a sliding window, or of an index, holds its tokens in their own order all the same.
         importance: float32 `[tokens]`, what the order goes by, where tokens of other segments are compared with these.
     """
 
@@ -343,7 +352,7 @@ class TokenOrder:
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The lanes of one segment, where its blocks lie, and where in them its tokens."""
+    """The block groups of one segment, where its blocks lie, and where in them its tokens."""
 
     layout: KVLayout
     geometry: Geometry
@@ -352,24 +361,24 @@ class SegmentShape:
     """None: tokens lie one after the other."""
 
     @cached_property
-    def lanes(self) -> tuple[Lane, ...]:
-        return lanes(self.layout, self.geometry)
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        return block_groups(self.layout, self.geometry)
 
     @cached_property
     def chunks(self) -> int:
         return ceil(self.tokens / self.geometry.chunk_tokens)
 
     @cached_property
-    def lane_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each lane from the first block; one more entry than lanes, the last is the total."""
+    def group_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each block group from the first block, and the total at the end."""
         offsets = [0]
-        for lane in self.lanes:
-            offsets.append(offsets[-1] + lane.block_bytes * self.chunks)
+        for block_group in self.block_groups:
+            offsets.append(offsets[-1] + block_group.block_bytes * self.chunks)
         return tuple(offsets)
 
     @property
     def blocks_bytes(self) -> int:
-        return self.lane_offsets[-1]
+        return self.group_offsets[-1]
 
     @cached_property
     def codec(self) -> Codec:
@@ -385,39 +394,41 @@ class SegmentShape:
             for slot in part.fields
         )
 
-    def ordered(self, lane: Lane) -> bool:
-        """Whether the tokens of `lane` lie in an order of their own."""
-        return self.order is not None and not lane.identifies and not lane.window
+    def ordered(self, block_group: BlockGroup) -> bool:
+        """Whether the tokens of `block_group` lie in an order of their own."""
+        return self.order is not None and not block_group.identifies and not block_group.window
 
-    def places(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
-        """Where tokens, int64, of the segment lie in `lane`: place p is in chunk p // chunk tokens."""
-        if self.order is None or not self.ordered(lane):
+    def places(self, block_group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """Where tokens, int64, of the segment lie in `block_group`: place p is in chunk p // chunk tokens."""
+        if self.order is None or not self.ordered(block_group):
             return tokens
-        return self.order.places[lane.layers[0]][tokens].astype(np.int64)
+        return self.order.places[block_group.layers[0]][tokens].astype(np.int64)
 
-    def chunks_of(self, lane: Lane, tokens: np.ndarray) -> np.ndarray:
-        """The chunks of `lane` that hold `tokens`, ascending."""
-        return np.unique(self.places(lane, tokens) // self.geometry.chunk_tokens)
+    def chunks_of(self, block_group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """The chunks of `block_group` that hold `tokens`, ascending."""
+        return np.unique(self.places(block_group, tokens) // self.geometry.chunk_tokens)
 
-    def first_token(self, lane: Lane, chunk: int) -> int:
+    def first_token(self, block_group: BlockGroup, chunk: int) -> int:
         """The first token, in their own order, of a chunk."""
         first = chunk * self.geometry.chunk_tokens
-        if not self.ordered(lane):
+        if not self.ordered(block_group):
             return first
-        places = self.places(lane, np.arange(self.tokens))
+        places = self.places(block_group, np.arange(self.tokens))
         return int(np.flatnonzero((places >= first) & (places < first + self.geometry.chunk_tokens))[0])
 
-    def pack(self, blocks: torch.Tensor, lane: Lane, part: Part, source: torch.Tensor) -> None:
+    def pack(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into `blocks`, uint8 `[chunks, block_bytes]`."""
-        self.pack_fields(blocks, lane, part, self.codec.encode(source))
+        self.pack_fields(blocks, block_group, part, self.codec.encode(source))
 
-    def pack_fields(self, blocks: torch.Tensor, lane: Lane, part: Part, fields: tuple[torch.Tensor, ...]) -> None:
+    def pack_fields(
+        self, blocks: torch.Tensor, block_group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
+    ) -> None:
         """The same of what is coded already, `[heads, tokens, field's dim]` each."""
         chunk = self.geometry.chunk_tokens
         for target, source in zip(self.field_views(blocks, part), fields, strict=True):
-            if self.ordered(lane):
+            if self.ordered(block_group):
                 placed = torch.empty_like(source)
-                placed[:, self._every_place(lane)] = source
+                placed[:, self._every_place(block_group)] = source
                 source = placed
             whole, rest = divmod(source.shape[1], chunk)
             if whole:
@@ -425,14 +436,16 @@ class SegmentShape:
             if rest:
                 target[whole, :, :rest] = source[:, whole * chunk :]
 
-    def unpack(self, blocks: torch.Tensor, lane: Lane, part: Part) -> torch.Tensor:
+    def unpack(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part) -> torch.Tensor:
         """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
-        return self.codec.decode(self.unpack_fields(blocks, lane, part), self.layout.dtype)
+        return self.codec.decode(self.unpack_fields(blocks, block_group, part), self.layout.dtype)
 
-    def unpack_fields(self, blocks: torch.Tensor, lane: Lane, part: Part) -> tuple[torch.Tensor, ...]:
+    def unpack_fields(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
         """The reverse of `pack_fields`, a copy."""
         placed = (view.transpose(0, 1).flatten(1, 2)[:, : self.tokens] for view in self.field_views(blocks, part))
-        return tuple(field[:, self._every_place(lane)] if self.ordered(lane) else field for field in placed)
+        return tuple(
+            field[:, self._every_place(block_group)] if self.ordered(block_group) else field for field in placed
+        )
 
-    def _every_place(self, lane: Lane) -> torch.Tensor:
-        return torch.from_numpy(self.places(lane, np.arange(self.tokens)))
+    def _every_place(self, block_group: BlockGroup) -> torch.Tensor:
+        return torch.from_numpy(self.places(block_group, np.arange(self.tokens)))

@@ -227,7 +227,7 @@ class KVStore:
         cut = geometry if isinstance(geometry, Geometry) else make_method(geometry).geometry
         if cut.codec != RAW:
             self._check_codec(cut.codec, ids)
-        return self._storage.each(partial(self._storage.upkeep.relayout, geometry=cut), ids, "relayout", progress)
+        return self._storage.each(partial(self._storage.rewriter.relayout, geometry=cut), ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
         wanted = None if ids is None else set(ids)
@@ -250,7 +250,7 @@ class KVStore:
         Returns:
             How many were laid out anew. What cannot be read is left as it is, and counted.
         """
-        return self._storage.each(self._storage.upkeep.reorder, ids, "reorder", progress)
+        return self._storage.each(self._storage.rewriter.reorder, ids, "reorder", progress)
 
     # --- its life
 

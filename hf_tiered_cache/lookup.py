@@ -15,7 +15,7 @@ from .patches.attach import attach
 from .precompute import as_prompts
 from .restore.prefetch import PlanUnit, units_of
 from .serving import CacheOptions
-from .stats import TIERS, Account
+from .stats import TIERS, StatsCollector
 from .storage import Storage
 from .stored_cache import StoredCache
 from .tiers.lease import BlockRequest
@@ -56,13 +56,13 @@ def warm(
     storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
 ) -> Lookup:
     """See `KVStore.warm`."""
-    prompt, account = _Prompt(storage, model, input_ids, method, tag), Account()
+    prompt, collector = _Prompt(storage, model, input_ids, method, tag), StatsCollector()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
             device = prompt.device_of(unit)
-            request = BlockRequest(unit.reader, unit.lane.index, unit.chunks)
-            lease = storage.residency.fetch([request], device, account, ahead=True)
+            request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
+            lease = storage.residency.fetch([request], device, collector, ahead=True)
             try:
                 lease.wait()
             except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
@@ -90,16 +90,16 @@ class _Prompt:
         self.units: list[PlanUnit] = []
         if plan is not None:
             self._restored = plan.restored_tokens
-            every = replace(plan, attended=None)  # of what a budget buys, all may be asked for
+            every = replace(plan, budget_tokens=None)  # of what a budget buys, all may be asked for
             self.units = units_of(every)
 
     def device_of(self, unit: PlanUnit) -> torch.device:
-        return self._attachment.device_of(unit.lane.layers[0])
+        return self._attachment.device_of(unit.block_group.layers[0])
 
     def describe(self) -> Lookup:
         sizes = dict.fromkeys(TIERS, 0)
         for unit in self.units:
-            owner = unit.reader.owner(unit.lane.index)
+            owner = unit.reader.owner(unit.block_group.index)
             for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
-                sizes[tier] += blocks * unit.lane.block_bytes
+                sizes[tier] += blocks * unit.block_group.block_bytes
         return Lookup(self._tokens, self._restored, sizes, self._reason)

@@ -63,7 +63,7 @@ def precompute_passages(
                             "a passage by itself is ranked by its own second half; store several in one call"
                         )
                     others = neighbours(passages, number, cache.passage.positions)
-                    cache.passage.elsewhere = kv_behind(model, storage, method, passage, others, tag)
+                    cache.passage.kv_in_context = kv_after_context(model, storage, method, passage, others, tag)
                 fill(storage, cache, torch.cat([cache.passage.lead, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
@@ -82,14 +82,14 @@ class PassageServing(Serving):
     method: Passages
 
     def __init__(self, like: Serving, context: torch.Tensor | None) -> None:
-        super().__init__(like.attachment, like.store, like.method, like.options, like.account)
+        super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = sink_token(like.attachment.config)
         sink = torch.tensor([] if self.sink is None else [self.sink], dtype=torch.int64)
         self.lead = sink if context is None else torch.cat([sink, context])
         """What is computed before the passage: the sink, if the model has such a token, and the context."""
         self.computed: list[KV] = []
         """With a context: the passage's keys and values, layer by layer."""
-        self.elsewhere: list[KV] | None = None
+        self.kv_in_context: list[KV] | None = None
         """The same of another cache, for the ranking."""
         self._in_context = context is not None
 
@@ -114,7 +114,7 @@ class PassageServing(Serving):
         chain = store.chain(identity.fingerprint, f"{method.passages} {self.sink}", regime)
         history = History(chain, [pad + len(self.lead) for pad in pads])  # left out like padding
         submit: Submit = _drop if self._in_context else store.submit
-        rank: Rank = self._keep if self._in_context else partial(method.rank, elsewhere=self.elsewhere)
+        rank: Rank = self._keep if self._in_context else partial(method.rank, kv_in_context=self.kv_in_context)
         return Recorder(
             history,
             identity.fingerprint,
@@ -123,7 +123,7 @@ class PassageServing(Serving):
             store.ttl,
             method.passages,
             rank=rank,
-            account=self.account,
+            collector=self.collector,
             names=Names(identity.facts, self.options.label),
             check=check,
         )
@@ -150,11 +150,11 @@ class PassageCache(StoredCache):
         self.passage = self._serving = PassageServing(self._serving, context)
 
 
-def _drop(draft: object, wait: bool = True) -> None:
+def _drop(pending: object, wait: bool = True) -> None:
     """Of KV that is only looked at."""
 
 
-def kv_behind(
+def kv_after_context(
     model: nn.Module, storage: Storage, method: Passages, passage: torch.Tensor, context: torch.Tensor, tag: str
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""

@@ -18,16 +18,16 @@ from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, To
 from .reasons import NO_ROOM, ODD_MASK
 from .request import DecodingCheck
 from .restore.history import History
-from .stats import Account
+from .stats import StatsCollector
 from .store.format import EXACT, SegmentHeader, segment_id
-from .store.writer import Draft, Writer
+from .store.writer import PendingSegment, Writer
 from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
 """Given the layers' keys and values, and how many layers the model has."""
 
-Submit = Callable[[Draft, bool], None]
+Submit = Callable[[PendingSegment, bool], None]
 """Takes a segment to be written, and whether to wait for room in the queue."""
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -47,8 +47,8 @@ class Names:
 
 
 @dataclass
-class Caught:
-    """Unrotated KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
+class LayerBuffer:
+    """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
 
     kind: LayerKV
     keys: list[torch.Tensor] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Recorder:
         history: the tokens of the cache.
         fingerprint: of the model.
         geometry: how segments are cut.
-        submit: takes the drafts.
+        submit: takes the segments to be written.
         ttl: seconds a segment lives, or None.
         provenance: how the KV is computed.
         enabled: whether anything is recorded; if not, only the history is kept.
-        account: counts the tokens that are stored.
+        collector: counts the tokens that are stored.
         names: the facts of the model, and the user's label, for the headers of segments.
         check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
         rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how its tokens
@@ -86,7 +86,7 @@ class Recorder:
         provenance: str = EXACT,
         enabled: bool = True,
         rank: Rank | None = None,
-        account: Account | None = None,
+        collector: StatsCollector | None = None,
         names: Names = Names(),
         check: DecodingCheck | None = None,
     ) -> None:
@@ -96,14 +96,14 @@ class Recorder:
         self.provenance = provenance
         self.enabled = enabled
         self.rank = rank
-        self.account = account or Account()
+        self.collector = collector or StatsCollector()
         self._names = names
         self._check = check or DecodingCheck()
         self._submit = submit
         self._ttl = ttl
         self._lock = threading.RLock()
         self._step = Step(self._mend)
-        self._layers: dict[int, Caught] = {}
+        self._layers: dict[int, LayerBuffer] = {}
         self._reordered: list[tuple[int, torch.Tensor]] = []  # rows selected, and how many passes were caught before
         self._first = 0  # column of the first caught token
         self._count = 0  # caught columns
@@ -137,7 +137,7 @@ class Recorder:
         """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
         if not self._catching:
             return
-        caught = self._layers.setdefault(layer, Caught(kind))
+        caught = self._layers.setdefault(layer, LayerBuffer(kind))
         if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
             self._catching = False
             return
@@ -224,13 +224,13 @@ class Recorder:
             How many tokens these are.
         """
         with self._lock, self._step:
-            drafts = self._drafts()
-        for draft in drafts:  # without the lock where it can be: there may be no room for long
-            self._submit(draft, wait)
-            self.account.add(tokens_stored=draft.header.shape.tokens)
-        return sum(draft.header.shape.tokens for draft in drafts)
+            pending_segments = self._take_unsealed()
+        for pending in pending_segments:  # without the lock where it can be: there may be no room for long
+            self._submit(pending, wait)
+            self.collector.add(tokens_stored=pending.header.shape.tokens)
+        return sum(pending.header.shape.tokens for pending in pending_segments)
 
-    def _drafts(self) -> list[Draft]:
+    def _take_unsealed(self) -> list[PendingSegment]:
         """What is caught and not stored, as segments that count as sealed from now on."""
         if self._left:
             self._in_pass, self._revocable = False, 0
@@ -243,7 +243,7 @@ class Recorder:
         self._follow_rows()
         layout = self._layout()
         end = self._first + self._count - self._revocable
-        drafts: list[Draft] = []
+        pending_segments: list[PendingSegment] = []
         made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
         for row, pad in enumerate(self.history.pads):
             links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
@@ -255,42 +255,42 @@ class Recorder:
             self._sealed[row] = first
             if first >= len(links) or first * LINK_TOKENS < self._first - pad:
                 continue  # nothing new, or a gap before it: nothing would lead to such a segment
-            draft = self._draft(row, first, links, layout)
-            drafts.append(draft)
-            made |= dict.fromkeys(draft.links, draft.header.id)
-            self._ancestors[row] = (*self._ancestors[row], draft.header.id)
+            pending = self._pending_segment(row, first, links, layout)
+            pending_segments.append(pending)
+            made |= dict.fromkeys(pending.links, pending.header.id)
+            self._ancestors[row] = (*self._ancestors[row], pending.header.id)
             self._sealed[row] = len(links)
         starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
         self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
         self._mark()
-        return drafts
+        return pending_segments
 
     def _drop_odd(self) -> None:
         """Among what was caught is a pass that was not plain: from there on this cache's KV is of another kind."""
         self._forget()
         self._first = self.history.columns
         self.enabled = False
-        self.account.explain(ODD_MASK)
+        self.collector.explain(ODD_MASK)
 
     def segments(self, row: int) -> tuple[str, ...]:
         """The segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
-    def fork(self, account: Account, check: DecodingCheck) -> Recorder:
+    def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
         """A recorder that goes on from here on its own; what is caught so far is sealed or shared.
 
         Args:
-            account, check: the other cache's.
+            collector, check: the other cache's.
         """
         with self._lock:
             self.seal()
             twin = copy.copy(self)
-            twin.account, twin._check = account, check
+            twin.collector, twin._check = collector, check
             twin._lock, twin._left = threading.RLock(), False
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
-            twin._layers = {i: Caught(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
+            twin._layers = {i: LayerBuffer(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
             twin._sealed, twin._found = list(self._sealed), list(self._found)
             twin._ancestors = list(self._ancestors)
             twin._streams, twin._computed = dict(self._streams), dict(self._computed)
@@ -351,7 +351,7 @@ class Recorder:
         kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
         return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
 
-    def _draft(self, row: int, first: int, links: list[bytes], layout: KVLayout) -> Draft:
+    def _pending_segment(self, row: int, first: int, links: list[bytes], layout: KVLayout) -> PendingSegment:
         mine = links[first:]
         parent = links[first - 1] if first else self.history.chain.root
         tokens = len(mine) * LINK_TOKENS
@@ -374,13 +374,13 @@ class Recorder:
         )
         self._mark()
         ready = [(self._streams[device], event) for device, event in self._computed.items()]
-        refused = partial(self._refused, self.account, tokens)
-        return Draft(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row], refused)
+        refused = partial(self._refused, self.collector, tokens)
+        return PendingSegment(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row], refused)
 
     @staticmethod
-    def _refused(account: Account, tokens: int) -> None:
-        account.add(tokens_stored=-tokens)
-        account.explain(NO_ROOM)
+    def _refused(collector: StatsCollector, tokens: int) -> None:
+        collector.add(tokens_stored=-tokens)
+        collector.explain(NO_ROOM)
 
     def _order(
         self,
@@ -425,26 +425,26 @@ def _packer(
     start: int,
     ready: list[tuple[CopyStream, Event]],
 ) -> Callable[[], Iterator[torch.Tensor]]:
-    """A function that packs a segment's lanes, one after the other, from column `start` of `row` of the sources.
+    """A function that packs a segment's block groups, one after the other, from column `start` of `row` of the sources.
 
     Args:
         ready: the side stream of each device, and the point after which the sources are computed.
     """
 
-    def lanes() -> Iterator[torch.Tensor]:
+    def block_groups() -> Iterator[torch.Tensor]:
         with ExitStack() as stack:
             for stream, event in ready:
                 stack.enter_context(stream.copying())
                 stream.await_computation(event)
-            for lane in shape.lanes:
-                blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
-                for part in lane.parts:
+            for block_group in shape.block_groups:
+                blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+                for part in block_group.parts:
                     tensors = sources[part.layer][0 if part.tensor == "key" else 1]
                     heads = slice(part.first_head, part.first_head + part.heads)
-                    shape.pack(blocks, lane, part, _tokens(tensors, row, heads, start, shape.tokens))
+                    shape.pack(blocks, block_group, part, _tokens(tensors, row, heads, start, shape.tokens))
                 yield blocks
 
-    return lanes
+    return block_groups
 
 
 def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:

@@ -133,7 +133,7 @@ class DecodingCheck:
         self._odd[odd.device] = odd if known is None else known | odd
 
 
-def understand(
+def parse_request(
     kwargs: dict[str, Any],
     base: int,
     pads: list[int] | None,

@@ -20,7 +20,7 @@ from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
-from .stats import Account
+from .stats import StatsCollector
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -80,9 +80,9 @@ class SequenceState:
 
     # --- before a pass
 
-    def plan(self, request: Request, account: Account) -> Plan | None:
+    def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
         """What a pass restores, or None if that is nothing."""
-        with account.timing("match_seconds"):
+        with collector.timing("match_seconds"):
             plan, found = make_plan(
                 self.history,
                 request.ids.to("cpu", torch.int64).numpy(),
@@ -95,7 +95,7 @@ class SequenceState:
         for rows in found:
             for row in rows.rows:
                 self.recorder.found(row, rows.held, rows.links, rows.segments)
-        return plan if plan is None or self._selects else replace(plan, attended=None)
+        return plan if plan is None or self._selects else replace(plan, budget_tokens=None)
 
     def _finder(self) -> PassageFinder:
         return passage_finder(
@@ -113,7 +113,7 @@ class SequenceState:
 
     # --- after a pass
 
-    def commit(self, request: Request, plan: Plan | None, account: Account) -> str:
+    def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
         """A pass is done: its tokens are known, and stored if they are many.
 
         Returns:
@@ -123,11 +123,13 @@ class SequenceState:
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
         attended = restored
-        if plan is not None and plan.attended is not None:
-            attended = sum(len(g.rows) * min(plan.attended, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups)
+        if plan is not None and plan.budget_tokens is not None:
+            attended = sum(
+                len(g.rows) * min(plan.budget_tokens, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups
+            )
             if self.method.reorder:
-                self.store.upkeep.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
-        account.add(
+                self.store.rewriter.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
+        collector.add(
             tokens_restored=restored,
             tokens_computed=rows * columns - padding - restored,
             tokens_attended=attended,
@@ -153,12 +155,12 @@ class SequenceState:
         """How many columns it shares with a prompt, int `[rows, columns]`, of which at least the last is computed."""
         return min(self.history.common_columns(prompt.cpu().numpy()), prompt.shape[1] - 1)
 
-    def fork(self, account: Account) -> SequenceState:
+    def fork(self, collector: StatsCollector) -> SequenceState:
         """The same tokens, going on elsewhere, and counting there."""
         twin: SequenceState = object.__new__(SequenceState)
         twin.__dict__.update(self.__dict__)
         twin.check = DecodingCheck()
-        twin.recorder = self.recorder.fork(account, twin.check)
+        twin.recorder = self.recorder.fork(collector, twin.check)
         return twin
 
 

@@ -22,12 +22,12 @@ from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
 from .record import Names, Recorder
-from .request import DecodingCheck, Request, count_tokens, placeholder_tokens, understand
+from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
 from .restore.history import History
 from .restore.plan import Plan
 from .sequence import SequenceState, asks_for_all
 from .sources import kv_sources
-from .stats import Account
+from .stats import StatsCollector
 from .storage import Storage
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -56,14 +56,14 @@ class Serving:
         store: where KV is looked for, and stored.
         method: how it is restored.
         options: of the cache.
-        account: counts what happens.
+        collector: counts what happens.
     """
 
     def __init__(
-        self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, account: Account
+        self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, collector: StatsCollector
     ) -> None:
         self.attachment, self.store, self.method = attachment, store, method
-        self.options, self.account = options, account
+        self.options, self.collector = options, collector
         self.sequence: SequenceState | None = None
         """What is known of the tokens that the cache holds; None before the first pass, and for what runs plain."""
         self.bypass = ""
@@ -83,8 +83,10 @@ class Serving:
             admitted = self.admit(cache, kwargs)
             if admitted is not None:
                 return self._run_understood(cache, *admitted, forward)
-            output = self._run(cache, ForwardPass(cache, cache.layers, self.attachment, self.account), forward, kwargs)
-            self.account.add(tokens_computed=count_tokens(kwargs))
+            output = self._run(
+                cache, ForwardPass(cache, cache.layers, self.attachment, self.collector), forward, kwargs
+            )
+            self.collector.add(tokens_computed=count_tokens(kwargs))
             if self.untold:
                 self._tell(self.bypass)
             return output
@@ -99,7 +101,7 @@ class Serving:
                 output = self._run_planned(cache, request, sequence, plan, forward)
                 break
             except RestoreError as error:
-                self.account.add(recomputed=1)
+                self.collector.add(recomputed=1)
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed under way has failed this pass, and finds no other plan
                 replans = replans - 1 if self.store.usable else 0
@@ -111,13 +113,13 @@ class Serving:
             reason = ""
         kept = sequence.columns * sequence.history.rows
         if cache.get_seq_length() == sequence.columns + request.columns:
-            self._run_plain(sequence.commit(request, plan, self.account))
+            self._run_plain(sequence.commit(request, plan, self.collector))
         else:
             sequence.recorder.abandon()
-            self.account.add(tokens_computed=request.ids.numel())
+            self.collector.add(tokens_computed=request.ids.numel())
             self._run_plain(reasons.OTHER_TOKENS)
         if self.untold:
-            self.account.add(tokens_kept=kept)
+            self.collector.add(tokens_kept=kept)
             self._tell(self.bypass or reason)
         return output
 
@@ -128,7 +130,7 @@ class Serving:
         recorder = sequence.recorder
         records = recorder.enabled and (plan is None or (plan.suffix is not None and plan.exact))
         first = sequence.columns + (0 if plan is None else plan.suffix or 0)
-        own = cache, cache.layers, self.attachment, self.account, recorder if records else None, first
+        own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
         if plan is None:
             return self._run(cache, ForwardPass(*own), forward, request.kwargs)
         for geometry in {piece.reader.shape.geometry for group in plan.groups for piece in group.pieces}:
@@ -160,7 +162,7 @@ class Serving:
 
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """What a pass restores, or None if that is nothing."""
-        return sequence.plan(request, self.account)
+        return sequence.plan(request, self.collector)
 
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
@@ -213,7 +215,7 @@ class Serving:
         if columns != (0 if sequence is None else sequence.columns):
             return reasons.FILLED_ELSEWHERE
         pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
-        request = understand(kwargs, columns, pads, self._placeholders, check)
+        request = parse_request(kwargs, columns, pads, self._placeholders, check)
         if isinstance(request, str):
             return request
         regime = rope_regime(self.attachment.config, columns + request.columns - min(request.pads))
@@ -232,7 +234,9 @@ class Serving:
         """The first pass of a sequence: from here on its tokens are known."""
         store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
         device, tokens = attachment.model.device, request.columns
-        method = self.method = self.method.tuned(partial(calibrated_ratio, store, identity.fingerprint, device, tokens))
+        method = self.method = self.method.with_calibrated_ratio(
+            partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
+        )
         recorder = self.new_recorder(identity, regime, request.pads, check)
         segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
         return SequenceState(
@@ -250,7 +254,7 @@ class Serving:
             store.ttl,
             method.provenance,
             self.options.record,
-            account=self.account,
+            collector=self.collector,
             names=Names(identity.facts, self.options.label),
             check=check,
         )
@@ -304,7 +308,7 @@ class Serving:
                 "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
                 "far to go on with this one, or leave strict=False"
             )
-        self.account.add(tokens_dropped=dropped * sequence.history.rows)
+        self.collector.add(tokens_dropped=dropped * sequence.history.rows)
         return dropped
 
     def crop(self, columns: int) -> None:
@@ -337,10 +341,10 @@ class Serving:
     def _tell(self, reason: str) -> None:
         """The first pass of a prompt is done: count it, and say what came of it."""
         self.untold = False
-        self.account.add(requests=1)
+        self.collector.add(requests=1)
         if reason:
             self._explain(reason)
-        stats = self.account.stats
+        stats = self.collector.stats
         logger.info(
             "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
             stats.tokens_restored,
@@ -351,6 +355,6 @@ class Serving:
         )
 
     def _explain(self, reason: str) -> None:
-        self.account.explain(reason)
+        self.collector.explain(reason)
         if not reasons.is_expected(reason):
             self.store.disk.warn(reason, reason)

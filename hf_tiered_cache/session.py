@@ -16,7 +16,7 @@ from .errors import ConfigError
 from .kvstore import KVStore, open_store
 from .methods import Method, make_method
 from .patches.attach import Attachment, attachment_of, base_model
-from .stats import Account, RequestStats
+from .stats import RequestStats, StatsCollector
 
 
 class TieredSession:
@@ -44,7 +44,7 @@ class TieredSession:
         tag: str = "",
     ) -> None:
         self.method = make_method(method)
-        self._account = Account()
+        self._account = StatsCollector()
         was_attached = attachment_of(model) is not None
         self._attachment = patches.attach(model)
         if not was_attached:

@@ -66,7 +66,7 @@ class TierUse:
 
 @dataclass
 class RequestStats:
-    """One request's account: every figure is counted, none estimated.
+    """One request's statistics: every figure is counted, none estimated.
 
     `bytes_read` is what came from the disk; `bytes_used` is the part of it that went into attention.
     `io_seconds` is time during which at least one read was under way, `stall_seconds` the part of the request in
@@ -191,12 +191,12 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms"
 
 
-class Account:
+class StatsCollector:
     """A `RequestStats` that the request and the reading threads add to."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
-        self.total: Account | None = None
+        self.total: StatsCollector | None = None
         """Where the same is counted once more, for a sum over requests."""
         self._lock = threading.Lock()
         self._reads_under_way = 0
@@ -258,7 +258,7 @@ class Account:
 
 @dataclass
 class StoreStats:
-    """A store's account since it was opened, and what it holds now."""
+    """A store's statistics since it was opened, and what it holds now."""
 
     segments: int = 0
     encrypted_segments: int = 0

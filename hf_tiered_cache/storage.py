@@ -21,15 +21,15 @@ from .errors import ConfigError, StoreClosedError
 from .methods import Method
 from .restore.chain import Chain
 from .restore.match import MatchedRun, longest_prefix
+from .rewriter import SegmentRewriter
 from .stats import StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
 from .store.disk import SegmentStore
 from .store.segment import SegmentReader
-from .store.writer import Draft, Writer
+from .store.writer import PendingSegment, Writer
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
-from .upkeep import Upkeep
 
 if TYPE_CHECKING:
     from .record import Recorder
@@ -78,15 +78,15 @@ class Storage:
             if (other := disk.other_key()) is not None:
                 named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
                 raise ConfigError(f"{path} is encrypted with another key: {named}")
-            self.upkeep = Upkeep(disk)
-            close = partial(_close, self.upkeep, disk, residency.scores)
+            self.rewriter = SegmentRewriter(disk)
+            close = partial(_close, self.rewriter, disk, residency.scores)
             self.writer = Writer(disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
             self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
         except BaseException:  # also Ctrl-C: nobody is going to close it
             disk.close()
             raise
         self._close.atexit = False  # the writer sees to that
-        disk.on_gone += [residency.forget, self.upkeep.importance.forget]
+        disk.on_gone += [residency.forget, self.rewriter.importance.forget]
         residency.scores.load(disk.index.scores())
 
     def note_policy(self, method: Method) -> None:
@@ -142,10 +142,10 @@ class Storage:
 
     # --- storing
 
-    def submit(self, draft: Draft, wait: bool = True) -> None:
+    def submit(self, pending: PendingSegment, wait: bool = True) -> None:
         """Queue a segment for writing; its blocks are cached in host memory on the way."""
-        written, refused = partial(_admit, draft, self.residency), partial(_refused, draft, self.residency)
-        self.writer.submit(replace(draft, written=written, refused=refused), wait)
+        written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
+        self.writer.submit(replace(pending, written=written, refused=refused), wait)
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
@@ -169,7 +169,7 @@ class Storage:
         """Write everything that has been computed, and make it durable; background work is done then, too."""
         self.check_open()
         self.seal()
-        self.upkeep.wait()
+        self.rewriter.wait()
         self.writer.flush()
         _keep_scores(self.disk, self.residency.scores)
 
@@ -268,14 +268,14 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
         disk.index.keep_scores(scores.changes())
 
 
-def _admit(draft: Draft, residency: Residency, lane: int, blocks: torch.Tensor, content: int) -> None:
-    """Put a lane of the draft into memory, under what it contains: another file may yet come first."""
-    residency.admit((draft.header.id, lane, content), blocks)
+def _admit(pending: PendingSegment, residency: Residency, block_group: int, blocks: torch.Tensor, content: int) -> None:
+    """Put a block group of a pending segment into memory, under what it contains: another file may yet come first."""
+    residency.admit((pending.header.id, block_group, content), blocks)
 
 
-def _refused(draft: Draft, residency: Residency) -> None:
-    residency.forget([draft.header.id])
-    draft.refused()
+def _refused(pending: PendingSegment, residency: Residency) -> None:
+    residency.forget([pending.header.id])
+    pending.refused()
 
 
 def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
@@ -291,7 +291,7 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     return False not in [recorder.finish() for recorder in found]  # none is left out
 
 
-def _close(upkeep: Upkeep, disk: SegmentStore, scores: ScoreTable) -> None:
-    upkeep.close()
+def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable) -> None:
+    rewriter.close()
     _keep_scores(disk, scores)
     disk.close()

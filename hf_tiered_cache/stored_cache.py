@@ -16,7 +16,7 @@ from .patches.scope import current
 from .restore.plan import Plan
 from .serving import CacheOptions, Serving
 from .sources import DenseSource, sources_for
-from .stats import Account, RequestStats
+from .stats import RequestStats, StatsCollector
 from .storage import Storage
 from .suitability import check_depth, check_suits
 
@@ -39,7 +39,7 @@ class StoredCache(Cache, ServedCache):
     ) -> None:
         super().__init__(layers=layers)
         storage.note_policy(method)
-        self._serving = Serving(attachment, storage, method.coded(storage.codec), options, Account())
+        self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
 
     @classmethod
     def over(cls, model: nn.Module, storage: Storage, method: Method, options: CacheOptions) -> StoredCache:
@@ -59,7 +59,7 @@ class StoredCache(Cache, ServedCache):
     @property
     def stats(self) -> RequestStats:
         """What this cache has restored, computed, stored and read. Printed, it is a table."""
-        return self._serving.account.stats
+        return self._serving.collector.stats
 
     def store_now(self) -> tuple[str, ...]:
         """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
@@ -69,9 +69,9 @@ class StoredCache(Cache, ServedCache):
         """What a fresh cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
         return self._serving.look_up(self, input_ids)
 
-    def count_into(self, total: Account | None) -> None:
+    def count_into(self, total: StatsCollector | None) -> None:
         """Let everything that is counted from now on be counted there, too."""
-        self._serving.account.total = total
+        self._serving.collector.total = total
 
     # --- what an attached model asks
 
@@ -103,7 +103,7 @@ class StoredCache(Cache, ServedCache):
                 raise RuntimeError
             self.crop(-dropped)
         except RuntimeError:  # a window, or a selection of the prompt, does not go back: the store may have it
-            self._start_over(serving.account)
+            self._start_over(serving.collector)
 
     # --- what layers and generate() ask of a cache
 
@@ -140,15 +140,15 @@ class StoredCache(Cache, ServedCache):
 
     def reset(self) -> None:
         """Forget everything, for another prompt; `stats` begin anew. What was computed is stored."""
-        account = Account()
-        account.total = self._serving.account.total
-        self._start_over(account)
+        collector = StatsCollector()
+        collector.total = self._serving.collector.total
+        self._start_over(collector)
 
-    def _start_over(self, account: Account) -> None:
+    def _start_over(self, collector: StatsCollector) -> None:
         self._serving.finish()
         super().reset()
         was = self._serving
-        self._serving = Serving(was.attachment, was.store, was.method, was.options, account)
+        self._serving = Serving(was.attachment, was.store, was.method, was.options, collector)
 
     def _fresh(self) -> Self:
         """One like this, empty."""
@@ -158,11 +158,11 @@ class StoredCache(Cache, ServedCache):
     def fork(self) -> Self:
         """A cache that goes on from here on its own, and shares memory with this one until one of the two writes."""
         mine, twin = self._serving, self._fresh()
-        twin.count_into(mine.account.total)
+        twin.count_into(mine.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
         twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
         if mine.sequence is not None:
-            twin._serving.follow(twin, mine.sequence.fork(twin._serving.account))
+            twin._serving.follow(twin, mine.sequence.fork(twin._serving.collector))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

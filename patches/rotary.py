@@ -85,14 +85,14 @@ class RotaryCall:
 
 
 @dataclass
-class Unrotated:
+class PreRopeKV:
     """A layer's two tensors as they are stored, and how the rotated one gets its rotation back."""
 
     keys: torch.Tensor
     values: torch.Tensor
     rotated: Literal["", "key", "value"] = ""
     dims: int = 0
-    movable: bool = True
+    position_independent: bool = True
     """False if a rotation may be in the tensors that could not be taken out."""
     call: RotaryCall | None = None
 
@@ -115,27 +115,27 @@ class RotaryTap:
     """Which queries of the pass the present layer has, if not all (see `layers`)."""
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def take(self, keys: torch.Tensor, values: torch.Tensor) -> Unrotated:
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
         """What the layer that calls `update(keys, values)` would have handed over without its rotation.
 
         A call is used up by the layer that made it, so that it never leaks to a layer without rotation (NoPE).
         """
         call, self.last = self.last, None
         if call is None:
-            return Unrotated(keys, values, movable=self.rotates)
+            return PreRopeKV(keys, values, position_independent=self.rotates)
         self.rotates = True
         dims = call.keys.shape[-1]
         if self._table_of(call) is None or call.rotated.data_ptr() == call.keys.data_ptr():
-            return Unrotated(keys, values, movable=False)  # tables from elsewhere, or rotated in place
+            return PreRopeKV(keys, values, position_independent=False)  # tables from elsewhere, or rotated in place
         if _same(keys, call.rotated):
-            return Unrotated(call.keys, values, "key", dims, True, call)
+            return PreRopeKV(call.keys, values, "key", dims, True, call)
         if _same(values, call.rotated):  # MLA keeps latents as keys and rotated parts as values
-            return Unrotated(keys, call.keys, "value", dims, True, call)
+            return PreRopeKV(keys, call.keys, "value", dims, True, call)
         if _begins_with(keys, call.rotated):  # partial rotation: the rotated part was joined with the rest
-            return Unrotated(torch.cat([call.keys, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
-        return Unrotated(keys, values, movable=False)
+            return PreRopeKV(torch.cat([call.keys, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
+        return PreRopeKV(keys, values, position_independent=False)
 
-    def rotate_(self, like: Unrotated, tensor: torch.Tensor, first: int) -> None:
+    def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
         """Rotate, in place, keys of the positions `first`, `first + 1`, … as those of `like` were.
 
         Args:
@@ -146,7 +146,7 @@ class RotaryTap:
         cos, sin = self._tables_at(call, first + count, tensor.device)
         call.rotate_(tensor[..., : like.dims], cos[:, first : first + count], sin[:, first : first + count])
 
-    def rotate_at_(self, like: Unrotated, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
+    def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """The same for keys of any positions.
 
         Args:

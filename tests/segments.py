@@ -45,7 +45,7 @@ def segment(
     fill: int | None = None,
     **names: Any,
 ) -> tuple[SegmentHeader, list[bytes], list[torch.Tensor]]:
-    """Header, links and blocks (one tensor a lane) of a segment over `chain`; `names` are its `model` and `label`."""
+    """Header, links and blocks (one tensor a block group) of a segment; `names` are its `model` and `label`."""
     shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * LINK_TOKENS)
     header = SegmentHeader(
         id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=LINK_BYTES).hexdigest(),
@@ -59,8 +59,8 @@ def segment(
     )
     generator = np.random.default_rng(int(header.id[:8], 16))
     blocks = []
-    for lane in shape.lanes:
-        data = generator.integers(0, 256, (shape.chunks, lane.block_bytes), dtype=np.uint8)
+    for block_group in shape.block_groups:
+        data = generator.integers(0, 256, (shape.chunks, block_group.block_bytes), dtype=np.uint8)
         blocks.append(torch.from_numpy(data if fill is None else np.full_like(data, fill)))
     return header, chain, blocks
 
@@ -82,17 +82,17 @@ def read_file(path: Path, cipher: Plain | None = None) -> Head:
 
 
 def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
-    """All blocks of a segment, lane by lane, through the engine."""
+    """All blocks of a segment, block group by block group, through the engine."""
     from hf_tiered_cache.store.memory import aligned_bytes
 
     reader = store.reader(segment_id)
     assert reader is not None
-    lanes = []
-    for lane in reader.shape.lanes:
-        memory = aligned_bytes(reader.shape.chunks * lane.block_bytes).view(-1, lane.block_bytes)
-        reader.read(lane.index, [(0, memory)]).result()
-        lanes.append(memory)
-    return lanes
+    block_groups = []
+    for block_group in reader.shape.block_groups:
+        memory = aligned_bytes(reader.shape.chunks * block_group.block_bytes).view(-1, block_group.block_bytes)
+        reader.read(block_group.index, [(0, memory)]).result()
+        block_groups.append(memory)
+    return block_groups
 
 
 def runs_of(lease):

@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
-from hf_tiered_cache.restore.plan import Situation
+from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.sources import DenseSource, sources_for
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -329,8 +329,8 @@ def test_of_a_sliding_layer_only_the_window_is_read(tmp_path):
         assert torch.equal(ours, plain(model, prompt(1000)))
         assert cache.stats.tokens_restored == 992
         segment = store._storage.disk.reader(store.segments()[0].id)
-        full = sum(lane.block_bytes for lane in segment.shape.lanes if not lane.window) * 62
-        sliding = sum(lane.block_bytes for lane in segment.shape.lanes if lane.window) * 4
+        full = sum(block_group.block_bytes for block_group in segment.shape.block_groups if not block_group.window) * 62
+        sliding = sum(block_group.block_bytes for block_group in segment.shape.block_groups if block_group.window) * 4
         assert full <= cache.stats.bytes_read <= full + sliding
 
 
@@ -411,8 +411,10 @@ def test_a_little_of_a_long_prompt_is_computed_rather_than_masked():
         (60_000, 2_000, 0),  # 3.5 GB of mask to spare 3 % of the work
         (60_000, 30_000, 30_000),
     ):
-        assert exact.computed(Situation(0, columns, restorable, 1, layers))[0][0] == first
-    assert exact.computed(Situation(100, 60_000, 2_000, 1, layers))[0][0] == 2_000  # a mask is needed anyway
+        assert exact.positions_to_compute(PlanContext(0, columns, restorable, 1, layers))[0][0] == first
+    assert (
+        exact.positions_to_compute(PlanContext(100, 60_000, 2_000, 1, layers))[0][0] == 2_000
+    )  # a mask is needed anyway
 
 
 # --- stats
@@ -428,8 +430,8 @@ def test_stats_count_and_print(tmp_path):
         model.generate(ids, past_key_values=cache, **GREEDY)
         stats = cache.stats
         segment = store._storage.disk.reader(store.segments()[0].id)
-        blocks = 5 * len(segment.shape.lanes)
-        nbytes = 5 * sum(lane.block_bytes for lane in segment.shape.lanes)
+        blocks = 5 * len(segment.shape.block_groups)
+        nbytes = 5 * sum(block_group.block_bytes for block_group in segment.shape.block_groups)
         assert (stats.tokens_restored, stats.tokens_computed) == (80, 40 + 5)
         assert (stats.disk.blocks, stats.disk.hits, stats.disk.misses, stats.disk.bytes) == (blocks, blocks, 0, nbytes)
         assert (stats.host.hits, stats.host.misses) == (0, blocks)

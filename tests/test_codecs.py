@@ -21,7 +21,7 @@ from test_geometry import geometries, layouts
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.codecs import CODECS, codec_in, coded_provenance, make_codec
 from hf_tiered_cache.errors import ConfigError, FormatError, NewerFormatError
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape, lanes
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape, block_groups
 from hf_tiered_cache.methods import (
     H2O,
     METHODS,
@@ -34,8 +34,8 @@ from hf_tiered_cache.methods import (
     make_method,
 )
 from hf_tiered_cache.store.format import FORMAT_VERSION, HEADER_BYTES, decode_header
-from hf_tiered_cache.store.relayout import laid_out_anew
-from hf_tiered_cache.store.writer import Draft
+from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.writer import PendingSegment
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -144,30 +144,30 @@ def test_what_is_no_codec_is_refused_with_those_there_are(wrong, tmp_path):
 @every_codec
 @given(layouts, geometries)
 def test_fields_lie_apart_and_aligned(codec, layout, geometry):
-    for lane in lanes(layout, replace(geometry, codec=codec)):
+    for block_group in block_groups(layout, replace(geometry, codec=codec)):
         end = 0
-        for part in lane.parts:
+        for part in block_group.parts:
             assert part.offset >= end
             for slot, field in zip(part.fields, CODECS[codec].fields(layout.dtype, part.dim), strict=True):
                 assert end <= slot.offset < end + slot.dtype.itemsize and slot.offset % slot.dtype.itemsize == 0
                 assert slot.nbytes == part.heads * geometry.chunk_tokens * field.dim * field.dtype.itemsize
                 end = slot.offset + slot.nbytes
-        assert end == lane.payload_bytes <= lane.block_bytes
+        assert end == block_group.payload_bytes <= block_group.block_bytes
 
 
 @every_codec
 @given(layouts, geometries, st.integers(1, 200))
 def test_blocks_hold_what_the_codec_makes_of_each_part(codec, layout, geometry, tokens):
     shape = SegmentShape(layout, replace(geometry, codec=codec), tokens)
-    lane = shape.lanes[-1]
-    blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
-    put = {part: torch.randn(part.heads, tokens, part.dim).to(layout.dtype) for part in lane.parts}
+    block_group = shape.block_groups[-1]
+    blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+    put = {part: torch.randn(part.heads, tokens, part.dim).to(layout.dtype) for part in block_group.parts}
     for part, tensor in put.items():
-        shape.pack(blocks, lane, part, tensor)
+        shape.pack(blocks, block_group, part, tensor)
     made = CODECS[codec]
     for part, tensor in put.items():
         expected = made.decode(made.encode(tensor), layout.dtype)
-        assert torch.equal(shape.unpack(blocks, lane, part), expected)
+        assert torch.equal(shape.unpack(blocks, block_group, part), expected)
         decoded = made.decode(shape.field_views(blocks, part), layout.dtype).transpose(0, 1).flatten(1, 2)
         assert torch.equal(decoded[:, :tokens], expected)
         assert (decoded[:, tokens:] == 0).all()
@@ -383,9 +383,9 @@ def fields_in(store):
     """Of the one segment: by layer and tensor, the fields of all heads."""
     (row,) = store.segments()
     shape, found = store._storage.disk.reader(row.id).shape, {}
-    for lane, blocks in zip(shape.lanes, read_back(store._storage.disk, row.id), strict=True):
-        for part in lane.parts if not lane.identifies else ():
-            found.setdefault((part.layer, part.tensor), []).append(shape.unpack_fields(blocks, lane, part))
+    for block_group, blocks in zip(shape.block_groups, read_back(store._storage.disk, row.id), strict=True):
+        for part in block_group.parts if not block_group.identifies else ():
+            found.setdefault((part.layer, part.tensor), []).append(shape.unpack_fields(blocks, block_group, part))
     return {name: [torch.cat(field) for field in zip(*parts, strict=True)] for name, parts in found.items()}
 
 
@@ -400,7 +400,7 @@ def test_relayout_does_not_change_the_codec(root):
         assert [row.id for row in store.segments()] == before
         assert store.relayout(ContiguousKV(codec="int8"), [], progress=False) == 0
         old = store._storage.disk.reader(before[0])
-        assert laid_out_anew(old, Geometry(8, 2, codec="fp8"))[0].shape.geometry == Geometry(8, 2)
+        assert relayout_segment(old, Geometry(8, 2, codec="fp8"))[0].shape.geometry == Geometry(8, 2)
         store.precompute(model, ids, method=Exact(codec="int8"), progress=False)
         assert store.relayout(Geometry(8, 2), progress=False) == 2  # each in its own codec
         assert {store._storage.disk.reader(row.id).shape.geometry.codec for row in store.segments()} == {"raw", "int8"}
@@ -597,5 +597,5 @@ def test_the_command_line_names_the_codec(root, run):
 @every_codec
 def test_what_waits_to_be_written_counts_as_it_was_computed(codec):
     header, chain, blocks = segment(links(64), geometry=Geometry(64, codec=codec))
-    waiting = Draft(header, chain, lambda: iter(blocks))
+    waiting = PendingSegment(header, chain, lambda: iter(blocks))
     assert waiting.nbytes >= header.shape.tokens * header.shape.layout.bytes_per_token

@@ -254,30 +254,30 @@ def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
 
 @given(st.data())
 def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_factory, data):
-    """Single blocks, runs, and whole lanes."""
+    """Single blocks, runs, and whole block groups."""
     store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(KEY))
-    header, chain, lanes = segment(links(4), geometry=data.draw(geometries))
-    assert store.publish(header, chain, lanes)
+    header, chain, block_groups = segment(links(4), geometry=data.draw(geometries))
+    assert store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
     for _ in range(4):
-        lane = data.draw(st.integers(0, len(lanes) - 1))
+        block_group = data.draw(st.integers(0, len(block_groups) - 1))
         first = data.draw(st.integers(0, reader.shape.chunks - 1))
         count = data.draw(st.integers(1, reader.shape.chunks - first))
-        memory = aligned_bytes(count * reader.shape.lanes[lane].block_bytes).view(count, -1)
-        reader.read(lane, [(first, memory)]).result()
-        assert torch.equal(memory, lanes[lane][first : first + count])
-    for found, lane in zip(read_back(store, header.id), lanes, strict=True):
-        assert torch.equal(found, lane)
+        memory = aligned_bytes(count * reader.shape.block_groups[block_group].block_bytes).view(count, -1)
+        reader.read(block_group, [(first, memory)]).result()
+        assert torch.equal(memory, block_groups[block_group][first : first + count])
+    for found, block_group in zip(read_back(store, header.id), block_groups, strict=True):
+        assert torch.equal(found, block_group)
     store.close()
 
 
-def test_large_lanes_are_encrypted_in_pieces(tmp_path, monkeypatch):
+def test_large_block_groups_are_encrypted_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_tiered_cache.store.cipher._PIECE_BYTES", 3 * 4096)
     store = open_store(tmp_path, cipher=StoreCipher(KEY))
-    header, chain, lanes = segment(links(7))
-    assert store.publish(header, chain, lanes)
-    for found, lane in zip(read_back(store, header.id), lanes, strict=True):
-        assert torch.equal(found, lane)
+    header, chain, block_groups = segment(links(7))
+    assert store.publish(header, chain, block_groups)
+    for found, block_group in zip(read_back(store, header.id), block_groups, strict=True):
+        assert torch.equal(found, block_group)
     store.close()
 
 
@@ -294,11 +294,11 @@ def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
 
 def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
     """Not a single row of a block: of the same KV, stored three times, no 16 bytes are found in two files."""
-    header, chain, lanes = segment(links(6), fill=7)
+    header, chain, block_groups = segment(links(6), fill=7)
     contents = []
     for number in range(2):
         store = open_store(tmp_path / str(number), cipher=StoreCipher(KEY))
-        assert store.publish(header, chain, lanes)
+        assert store.publish(header, chain, block_groups)
         data = store.path(header.id).read_bytes()[read_file(store.path(header.id)).header.blocks.offset :]
         pieces = {data[at : at + 16] for at in range(0, len(data), 16)}
         assert len(pieces) == len(data) // 16  # blocks are alike, and so are the bytes in them
@@ -318,13 +318,13 @@ def recovered(root, model, cipher):
     for path in files(root):
         head = read_file(path, cipher)
         shape = head.header.shape
-        lane = shape.lanes[0]
-        data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks * lane.block_bytes]
+        block_group = shape.block_groups[0]
+        data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks * block_group.block_bytes]
         blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape.chunks, -1)
         if cipher is not None:
             assert head.guard.open(0, blocks, head.digests[0]) is None
-        (part,) = [part for part in lane.parts if part.layer == 0 and part.tensor == "value"]
-        values = shape.unpack(blocks, lane, part).transpose(0, 1).flatten(1)  # [tokens, heads * dim]
+        (part,) = [part for part in block_group.parts if part.layer == 0 and part.tensor == "value"]
+        values = shape.unpack(blocks, block_group, part).transpose(0, 1).flatten(1)  # [tokens, heads * dim]
         found.append(torch.cdist(values.nan_to_num(), table).argmin(1))
     engine.close()
     return found
@@ -449,8 +449,8 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
     with KVStore(root, key=KEY, verify=verify) as store:
         (row,) = [row for row in store.segments() if row.first == chain_of(store, model, IDS)[0]]
         path, reader = store._storage.disk.path(row.id), store._storage.disk.reader(row.id)
-        lane = reader.shape.lanes[0]
-        offset = reader.header.blocks.offset + reader.shape.lane_offsets[0] + 3 * lane.block_bytes + 100
+        block_group = reader.shape.block_groups[0]
+        offset = reader.header.blocks.offset + reader.shape.group_offsets[0] + 3 * block_group.block_bytes + 100
         flip(path, offset)
         stats = ask(model, store, record=False)
         assert (stats.tokens_restored, stats.verification_failures) == (3 * LINK_TOKENS, 1)
@@ -498,10 +498,14 @@ def section(data, name):
 def block_of(data, number):
     """Where a block lies in the bytes of a file, and where its digest."""
     header, _ = decode_header(bytes(data[:HEADER_BYTES]))
-    lane, chunk = divmod(number % header.block_count, header.shape.chunks)
-    start = header.blocks.offset + header.shape.lane_offsets[lane] + chunk * header.shape.lanes[lane].block_bytes
-    digest = header.digests.offset + (lane * header.shape.chunks + chunk) * 16
-    return slice(start, start + header.shape.lanes[lane].block_bytes), slice(digest, digest + 16)
+    block_group, chunk = divmod(number % header.block_count, header.shape.chunks)
+    start = (
+        header.blocks.offset
+        + header.shape.group_offsets[block_group]
+        + chunk * header.shape.block_groups[block_group].block_bytes
+    )
+    digest = header.digests.offset + (block_group * header.shape.chunks + chunk) * 16
+    return slice(start, start + header.shape.block_groups[block_group].block_bytes), slice(digest, digest + 16)
 
 
 IDENTITY = ("id", "parent", "position", "provenance", "fingerprint")

@@ -80,7 +80,7 @@ REGIONS = {
     "chain": lambda reader: reader.header.chain.offset + 40,
     "digests": lambda reader: reader.header.digests.offset + 40,
     "first block": lambda reader: reader.header.blocks.offset + 100,
-    "a block of the second lane": lambda reader: reader.header.blocks.offset + reader.shape.lane_offsets[1] + 100,
+    "a block of the second group": lambda reader: reader.header.blocks.offset + reader.shape.group_offsets[1] + 100,
     "last block": lambda reader: reader.header.file_bytes - 50,
 }
 
@@ -126,7 +126,7 @@ def test_zero_fill(model, root, part):
         "everything": (0, size),
         "header": (0, ALIGNMENT),
         "blocks": (blocks, size),
-        "one block": (size - reader.shape.lanes[-1].block_bytes, size),
+        "one block": (size - reader.shape.block_groups[-1].block_bytes, size),
     }[part]
     overwrite(path, start, bytes(stop - start))
     with KVStore(root) as store:
@@ -162,7 +162,7 @@ def test_deletion_while_it_is_read(model, root, monkeypatch):
 
 @pytest.mark.parametrize("call", [0, 1])
 def test_a_read_error(model, root, monkeypatch, call):
-    """At the first or the second lane; the segment is whole, so the next process uses it."""
+    """At the first or the second block group; the segment is whole, so the next process uses it."""
     real, calls = PosixEngine.submit, []
 
     def failing(self, ops):
@@ -372,7 +372,7 @@ def test_without_verification_a_flipped_bit_is_served(model, root):
     """So that the tests above show the checksum's work, and `verify=False` does what it says."""
     path, reader = file_of(root, 144)
     for chunk in range(9):
-        overwrite(path, reader.header.blocks.offset + chunk * reader.shape.lanes[0].block_bytes, b"\x42" * 2000)
+        overwrite(path, reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes, b"\x42" * 2000)
     with KVStore(root, verify=False) as store:
         cache = TieredCache(model, store, record=False)
         ours = model.generate(IDS, past_key_values=cache, **GREEDY)
@@ -400,7 +400,7 @@ def raising(*_):
 
 def test_requests_in_many_threads_over_a_damaged_store(model, root):
     path, reader = file_of(root, 144)
-    flip(path, reader.header.blocks.offset + 5 * reader.shape.lanes[0].block_bytes)
+    flip(path, reader.header.blocks.offset + 5 * reader.shape.block_groups[0].block_bytes)
     expected = model.generate(IDS, **GREEDY).sequences
     failures = []
     with KVStore(root) as store:

@@ -44,7 +44,7 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     assert found.shape == header.shape
     assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
-    assert digests.shape == (len(header.shape.lanes), header.shape.chunks)
+    assert digests.shape == (len(header.shape.block_groups), header.shape.chunks)
     assert nbytes >= found.file_bytes
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
@@ -70,18 +70,18 @@ def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(t
     name = segment_id(parent, chain[-1], geometry, "exact", order)
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
     blocks, put = [], {}
-    for lane in shape.lanes:
-        blocks.append(torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8))
-        for part in lane.parts:
+    for block_group in shape.block_groups:
+        blocks.append(torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8))
+        for part in block_group.parts:
             put[part] = torch.arange(part.heads * 64 * part.dim).view(part.heads, 64, part.dim).bfloat16() + part.layer
-            shape.pack(blocks[-1], lane, part, put[part])
+            shape.pack(blocks[-1], block_group, part, put[part])
     store = open_store(tmp_path)
     assert store.publish(header, chain, blocks)
     written = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
     assert written.startswith(WRITTEN_BEFORE[geometry][ordered])
     read = store.reader(name).shape
-    for lane, memory in zip(read.lanes, read_back(store, name), strict=True):
-        assert all(torch.equal(read.unpack(memory, lane, part), put[part]) for part in lane.parts)
+    for block_group, memory in zip(read.block_groups, read_back(store, name), strict=True):
+        assert all(torch.equal(read.unpack(memory, block_group, part), put[part]) for part in block_group.parts)
 
 
 def test_files_are_their_owners_alone(tmp_path):
@@ -127,7 +127,10 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     layout = KVLayout((LayerKV(1, 8, 1, 8),) * 3, torch.bfloat16)  # blocks with padding behind them
     shape = SegmentShape(layout, Geometry(), 48)
     header = SegmentHeader("ab" * 16, "model", shape, b"\1" * 16, 0, created=1.0)
-    blocks = [torch.randint(0, 256, (shape.chunks, lane.block_bytes), dtype=torch.uint8) for lane in shape.lanes]
+    blocks = [
+        torch.randint(0, 256, (shape.chunks, block_group.block_bytes), dtype=torch.uint8)
+        for block_group in shape.block_groups
+    ]
     store.publish(header, links(3), blocks)
     path = store.path(header.id)
     laid = lay_out(header, 3)
@@ -139,7 +142,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
         "chain": laid.chain.offset + 5,
         "digests": laid.digests.offset + 3,
         "first block": laid.blocks.offset,
-        "block padding": laid.blocks.offset + shape.lanes[0].payload_bytes + 1,
+        "block padding": laid.blocks.offset + shape.block_groups[0].payload_bytes + 1,
         "last block": laid.file_bytes - ALIGNMENT,
     }[region]
     data = bytearray(path.read_bytes())
@@ -263,6 +266,6 @@ def test_digests_of_blocks_are_those_of_their_bytes():
     assert [int(d) for d in table["xxh3"]] == [xxh3(bytes(row.tolist())) for row in blocks]
 
 
-def test_layout_used_here_has_two_kinds_of_lanes():
-    """So that the tests above cover lanes of different sizes."""
-    assert len({lane.block_bytes for lane in SegmentShape(LAYOUT, Geometry(), 16).lanes}) == 2
+def test_layout_used_here_has_two_kinds_of_block_groups():
+    """So that the tests above cover block groups of different sizes."""
+    assert len({block_group.block_bytes for block_group in SegmentShape(LAYOUT, Geometry(), 16).block_groups}) == 2

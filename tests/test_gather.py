@@ -18,19 +18,19 @@ LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)
 
 
 def made(tokens, geometry, ordered, seed):
-    """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each lane."""
+    """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each block group."""
     random = np.random.default_rng(seed)
     order = TokenOrder.by_importance(random.random((LAYERS, tokens))) if ordered else None
     shape = SegmentShape(LAYOUT, geometry, tokens, order)
     kv = {name: torch.from_numpy(random.random((LAYERS, HEADS, tokens, DIM), np.float32)) for name in ("key", "value")}
-    lanes = []
-    for lane in shape.lanes:
-        blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
-        for part in lane.parts:
+    block_groups = []
+    for block_group in shape.block_groups:
+        blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+        for part in block_group.parts:
             heads = slice(part.first_head, part.first_head + part.heads)
-            shape.pack(blocks, lane, part, kv[part.tensor][part.layer, heads])
-        lanes.append(blocks)
-    return shape, kv, lanes
+            shape.pack(blocks, block_group, part, kv[part.tensor][part.layer, heads])
+        block_groups.append(blocks)
+    return shape, kv, block_groups
 
 
 def scattered(blocks, chunks, slabs, random):
@@ -44,8 +44,8 @@ def scattered(blocks, chunks, slabs, random):
     return Blocks(np.asarray(chunks), memory, slab, slot)
 
 
-def heads_of(lane):
-    return {head for part in lane.parts for head in range(part.first_head, part.first_head + part.heads)}
+def heads_of(block_group):
+    return {head for part in block_group.parts for head in range(part.first_head, part.first_head + part.heads)}
 
 
 geometries = st.builds(
@@ -74,19 +74,19 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
     wanted = [[np.sort(random.permutation(tokens)[:count]) for _ in range(HEADS if sets else 1)] for _ in segments]
     if random.random() < 0.5:
         wanted = [[np.arange(tokens - count, tokens) for _ in one] for one in wanted]
-    for number, lane in enumerate(segments[0][0].lanes):
-        gather = Gather(segments[0][0], lane)
-        for at, ((shape, _, lanes), one) in enumerate(zip(segments, wanted, strict=True)):
-            chunks = shape.chunks_of(lane, np.unique(np.concatenate(one)))
+    for number, block_group in enumerate(segments[0][0].block_groups):
+        gather = Gather(segments[0][0], block_group)
+        for at, ((shape, _, block_groups), one) in enumerate(zip(segments, wanted, strict=True)):
+            chunks = shape.chunks_of(block_group, np.unique(np.concatenate(one)))
             if slabs:
-                blocks = scattered(lanes[number], chunks, slabs, random)
+                blocks = scattered(block_groups[number], chunks, slabs, random)
             else:
-                blocks = Blocks.alone(chunks, lanes[number][chunks])
+                blocks = Blocks.alone(chunks, block_groups[number][chunks])
             if not sets:
                 gather.add(shape, blocks, one[0], np.arange(count) + at * count)
-            for head in heads_of(lane) if sets else ():
+            for head in heads_of(block_group) if sets else ():
                 gather.add(shape, blocks, one[head], np.arange(count) + at * count, head)
-        for part in lane.parts:
+        for part in block_group.parts:
             target = torch.full((HEADS, 2 * count, DIM), -1.0)
             gather.copy(part, target)
             for head in range(part.first_head, part.first_head + part.heads):
@@ -114,16 +114,16 @@ def test_more_runs_take_no_more_steps(sets):
     """Every second block of one slab: as many steps for 8 runs as for 64."""
     geometry, steps = Geometry(4, 1), []
     for chunks in (16, 128):
-        shape, _, lanes = made(chunks * 4, geometry, False, 0)
+        shape, _, block_groups = made(chunks * 4, geometry, False, 0)
         held = np.arange(0, chunks, 2)
         tokens = (held[:, None] * 4 + np.arange(3)).ravel()
-        gather = Gather(shape, shape.lanes[0])
-        blocks = Blocks(held, (lanes[0],), np.zeros(len(held), np.int64), held)
+        gather = Gather(shape, shape.block_groups[0])
+        blocks = Blocks(held, (block_groups[0],), np.zeros(len(held), np.int64), held)
         for head in range(sets):
             gather.add(shape, blocks, tokens, np.arange(len(tokens)), head if sets > 1 else -1)
         target = torch.empty(HEADS, len(tokens), DIM)
-        gather.copy(shape.lanes[0].parts[0], target)
+        gather.copy(shape.block_groups[0].parts[0], target)
         with Calls() as calls:
-            gather.copy(shape.lanes[0].parts[0], target)
+            gather.copy(shape.block_groups[0].parts[0], target)
         steps.append(calls.count)
     assert steps[0] == steps[1]

@@ -1,4 +1,4 @@
-"""Geometry: every head of every layer has its place in exactly one lane, and no two places overlap."""
+"""Geometry: every head of every layer has its place in exactly one block group, and no two places overlap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError, FormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, lanes
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, block_groups
 
 layers = st.builds(
     LayerKV,
@@ -21,7 +21,7 @@ layers = st.builds(
     window=st.sampled_from([0, 0, 32, 64]),
     rotated=st.sampled_from(["", "key", "value"]),
     rotary_dims=st.integers(0, 8),
-    movable=st.booleans(),
+    position_independent=st.booleans(),
 )
 layouts = st.builds(
     KVLayout,
@@ -39,11 +39,11 @@ geometries = st.builds(
 
 
 @given(layouts, geometries)
-def test_every_head_lies_in_exactly_one_lane(layout, geometry):
+def test_every_head_lies_in_exactly_one_block_group(layout, geometry):
     seen = [
         (part.layer, part.tensor, part.first_head + head)
-        for lane in lanes(layout, geometry)
-        for part in lane.parts
+        for block_group in block_groups(layout, geometry)
+        for part in block_group.parts
         for head in range(part.heads)
     ]
     wanted = [
@@ -57,41 +57,41 @@ def test_every_head_lies_in_exactly_one_lane(layout, geometry):
 
 
 @given(layouts, geometries)
-def test_lanes_are_aligned_separate_windows_and_come_in_the_order_of_layers(layout, geometry):
-    made = lanes(layout, geometry)
-    assert [lane.index for lane in made] == list(range(len(made)))
-    assert [lane.layers[0] for lane in made] == sorted(lane.layers[0] for lane in made)
-    for lane in made:
-        assert lane.block_bytes % ALIGNMENT == 0
-        assert 0 <= lane.block_bytes - lane.payload_bytes < ALIGNMENT
-        assert {layout.layers[i].window for i in lane.layers} == {lane.window}
-        assert len(lane.layers) <= geometry.layers_per_block
-        offsets = [(part.offset, part.end) for part in lane.parts]
+def test_block_groups_are_aligned_separate_windows_and_come_in_the_order_of_layers(layout, geometry):
+    made = block_groups(layout, geometry)
+    assert [block_group.index for block_group in made] == list(range(len(made)))
+    assert [block_group.layers[0] for block_group in made] == sorted(block_group.layers[0] for block_group in made)
+    for block_group in made:
+        assert block_group.block_bytes % ALIGNMENT == 0
+        assert 0 <= block_group.block_bytes - block_group.payload_bytes < ALIGNMENT
+        assert {layout.layers[i].window for i in block_group.layers} == {block_group.window}
+        assert len(block_group.layers) <= geometry.layers_per_block
+        offsets = [(part.offset, part.end) for part in block_group.parts]
         assert offsets[0][0] == 0
         assert all(a[1] == b[0] for a, b in itertools.pairwise(offsets))
-        assert offsets[-1][1] == lane.payload_bytes
+        assert offsets[-1][1] == block_group.payload_bytes
 
 
 @given(layouts, geometries, st.integers(1, 200))
 def test_part_views_write_their_own_bytes_and_no_others(layout, geometry, tokens):
     shape = SegmentShape(layout, geometry, tokens)
-    lane = shape.lanes[-1]
-    blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
-    for number, part in enumerate(lane.parts, start=1):
+    block_group = shape.block_groups[-1]
+    blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+    for number, part in enumerate(block_group.parts, start=1):
         view = shape.field_views(blocks, part)[0]
         assert view.shape == (shape.chunks, part.heads, geometry.chunk_tokens, part.dim)
         view.fill_(number)
-    for number, part in enumerate(lane.parts, start=1):
+    for number, part in enumerate(block_group.parts, start=1):
         assert (shape.field_views(blocks, part)[0] == number).all()
-    assert (blocks[:, lane.payload_bytes :] == 0).all()
+    assert (blocks[:, block_group.payload_bytes :] == 0).all()
 
 
 @given(layouts, geometries, st.integers(1, 500))
 def test_segment_offsets_tile_the_file(layout, geometry, tokens):
     shape = SegmentShape(layout, geometry, tokens)
     assert (shape.chunks - 1) * geometry.chunk_tokens < tokens <= shape.chunks * geometry.chunk_tokens
-    sizes = [lane.block_bytes * shape.chunks for lane in shape.lanes]
-    assert [b - a for a, b in zip(shape.lane_offsets, shape.lane_offsets[1:], strict=False)] == sizes
+    sizes = [block_group.block_bytes * shape.chunks for block_group in shape.block_groups]
+    assert [b - a for a, b in zip(shape.group_offsets, shape.group_offsets[1:], strict=False)] == sizes
     assert shape.blocks_bytes == sum(sizes)
 
 
@@ -105,8 +105,8 @@ def test_bytes_per_token_of_a_known_model():
     """Qwen2.5-7B in bf16: 28 layers, 4 KV heads of 128: 56 KiB."""
     layout = KVLayout((LayerKV(4, 128, 4, 128),) * 28, torch.bfloat16)
     assert layout.bytes_per_token == 56 * 1024
-    blocks = lanes(layout, Geometry(chunk_tokens=16, layers_per_block=1))
-    assert {lane.block_bytes for lane in blocks} == {32 * 1024}
+    blocks = block_groups(layout, Geometry(chunk_tokens=16, layers_per_block=1))
+    assert {block_group.block_bytes for block_group in blocks} == {32 * 1024}
 
 
 @pytest.mark.parametrize(

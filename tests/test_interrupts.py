@@ -26,7 +26,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.sequence import SequenceState
-from hf_tiered_cache.stats import Account
+from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.storage import _seal
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
@@ -49,12 +49,12 @@ class Interrupt(KeyboardInterrupt):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """Two segments of ten chunks, and their blocks by segment and lane."""
+    """Two segments of ten chunks, and their blocks by segment and block group."""
     store, blocks = open_store(tmp_path_factory.mktemp("store")), {}
     for seed in "ab":
-        header, chain, lanes = segment(links(CHUNKS, seed))
-        store.publish(header, chain, lanes)
-        blocks |= {(header.id, lane): data for lane, data in enumerate(lanes)}
+        header, chain, block_groups = segment(links(CHUNKS, seed))
+        store.publish(header, chain, block_groups)
+        blocks |= {(header.id, block_group): data for block_group, data in enumerate(block_groups)}
     return [store.reader(name) for name in sorted({name for name, _ in blocks})], blocks
 
 
@@ -94,10 +94,10 @@ def interrupted(action, when, where=(f"{os.sep}tiers{os.sep}",)):
 def check_whole(residency, readers, blocks):
     """Every block comes, and is right; afterwards nothing is held."""
     for reader in readers:
-        for lane in (0, 1):
-            lease = residency.fetch([BlockRequest(reader, lane, np.arange(CHUNKS))], CPU, Account())
+        for block_group in (0, 1):
+            lease = residency.fetch([BlockRequest(reader, block_group, np.arange(CHUNKS))], CPU, StatsCollector())
             lease.wait()
-            assert torch.equal(torch.cat([run for _, run in runs_of(lease)]), blocks[reader.id, lane])
+            assert torch.equal(torch.cat([run for _, run in runs_of(lease)]), blocks[reader.id, block_group])
             lease.release()
     del lease
     deadline = time.monotonic() + 10
@@ -122,8 +122,8 @@ def test_an_interrupt_at_any_step_leaves_nothing_held(stored, when, host, device
     residency = Residency(host * 4096, device * 4096, device_types=kinds, direct=direct)
     first, second = readers
 
-    def serve(reader, lane):
-        lease = residency.fetch([BlockRequest(reader, lane, np.arange(CHUNKS))], CPU, Account())
+    def serve(reader, block_group):
+        lease = residency.fetch([BlockRequest(reader, block_group, np.arange(CHUNKS))], CPU, StatsCollector())
         lease.wait()
         lease.release()
 
@@ -157,7 +157,7 @@ def test_real_signals_leave_nothing_held(stored):
             try:
                 signal.setitimer(signal.ITIMER_REAL, 1e-5 + 1e-3 * generator.random())
                 for reader in readers:
-                    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
+                    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
                     lease.wait()
                     lease.release()
                 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -251,10 +251,10 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     monkeypatch.setattr(residency_module, "copy_stream", lambda device: Slow())
     residency = Residency(60 * 4096, device * 4096, device_types=frozenset({"cpu"}))
     for _ in range(3):
-        lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, Account())
+        lease = residency.fetch([BlockRequest(readers[0], 0, np.arange(CHUNKS))], CPU, StatsCollector())
         lease.wait()
         lease.release()
-    held = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, Account())
+    held = residency.fetch([BlockRequest(readers[1], 0, np.arange(CHUNKS))], CPU, StatsCollector())
     held.wait()
     residency.clear()
     assert torch.equal(torch.cat([run for _, run in runs_of(held)]), blocks[readers[1].id, 0])

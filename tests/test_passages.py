@@ -278,15 +278,15 @@ def test_found_against_trying_everything(passages, data):
     parts = data.draw(st.lists(st.sampled_from(passages) | st.lists(st.integers(0, 2), max_size=20), max_size=5))
     tokens = np.array([token for part in parts for token in part], np.int64)
     start = data.draw(st.integers(0, 20))
-    spots = find_passages(tokens, chain, lambda links: [row for row in rows if row.first in links], start)
+    matches = find_passages(tokens, chain, lambda links: [row for row in rows if row.first in links], start)
     whole = [np.array(passage[: len(passage) // 16 * 16]) for passage in passages]
-    for spot in spots:  # each is there
-        assert spot.at >= start
+    for match in matches:  # each is there
+        assert match.at >= start
         assert any(
-            len(p) >= spot.stop - spot.at and (tokens[spot.at : spot.stop] == p[: spot.stop - spot.at]).all()
+            len(p) >= match.stop - match.at and (tokens[match.at : match.stop] == p[: match.stop - match.at]).all()
             for p in whole
         )
-    for one, other in itertools.pairwise(spots):
+    for one, other in itertools.pairwise(matches):
         assert one.stop <= other.at
     longest = 0
     for at in range(start, len(tokens)):
@@ -294,7 +294,7 @@ def test_found_against_trying_everything(passages, data):
             count = min(len(passage), len(tokens) - at)
             same = tokens[at : at + count] == passage[:count]
             longest = max(longest, (count if same.all() else int(np.argmin(same))) // 16)
-    assert max((spot.links for spot in spots), default=0) == longest
+    assert max((match.links for match in matches), default=0) == longest
 
 
 def row_of(chain, tokens):
@@ -348,7 +348,7 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
         reader = again._storage.disk.reader(row.id)
         data = bytearray(again._storage.disk.path(row.id).read_bytes())
         for chunk in range(reader.shape.chunks):
-            data[reader.header.blocks.offset + chunk * reader.shape.lanes[0].block_bytes] ^= 1
+            data[reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes] ^= 1
         again._storage.disk.path(row.id).write_bytes(data)
         ours, cache = ask(model, again, PROMPT, CacheTune(recompute=0.0))
         left = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]

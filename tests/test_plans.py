@@ -22,7 +22,7 @@ from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.patches import rotary
 from hf_tiered_cache.patches.scope import current
-from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup, Situation
+from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice
 
 TOKENS = 130
 LAYERS = 6
@@ -36,11 +36,11 @@ class Chosen(Method):
     dropped: tuple[frozenset[int], ...] = ()
     seen: list = field(default_factory=list)
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        must = {*range(situation.restorable, situation.columns)}
-        must |= {*range(situation.columns - situation.must_compute, situation.columns)}
-        columns, result = (set(self.first) & set(range(situation.columns))) | must, []
-        for layer in range(situation.layers):
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        must = {*range(context.restorable, context.columns)}
+        must |= {*range(context.columns - context.must_compute, context.columns)}
+        columns, result = (set(self.first) & set(range(context.columns))) | must, []
+        for layer in range(context.layers):
             columns = columns - (self.dropped[layer] if layer < len(self.dropped) else frozenset()) | must
             result.append(np.array(sorted(columns)))
         self.seen.append(result)
@@ -210,7 +210,7 @@ def moved(store, place, request, sequence):
     reader = store._storage.disk.reader(row.id)
     tokens = reader.shape.tokens
     computed = np.r_[0:place, place + tokens : request.columns]
-    group = RowGroup((0,), 0, (Piece(reader, 0, tokens, place),))
+    group = RowGroup((0,), 0, (SegmentSlice(reader, 0, tokens, place),))
     return Plan(0, request.columns, (computed,) * len(reader.shape.layout.layers), (group,))
 
 
@@ -277,9 +277,9 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
 class Plain(Method):
     """Exact reuse under another geometry."""
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        first = min(situation.restorable, situation.columns - situation.must_compute)
-        return (np.arange(first, situation.columns),) * situation.layers
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        first = min(context.restorable, context.columns - context.must_compute)
+        return (np.arange(first, context.columns),) * context.layers
 
 
 @pytest.mark.parametrize(

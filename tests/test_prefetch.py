@@ -17,9 +17,9 @@ from hf_tiered_cache.errors import IntegrityError, RestoreError
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.fetch import Fetcher
-from hf_tiered_cache.restore.plan import Piece, Plan, RowGroup
+from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
-from hf_tiered_cache.stats import Account
+from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiers.blocks import Blocks
 from hf_tiered_cache.tiers.lease import LeasedBlocks
 
@@ -51,16 +51,16 @@ class Lease:
 
 
 class Residency:
-    """Notes what is fetched. One lane fails: when it is waited for, or at once."""
+    """Notes what is fetched. One block group fails: when it is waited for, or at once."""
 
     def __init__(self, fails_at=None, error=None, at_once=False):
         self.fetched, self.leases, self.fails_at, self.error, self.at_once = [], [], fails_at, error, at_once
 
-    def fetch(self, requests, device, account, ahead):
-        fails = any(lane == self.fails_at for _, lane, _ in requests)
+    def fetch(self, requests, device, collector, ahead):
+        fails = any(block_group == self.fails_at for _, block_group, _ in requests)
         if self.at_once and fails:
             raise self.error
-        self.fetched.extend((reader.id, lane, chunks.tolist()) for reader, lane, chunks in requests)
+        self.fetched.extend((reader.id, block_group, chunks.tolist()) for reader, block_group, chunks in requests)
         self.leases.append(Lease(requests, self.error if fails else None))
         return self.leases[-1]
 
@@ -70,14 +70,16 @@ def plan(segments=(320,), suffix=10, windows=(0,) * LAYERS, geometry=None):
     layout = KVLayout(tuple(LayerKV(2, 16, 2, 16, window=w) for w in windows), torch.float32)
     pieces, at = [], 0
     for number, tokens in enumerate(segments):
-        pieces.append(Piece(Reader(str(number), SegmentShape(layout, geometry or Geometry(), tokens)), 0, tokens, at))
+        pieces.append(
+            SegmentSlice(Reader(str(number), SegmentShape(layout, geometry or Geometry(), tokens)), 0, tokens, at)
+        )
         at += tokens
     return Plan(0, at + suffix, (np.arange(at, at + suffix),) * LAYERS, (RowGroup((0,), 0, tuple(pieces)),))
 
 
 def prefetch(made, ahead, residency=None):
     residency = residency or Residency()
-    fetch = Prefetch(made, Fetcher(residency, Account(), lambda layer: CPU), ahead)
+    fetch = Prefetch(made, Fetcher(residency, StatsCollector(), lambda layer: CPU), ahead)
     fetch.start()
     return fetch, residency
 
@@ -86,23 +88,25 @@ def prefetch(made, ahead, residency=None):
 def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segments):
     made = plan(segments)
     fetch, residency = prefetch(made, ahead << 10)
-    largest = max(p.reader.shape.lanes[0].block_bytes * p.reader.shape.chunks for p in made.groups[0].pieces)
+    largest = max(p.reader.shape.block_groups[0].block_bytes * p.reader.shape.chunks for p in made.groups[0].pieces)
     for layer in range(LAYERS):
         list(fetch.units(layer))
         assert fetch._under_way <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead
         fetch.done(layer)
         if ahead == 0:
-            assert all(lane * 4 <= layer for _, lane, _ in residency.fetched)  # nothing before it is needed
-    lanes = [lane for _, lane, _ in residency.fetched]
-    assert lanes == sorted(lanes)
+            assert all(
+                block_group * 4 <= layer for _, block_group, _ in residency.fetched
+            )  # nothing before it is needed
+    block_groups = [block_group for _, block_group, _ in residency.fetched]
+    assert block_groups == sorted(block_groups)
     assert len(residency.fetched) == len(segments) * 3
     assert [lease.released for lease in residency.leases] == [1] * len(residency.leases)
     assert fetch._under_way == 0
 
 
-def test_the_next_lanes_are_under_way_before_the_first_layer_has_its_own():
+def test_the_next_block_groups_are_under_way_before_the_first_layer_has_its_own():
     fetch, residency = prefetch(plan(), 1 << 30)
-    assert [lane for _, lane, _ in residency.fetched] == [0, 1, 2]
+    assert [block_group for _, block_group, _ in residency.fetched] == [0, 1, 2]
     fetch.fetcher.cancel()
     fetch.fetcher.cancel()
     assert all(lease.released for lease in residency.leases)
@@ -111,18 +115,18 @@ def test_the_next_lanes_are_under_way_before_the_first_layer_has_its_own():
 def test_nothing_is_fetched_before_the_start():
     """Who starts it has first seen to it that it is cancelled."""
     residency = Residency()
-    fetch = Prefetch(plan(), Fetcher(residency, Account(), lambda layer: CPU), 1 << 30)
+    fetch = Prefetch(plan(), Fetcher(residency, StatsCollector(), lambda layer: CPU), 1 << 30)
     assert residency.fetched == []
     fetch.start()
     assert len(residency.fetched) == 3
 
 
-def test_one_lane_is_always_under_way_while_another_is_in_use():
-    """However large lanes are: the disk does not rest while layers compute."""
+def test_one_block_group_is_always_under_way_while_another_is_in_use():
+    """However large block groups are: the disk does not rest while layers compute."""
     fetch, residency = prefetch(plan(), 1)
     for layer in range(LAYERS):
         fetch.units(layer)
-        assert [lane for _, lane, _ in residency.fetched] == list(range(min(3, layer // 4 + 2)))
+        assert [block_group for _, block_group, _ in residency.fetched] == list(range(min(3, layer // 4 + 2)))
         fetch.done(layer)
     assert fetch._under_way == 0
 
@@ -130,11 +134,11 @@ def test_one_lane_is_always_under_way_while_another_is_in_use():
 def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
     made = plan((320,), windows=(0, 40) * (LAYERS // 2))
     _, residency = prefetch(made, 1 << 30)
-    lanes = made.groups[0].pieces[0].reader.shape.lanes
-    chunks = {lane: chunks for _, lane, chunks in residency.fetched}
-    for lane in lanes:
-        first = (320 - 39) // 16 if lane.window else 0
-        assert chunks[lane.index] == list(range(first, 20))
+    block_groups = made.groups[0].pieces[0].reader.shape.block_groups
+    chunks = {block_group: chunks for _, block_group, chunks in residency.fetched}
+    for block_group in block_groups:
+        first = (320 - 39) // 16 if block_group.window else 0
+        assert chunks[block_group.index] == list(range(first, 20))
 
 
 @pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, period=1, subperiod=1, ahead_bytes=0)])
@@ -172,7 +176,7 @@ def test_a_failing_block_names_its_segment(error):
         list(fetch.units(4))
     assert caught.value.segment == "0"
     assert caught.value.__cause__ is error
-    stats = fetch.fetcher.account.stats
+    stats = fetch.fetcher.collector.stats
     assert (stats.verification_failures, stats.read_errors) == ((1, 0) if error is ERRORS[-1] else (0, 1))
     fetch.fetcher.cancel()
     assert all(lease.released for lease in residency.leases)
@@ -181,7 +185,7 @@ def test_a_failing_block_names_its_segment(error):
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
 def test_a_fetch_that_cannot_begin_names_its_segment_and_leaves_nothing_held(ahead):
     residency = Residency(1, RuntimeError("planted"), at_once=True)
-    fetch = Prefetch(plan((160, 160)), Fetcher(residency, Account(), lambda layer: CPU), ahead)
+    fetch = Prefetch(plan((160, 160)), Fetcher(residency, StatsCollector(), lambda layer: CPU), ahead)
     with pytest.raises(RestoreError, match="planted") as caught:
         fetch.start()
         for layer in range(LAYERS):

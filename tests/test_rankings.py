@@ -127,7 +127,7 @@ def test_a_passage_stored_without_scores_goes_by_its_order(store):
     before, _ = ask(model, store, PROMPT, method)
     for row in store.segments():
         reader = store._storage.disk.reader(row.id)
-        store._storage.upkeep._replace(row.id, reader.shape.geometry, replace(reader.shape.order, importance=None))
+        store._storage.rewriter._replace(row.id, reader.shape.geometry, replace(reader.shape.order, importance=None))
     assert all(order.importance is None for order in orders_in(store).values())
     after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)

@@ -12,7 +12,7 @@ from segments import LAYOUT, links, open_store, read_back, segment
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.geometry import Geometry, KeyIndex
 from hf_tiered_cache.methods import METHODS
-from hf_tiered_cache.store.relayout import laid_out_anew
+from hf_tiered_cache.store.relayout import relayout_segment
 
 geometries = st.builds(
     Geometry,
@@ -26,12 +26,12 @@ geometries = st.builds(
 
 
 def tensors(reader, blocks):
-    """Every layer's keys and values, `[heads, tokens, dim]`, from the lanes of `read_back`; an index must agree."""
+    """Every layer's keys and values, `[heads, tokens, dim]`, from what `read_back` gives; an index must agree."""
     found = {}
-    for lane, memory in zip(reader.shape.lanes, blocks, strict=True):
-        for part in lane.parts:
-            mine = reader.shape.unpack(memory, lane, part).view(torch.int32)  # random bytes: not all are numbers
-            if lane.identifies:
+    for block_group, memory in zip(reader.shape.block_groups, blocks, strict=True):
+        for part in block_group.parts:
+            mine = reader.shape.unpack(memory, block_group, part).view(torch.int32)  # random bytes: not all are numbers
+            if block_group.identifies:
                 assert torch.equal(mine, found[part.layer, part.tensor][part.first_head : part.first_head + part.heads])
             else:
                 whole = found.setdefault(
@@ -44,10 +44,10 @@ def tensors(reader, blocks):
 @given(geometries.filter(lambda geometry: geometry.index is None), geometries, st.integers(1, 7))
 def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, lanes = segment(links(count), geometry=before, model={"name": "small"}, label="a text")
-    assert store.publish(header, chain, lanes)
+    header, chain, block_groups = segment(links(count), geometry=before, model={"name": "small"}, label="a text")
+    assert store.publish(header, chain, block_groups)
     old = store.reader(header.id)
-    new_header, new_links, blocks = laid_out_anew(old, after)
+    new_header, new_links, blocks = relayout_segment(old, after)
     assert store.publish(new_header, new_links, blocks)
     new = store.reader(new_header.id)
     assert new.shape.geometry == after
@@ -90,7 +90,7 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
         reader = store._storage.disk.reader(row.id)
         path = store._storage.disk.path(row.id)
         data = bytearray(path.read_bytes())
-        data[reader.header.blocks.offset + 5 * reader.shape.lanes[0].block_bytes] ^= 1
+        data[reader.header.blocks.offset + 5 * reader.shape.block_groups[0].block_bytes] ^= 1
         path.write_bytes(data)
         assert store.relayout(Geometry(32, 1), progress=False) == 0
         assert store.stats.verification_failures == 1

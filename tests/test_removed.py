@@ -12,7 +12,7 @@ from segments import links, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.stats import Account
+from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiers.lease import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
 
@@ -46,7 +46,7 @@ def ask(model, store, shift=0.0):
 
 def in_memory(store):
     store._storage.writer.flush()  # what follows a look-up is done then
-    return store._storage.residency.segments() | set(store._storage.upkeep.importance._mass)
+    return store._storage.residency.segments() | set(store._storage.rewriter.importance._mass)
 
 
 actions = st.lists(
@@ -135,14 +135,14 @@ def test_a_dropped_write_leaves_nothing_in_memory(model, tmp_path):
 def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
     """Its own blocks, admitted before it lost, are of other content."""
     store, residency = open_store(tmp_path), Residency(1 << 20)
-    header, chain, lanes = segment(links(6))
-    mine = torch.zeros_like(lanes[0])
+    header, chain, block_groups = segment(links(6))
+    mine = torch.zeros_like(block_groups[0])
     residency.admit((header.id, 0, 123), mine)
-    store.publish(header, chain, lanes)
+    store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
-    lease = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, Account())
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, StatsCollector())
     lease.wait()
-    assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), lanes[0])
+    assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), block_groups[0])
     lease.release()
     assert (residency.host.lookup((header.id, 0, 123), np.arange(6)) < 0).all()
 
@@ -150,16 +150,16 @@ def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
 def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
     store, residency = open_store(tmp_path), Residency(1 << 20)
     store.on_gone.append(residency.forget)
-    header, chain, lanes = segment(links(6))
-    store.publish(header, chain, lanes)
+    header, chain, block_groups = segment(links(6))
+    store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
-    before = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, Account())
+    before = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, StatsCollector())
     before.wait()
     store.remove([header.id])
-    after = residency.fetch([BlockRequest(reader, 1, np.arange(6))], CPU, Account())
+    after = residency.fetch([BlockRequest(reader, 1, np.arange(6))], CPU, StatsCollector())
     after.wait()
-    for lane, lease in enumerate((before, after)):
-        assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), lanes[lane])
+    for block_group, lease in enumerate((before, after)):
+        assert torch.equal(torch.cat([blocks for _, blocks in runs_of(lease)]), block_groups[block_group])
         lease.release()
     assert residency.segments() == set()
     (pool,) = residency.host.pools()
@@ -169,11 +169,11 @@ def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
 
 def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
     mine, other = open_store(tmp_path), open_store(tmp_path)
-    header, chain, lanes = segment(links(6), fill=1)
-    mine.publish(header, chain, lanes)
+    header, chain, block_groups = segment(links(6), fill=1)
+    mine.publish(header, chain, block_groups)
     before = mine.reader(header.id)
     other.remove([header.id])
-    other.publish(header, chain, [torch.full_like(blocks, 2) for blocks in lanes])
+    other.publish(header, chain, [torch.full_like(blocks, 2) for blocks in block_groups])
     after = mine.reader(header.id)
     assert before.gone
     assert after is mine.reader(header.id)

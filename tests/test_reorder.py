@@ -23,7 +23,7 @@ from hf_tiered_cache.forward_pass import RestoringForward
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from hf_tiered_cache.methods import METHODS, Impress
 from hf_tiered_cache.restore.fetch import FetchUnit
-from hf_tiered_cache.store.relayout import laid_out_anew
+from hf_tiered_cache.store.relayout import relayout_segment
 from hf_tiered_cache.tiers.importance import TokenImportance
 
 LAYERS = len(LAYOUT.layers)
@@ -39,7 +39,7 @@ def shuffle(store, seed=0):
     for row in store.segments():
         reader = store._storage.disk.reader(row.id)
         order = random_order(len(reader.shape.layout.layers), reader.shape.tokens, seed)
-        assert store._storage.upkeep._replace(row.id, reader.shape.geometry, order)
+        assert store._storage.rewriter._replace(row.id, reader.shape.geometry, order)
         assert store._storage.disk.reader(row.id) is None
         assert not store._storage.disk.path(row.id).exists()
 
@@ -62,14 +62,14 @@ def test_the_most_important_come_first_and_equals_as_they_were():
 @given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 99))
 def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, count, seed):
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, lanes = segment(links(count), geometry=before)
-    assert store.publish(header, chain, lanes)
+    header, chain, block_groups = segment(links(count), geometry=before)
+    assert store.publish(header, chain, block_groups)
     plain = store.reader(header.id)
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
     scored = replace(random_order(LAYERS, 16 * count, seed + 1), importance=np.arange(16 * count, dtype=np.float32))
     for order in (random_order(LAYERS, 16 * count, seed), scored, None):
-        new_header, new_links, blocks = laid_out_anew(last, after, order)
+        new_header, new_links, blocks = relayout_segment(last, after, order)
         assert store.publish(new_header, new_links, blocks)
         last = store.reader(new_header.id)
         assert (last.shape.order is None) == (order is None)
@@ -87,19 +87,19 @@ def test_tokens_are_where_the_shape_says(geometry, tokens, seed, data):
     layout = KVLayout((LayerKV(2, 4, 2, 4), LayerKV(2, 4, 2, 4, window=8), None, LayerKV(2, 4, 2, 4)), torch.float32)
     shape = SegmentShape(layout, geometry, tokens, random_order(4, tokens, seed))
     wanted = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
-    for lane in shape.lanes:
-        places = shape.places(lane, np.arange(tokens))
+    for block_group in shape.block_groups:
+        places = shape.places(block_group, np.arange(tokens))
         assert sorted(places.tolist()) == list(range(tokens))
-        assert shape.ordered(lane) == (not lane.window and not lane.identifies)
-        chunks = shape.chunks_of(lane, wanted)
+        assert shape.ordered(block_group) == (not block_group.window and not block_group.identifies)
+        chunks = shape.chunks_of(block_group, wanted)
         assert set(chunks.tolist()) == {int(places[token]) // geometry.chunk_tokens for token in wanted}
         for chunk in range(shape.chunks):
             inside = [token for token in range(tokens) if places[token] // geometry.chunk_tokens == chunk]
-            assert shape.first_token(lane, chunk) == min(inside)
+            assert shape.first_token(block_group, chunk) == min(inside)
         some = wanted[np.isin(places[wanted] // geometry.chunk_tokens, chunks[:1])]
-        unit = FetchUnit(SimpleNamespace(shape=shape), lane)
-        unit.use(lane.layers, [wanted])
-        assert unit.bytes_used(chunks[:1]) == len(some) * lane.payload_bytes // geometry.chunk_tokens
+        unit = FetchUnit(SimpleNamespace(shape=shape), block_group)
+        unit.use(block_group.layers, [wanted])
+        assert unit.bytes_used(chunks[:1]) == len(some) * block_group.payload_bytes // geometry.chunk_tokens
 
 
 # --- whoever reads it
@@ -265,24 +265,24 @@ def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
         shuffle(store)
         (row,) = store.segments()
         reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
-    chunk, lane = 5, reader.shape.lanes[0]
+    chunk, block_group = 5, reader.shape.block_groups[0]
     data = bytearray(path.read_bytes())
-    blocks = reader.header.blocks.offset + chunk * lane.block_bytes
+    blocks = reader.header.blocks.offset + chunk * block_group.block_bytes
     data[reader.header.order.offset + 8 if region == "order" else blocks] ^= 1
     path.write_bytes(data)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), None)
         assert torch.equal(found.sequences, expected.sequences)
         assert store.stats.verification_failures + store.stats.damaged_files > 0
-        whole = 0 if region == "order" else reader.shape.first_token(lane, chunk) // 16 * 16
+        whole = 0 if region == "order" else reader.shape.first_token(block_group, chunk) // 16 * 16
         assert cache.stats.tokens_restored == whole
 
 
 def test_a_version_that_knows_no_order_would_leave_such_a_file_alone(tmp_path):
     store = open_store(tmp_path)
-    header, chain, lanes = segment(links(3))
-    store.publish(header, chain, lanes)
-    new, new_links, blocks = laid_out_anew(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
+    header, chain, block_groups = segment(links(3))
+    store.publish(header, chain, block_groups)
+    new, new_links, blocks = relayout_segment(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
     store.publish(new, new_links, blocks)
     versions = {i: int.from_bytes(store.path(i).read_bytes()[8:12], "little") for i in (header.id, new.id)}
     assert versions == {header.id: 1, new.id: 2}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from segments import links, open_store, runs_of, segment
 
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
-from hf_tiered_cache.stats import Account
+from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
@@ -33,20 +33,20 @@ CHUNKS = 10
 
 @pytest.fixture
 def stored(tmp_path):
-    """A store with two segments of ten chunks, and their blocks by segment and lane."""
+    """A store with two segments of ten chunks, and their blocks by segment and block group."""
     store = open_store(tmp_path)
     blocks = {}
     for seed in "ab":
-        header, chain, lanes = segment(links(CHUNKS, seed))
-        store.publish(header, chain, lanes)
-        for lane, data in enumerate(lanes):
-            blocks[header.id, lane] = data
+        header, chain, block_groups = segment(links(CHUNKS, seed))
+        store.publish(header, chain, block_groups)
+        for block_group, data in enumerate(block_groups):
+            blocks[header.id, block_group] = data
     readers = [store.reader(i) for i in sorted({key[0] for key in blocks})]
     return store, readers, blocks
 
 
-def fetch(residency, reader, lane, chunks, account=None, release=True):
-    lease = residency.fetch([BlockRequest(reader, lane, np.asarray(chunks))], CPU, account or Account())
+def fetch(residency, reader, block_group, chunks, collector=None, release=True):
+    lease = residency.fetch([BlockRequest(reader, block_group, np.asarray(chunks))], CPU, collector or StatsCollector())
     lease.wait()
     got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
     if release:
@@ -57,7 +57,7 @@ def fetch(residency, reader, lane, chunks, account=None, release=True):
 def fetch_fails(residency, reader, error):
     """Now, or when it is waited for."""
     with pytest.raises(error):
-        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
+        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
         try:
             lease.wait()
         finally:
@@ -69,15 +69,15 @@ def nothing_is_pinned(residency):
     return not any(pool.pins.any() for tier in tiers for pool in tier._pools.values())
 
 
-def check(got, blocks, reader, lane, chunks):
+def check(got, blocks, reader, block_group, chunks):
     assert sorted(got) == sorted(chunks)
     for chunk, block in got.items():
-        assert torch.equal(block, blocks[reader.id, lane][chunk])
+        assert torch.equal(block, blocks[reader.id, block_group][chunk])
 
 
-def tiers_of(residency, reader, lane):
+def tiers_of(residency, reader, block_group):
     """In which tiers each chunk lies."""
-    owner, chunks = reader.owner(lane), np.arange(CHUNKS)
+    owner, chunks = reader.owner(block_group), np.arange(CHUNKS)
     result = [set() for _ in chunks]
     for name, tier in [("host", residency.host), *(("device", t) for t in residency.devices.values())]:
         for chunk in np.flatnonzero(tier.lookup(owner, chunks) >= 0):
@@ -100,9 +100,9 @@ def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, dev
     residency = Residency(
         host * 4096, device * 4096, policy, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
     )
-    for which, lane, chunks in asked:
+    for which, block_group, chunks in asked:
         chunks = sorted(chunks)
-        check(fetch(residency, readers[which], lane, chunks), blocks, readers[which], lane, chunks)
+        check(fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks)
         assert residency.host.allocated <= residency.host.budget
         assert all(tier.allocated <= tier.budget for tier in residency.devices.values())
         for reader in readers:
@@ -117,17 +117,19 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, devi
     residency = Residency(
         host * 4096, device * 4096, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
     )
-    for which, lane, chunks in asked:
+    for which, block_group, chunks in asked:
         chunks = np.array(sorted(chunks))
         with patch.object(pool_module.Tier, "own_memory", lambda self, rest, size: iter([1 / 0] if len(rest) else [])):
-            lease = residency.fetch([BlockRequest(readers[which], lane, chunks)], CPU, Account(), ahead=True)
+            lease = residency.fetch(
+                [BlockRequest(readers[which], block_group, chunks)], CPU, StatsCollector(), ahead=True
+            )
             lease.wait()
         got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
-        check(got, blocks, readers[which], lane, lease.leased[0].chunks.tolist())
+        check(got, blocks, readers[which], block_group, lease.leased[0].chunks.tolist())
         assert np.isin(lease.leased[0].chunks, chunks).all()
         lease.release()
         check(
-            fetch(residency, readers[which], lane, chunks), blocks, readers[which], lane, chunks
+            fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks
         )  # now they are needed
     assert nothing_is_pinned(residency)
 
@@ -136,22 +138,22 @@ def test_what_there_is_room_for_comes_ahead_whole(stored):
     _, (reader, _), _ = stored
     residency = Residency(1 << 20)
     for expected in (0, CHUNKS):  # the second time from memory
-        account = Account()
-        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, account, ahead=True)
+        collector = StatsCollector()
+        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector, ahead=True)
         lease.wait()
         assert lease.leased[0].chunks.tolist() == list(range(CHUNKS))
-        assert account.stats.host.hits == expected
+        assert collector.stats.host.hits == expected
         lease.release()
 
 
 def test_a_second_fetch_reads_nothing(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
-    first, second = Account(), Account()
+    first, second = StatsCollector(), StatsCollector()
     check(fetch(residency, reader, 0, range(CHUNKS), first), blocks, reader, 0, range(CHUNKS))
     check(fetch(residency, reader, 0, range(CHUNKS), second), blocks, reader, 0, range(CHUNKS))
     assert (first.stats.disk.hits, first.stats.host.misses) == (CHUNKS, CHUNKS)
-    assert first.stats.bytes_read == CHUNKS * reader.shape.lanes[0].block_bytes
+    assert first.stats.bytes_read == CHUNKS * reader.shape.block_groups[0].block_bytes
     assert (second.stats.host.hits, second.stats.disk.blocks, second.stats.bytes_read) == (CHUNKS, 0, 0)
 
 
@@ -159,11 +161,11 @@ def test_only_what_is_missing_is_read(stored):
     _, (reader, _), _ = stored
     residency = Residency(1 << 20)
     fetch(residency, reader, 0, [2, 3, 7])
-    account = Account()
-    got, lease = fetch(residency, reader, 0, range(CHUNKS), account, release=False)
+    collector = StatsCollector()
+    got, lease = fetch(residency, reader, 0, range(CHUNKS), collector, release=False)
     assert lease.leased[0].from_disk.tolist() == [0, 1, 4, 5, 6, 8, 9]
     assert (
-        account.stats.bytes_read == CHUNKS * reader.shape.lanes[0].block_bytes
+        collector.stats.bytes_read == CHUNKS * reader.shape.block_groups[0].block_bytes
     )  # small gaps are read through, and counted
     assert len(got) == CHUNKS
     lease.release()
@@ -171,19 +173,19 @@ def test_only_what_is_missing_is_read(stored):
 
 def test_a_block_moves_up_to_the_device_and_down_when_it_is_evicted(stored):
     _, (a, b), blocks = stored
-    size = a.shape.lanes[0].block_bytes
+    size = a.shape.block_groups[0].block_bytes
     residency = Residency(1 << 20, CHUNKS * size + 4096, device_types=frozenset({"cpu"}))
     fetch(residency, a, 0, range(CHUNKS))
     assert tiers_of(residency, a, 0) == [{"device"}] * CHUNKS
     fetch(residency, b, 0, range(CHUNKS))
     assert tiers_of(residency, b, 0) == [{"device"}] * CHUNKS
     assert tiers_of(residency, a, 0) == [{"host"}] * CHUNKS
-    account = Account()
-    check(fetch(residency, a, 0, range(CHUNKS), account), blocks, a, 0, range(CHUNKS))
-    assert (account.stats.host.hits, account.stats.disk.blocks) == (CHUNKS, 0)
-    account = Account()
-    fetch(residency, a, 0, range(CHUNKS), account)
-    assert (account.stats.device.hits, account.stats.host.hits, account.stats.bytes_read) == (CHUNKS, 0, 0)
+    collector = StatsCollector()
+    check(fetch(residency, a, 0, range(CHUNKS), collector), blocks, a, 0, range(CHUNKS))
+    assert (collector.stats.host.hits, collector.stats.disk.blocks) == (CHUNKS, 0)
+    collector = StatsCollector()
+    fetch(residency, a, 0, range(CHUNKS), collector)
+    assert (collector.stats.device.hits, collector.stats.host.hits, collector.stats.bytes_read) == (CHUNKS, 0, 0)
 
 
 def test_with_gds_blocks_come_from_disk_to_the_device_without_the_host(stored):
@@ -203,32 +205,34 @@ def test_a_batch_is_one_submission_and_brings_each_its_own(stored, monkeypatch):
         return real(ops)
 
     monkeypatch.setattr(a.backend, "read", submit)
-    residency, account = Residency(1 << 20), Account()
+    residency, collector = Residency(1 << 20), StatsCollector()
     fetch(residency, b, 0, [3])
     submitted.clear()
     wanted = [(a, 0, [0, 1, 7]), (b, 0, [2, 3, 4]), (a, 1, [9])]
-    lease = residency.fetch([BlockRequest(r, lane, np.array(chunks)) for r, lane, chunks in wanted], CPU, account)
+    lease = residency.fetch(
+        [BlockRequest(r, block_group, np.array(chunks)) for r, block_group, chunks in wanted], CPU, collector
+    )
     lease.wait()
-    for (reader, lane, chunks), leased in zip(wanted, lease.leased, strict=True):
+    for (reader, block_group, chunks), leased in zip(wanted, lease.leased, strict=True):
         got = {first + i: block for first, run in leased.arrived.runs() for i, block in enumerate(run)}
-        check(got, blocks, reader, lane, chunks)
+        check(got, blocks, reader, block_group, chunks)
     lease.release()
     assert len(submitted) == 1
     assert [leased.from_disk.tolist() for leased in lease.leased] == [[0, 1, 7], [2, 4], [9]]
-    assert (account.stats.host.hits, account.stats.disk.blocks) == (1, 6)
+    assert (collector.stats.host.hits, collector.stats.disk.blocks) == (1, 6)
     assert nothing_is_pinned(residency)
 
 
 def test_what_one_request_of_a_batch_needs_is_not_evicted_for_another(stored):
     _, (a, b), _ = stored
-    size = a.shape.lanes[0].block_bytes
-    residency, account = Residency(CHUNKS * size + 4096), Account()
+    size = a.shape.block_groups[0].block_bytes
+    residency, collector = Residency(CHUNKS * size + 4096), StatsCollector()
     fetch(residency, b, 0, range(CHUNKS))
     every = np.arange(CHUNKS)
-    lease = residency.fetch([BlockRequest(a, 0, every), BlockRequest(b, 0, every)], CPU, account)
+    lease = residency.fetch([BlockRequest(a, 0, every), BlockRequest(b, 0, every)], CPU, collector)
     lease.wait()
     lease.release()
-    assert (account.stats.host.hits, account.stats.disk.blocks) == (CHUNKS, CHUNKS)
+    assert (collector.stats.host.hits, collector.stats.disk.blocks) == (CHUNKS, CHUNKS)
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -239,7 +243,7 @@ def test_of_a_batch_the_segment_at_fault_is_named(stored, bad):
         file.seek(readers[bad].header.blocks.offset)
         file.write(b"damage")
     residency = Residency(1 << 20)
-    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS)) for reader in readers], CPU, Account())
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS)) for reader in readers], CPU, StatsCollector())
     with pytest.raises(IntegrityError):
         lease.wait()
     assert lease.failed is readers[bad]
@@ -251,9 +255,9 @@ def test_of_a_batch_the_segment_at_fault_is_named(stored, bad):
 
 def test_blocks_in_use_are_not_evicted(stored):
     _, (a, b), blocks = stored
-    size = a.shape.lanes[0].block_bytes
+    size = a.shape.block_groups[0].block_bytes
     residency = Residency(CHUNKS * size + 4096)
-    lease = residency.fetch([BlockRequest(a, 0, np.arange(CHUNKS))], CPU, Account())
+    lease = residency.fetch([BlockRequest(a, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     lease.wait()
     check(fetch(residency, b, 0, range(CHUNKS)), blocks, b, 0, range(CHUNKS))  # in memory of its own
     for first, run in runs_of(lease):
@@ -267,17 +271,17 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
     store, (reader, other), blocks = stored
     path = store.path(reader.id)
     data = bytearray(path.read_bytes())
-    data[reader.header.blocks.offset + 4 * reader.shape.lanes[0].block_bytes] ^= 4
+    data[reader.header.blocks.offset + 4 * reader.shape.block_groups[0].block_bytes] ^= 4
     with open(path, "r+b") as file:
         file.write(data)
     residency = Residency(1 << 20)
-    account = Account()
-    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, account)
+    collector = StatsCollector()
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector)
     with pytest.raises(IntegrityError) as caught:
         lease.wait()
     assert caught.value.whole_links == 4
     lease.release()
-    assert (account.stats.disk.hits, account.stats.disk.misses) == (0, CHUNKS)
+    assert (collector.stats.disk.hits, collector.stats.disk.misses) == (0, CHUNKS)
     assert tiers_of(residency, reader, 0) == [set()] * CHUNKS
     assert all((pool.owner < 0).all() and not pool.pins.any() for pool in residency.host._pools.values())
     check(fetch(residency, other, 0, range(CHUNKS)), blocks, other, 0, range(CHUNKS))
@@ -336,7 +340,7 @@ def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
         raise torch.OutOfMemoryError("planted")
 
     tier.allocate = refuse
-    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     with pytest.raises(torch.OutOfMemoryError):
         lease.wait()
     lease.release()
@@ -357,7 +361,7 @@ def test_blocks_that_cannot_be_admitted_leave_their_slots_free(stored):
 
 def test_blocks_that_find_no_slot_are_not_admitted(stored):
     _, (a, b), blocks = stored
-    residency = Residency(CHUNKS * a.shape.lanes[0].block_bytes + 4096)
+    residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096)
     _, lease = fetch(residency, a, 0, range(CHUNKS), release=False)  # all of the tier
     residency.admit(b.owner(0), blocks[b.id, 0])
     assert set(residency.host._owners) == {a.owner(0)}
@@ -379,9 +383,9 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
     with torch.inference_mode():
         serve(a) if first_in == "fetch" else admit()
     admit() if first_in == "fetch" else serve(a)
-    account = Account()
-    check(fetch(residency, b, 0, range(CHUNKS), account), blocks, b, 0, range(CHUNKS))
-    assert account.stats.host.hits == CHUNKS
+    collector = StatsCollector()
+    check(fetch(residency, b, 0, range(CHUNKS), collector), blocks, b, 0, range(CHUNKS))
+    assert collector.stats.host.hits == CHUNKS
     with torch.inference_mode():
         serve(b)
     assert nothing_is_pinned(residency)
@@ -390,7 +394,9 @@ def test_blocks_come_and_go_in_and_out_of_inference_mode(stored, first_in):
 @pytest.mark.parametrize("device_types", [frozenset(), frozenset({"cpu"})])
 def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
     _, (reader, _), _ = stored
-    lease = Residency(0, device_types=device_types).fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account())
+    lease = Residency(0, device_types=device_types).fetch(
+        [BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector()
+    )
     lease.wait()
     assert runs_of(lease)
     lease.release()
@@ -399,7 +405,7 @@ def test_a_released_lease_keeps_no_memory_alive(stored, device_types):
 
 def test_memory_of_a_lease_comes_in_pieces_no_larger_than_a_slab(stored, monkeypatch):
     _, (reader, _), blocks = stored
-    size = reader.shape.lanes[0].block_bytes
+    size = reader.shape.block_groups[0].block_bytes
     monkeypatch.setattr(pool_module, "SLAB_BYTES", 4 * size + 4096)
     residency = Residency(0)
     got, lease = fetch(residency, reader, 0, [0, 1, 2, 3, 4, 5, 8, 9], release=False)
@@ -412,7 +418,7 @@ def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
     for _ in range(20):
-        residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, Account()).release()
+        residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector()).release()
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
     deadline = time.monotonic() + 10
     while any(pool.pins.any() for pool in residency.host._pools.values()):
@@ -422,7 +428,7 @@ def test_a_lease_released_before_it_arrives_lets_go_when_it_does(stored):
 
 def test_many_threads_at_once(stored):
     _, readers, blocks = stored
-    size = readers[0].shape.lanes[0].block_bytes
+    size = readers[0].shape.block_groups[0].block_bytes
     residency = Residency(14 * size, 7 * size, device_types=frozenset({"cpu"}))
     errors = []
 
@@ -430,9 +436,9 @@ def test_many_threads_at_once(stored):
         random = np.random.default_rng(seed)
         try:
             for _ in range(40):
-                reader, lane = readers[random.integers(2)], int(random.integers(2))
+                reader, block_group = readers[random.integers(2)], int(random.integers(2))
                 chunks = sorted(random.choice(CHUNKS, random.integers(1, CHUNKS), replace=False).tolist())
-                check(fetch(residency, reader, lane, chunks), blocks, reader, lane, chunks)
+                check(fetch(residency, reader, block_group, chunks), blocks, reader, block_group, chunks)
         except BaseException as error:
             errors.append(error)
 
@@ -447,9 +453,9 @@ def test_fresh_blocks_are_admitted_and_served_without_a_read(stored):
     _, (reader, _), blocks = stored
     residency = Residency(1 << 20)
     residency.admit(reader.owner(0), blocks[reader.id, 0])
-    account = Account()
-    check(fetch(residency, reader, 0, range(CHUNKS), account), blocks, reader, 0, range(CHUNKS))
-    assert account.stats.bytes_read == 0
+    collector = StatsCollector()
+    check(fetch(residency, reader, 0, range(CHUNKS), collector), blocks, reader, 0, range(CHUNKS))
+    assert collector.stats.bytes_read == 0
     residency.admit(reader.owner(0), blocks[reader.id, 0])  # again: nothing happens
     assert not any(pool.pins.any() for pool in residency.host._pools.values())
 
@@ -570,14 +576,14 @@ def test_overlaps_pairs_every_block_with_its_own(first, second):
 
 
 def test_io_time_counts_overlapping_reads_once():
-    account = Account()
-    account.read_started()
-    account.read_started()
-    account.read_done(10)
-    assert account.stats.io_seconds == 0
-    account.read_done(5)
-    assert account.stats.io_seconds > 0
-    assert account.stats.bytes_read == 15
+    collector = StatsCollector()
+    collector.read_started()
+    collector.read_started()
+    collector.read_done(10)
+    assert collector.stats.io_seconds == 0
+    collector.read_done(5)
+    assert collector.stats.io_seconds > 0
+    assert collector.stats.bytes_read == 15
 
 
 def test_futures_are_what_the_reader_gives(stored):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, top_chunks
 from hf_tiered_cache.select.mass import attention_mass
 from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
-from hf_tiered_cache.select.selector import Asked
+from hf_tiered_cache.select.selector import SelectionInput
 from hf_tiered_cache.select.top_tokens import top_of_each
 
 
@@ -108,7 +108,7 @@ def test_heads_that_agree_vote_and_others_choose_for_themselves():
         seen.append(heads)
         return keys[:heads]
 
-    asked = Asked(query, torch.zeros(3, 1, 4), given, None, ChunkMap(np.array([0]), 6), 2)
+    asked = SelectionInput(query, torch.zeros(3, 1, 4), given, None, ChunkMap(np.array([0]), 6), 2)
     choice = ProbeHeads(heads=3, alpha=0.6).choose(asked)  # 0.56 alike, the threshold is 0.38
     assert (choice.tokens.tolist(), seen) == ([[1, 2]], [3])
     choice = ProbeHeads(heads=3, alpha=0.1).choose(asked)  # the threshold is 0.85

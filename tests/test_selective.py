@@ -17,7 +17,7 @@ from hf_tiered_cache.geometry import Geometry, in_groups
 from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Exact, Impress, Recompute, make_method
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
-from hf_tiered_cache.select.selector import Choice
+from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.select.top_tokens import TopTokens
 from hf_tiered_cache.tiers.guesses import Guesses
@@ -245,7 +245,7 @@ def test_what_never_comes_true_is_guessed_no_more(tmp_path, monkeypatch):
         """Others at each of the three periods."""
         first = len(calls) % 3 * 48
         calls.append(first)
-        return Choice(np.arange(first, first + 48)[None], np.ones(asked.chunks.tokens))
+        return Selection(np.arange(first, first + 48)[None], np.ones(asked.chunks.tokens))
 
     monkeypatch.setattr(TopChunks, "choose", choose)
     with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:
@@ -430,18 +430,26 @@ def test_what_was_attended_to_is_known_after_a_restart(model, tmp_path):
         ask(model, store, question(ids))
         ask(model, store, question(ids))
         (row,) = store.segments()
-        lanes = [lane.index for lane in store._storage.disk.reader(row.id).shape.lanes if not lane.identifies]
-        before = [store._storage.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+        block_groups = [
+            block_group.index
+            for block_group in store._storage.disk.reader(row.id).shape.block_groups
+            if not block_group.identifies
+        ]
+        before = [
+            store._storage.residency.scores.of((row.id, block_group), np.arange(12)) for block_group in block_groups
+        ]
     for importance, accesses in before:
         assert sorted(accesses.tolist()) == [0] * 9 + [2] * 3  # 3 of 12 chunks, twice
         assert ((importance > 0) == (accesses > 0)).all()
         assert importance.sum() <= 2
     with KVStore(tmp_path, engine="posix", policy="attention") as store:
-        after = [store._storage.residency.scores.of((row.id, lane), np.arange(12)) for lane in lanes]
+        after = [
+            store._storage.residency.scores.of((row.id, block_group), np.arange(12)) for block_group in block_groups
+        ]
         assert np.allclose(before, after)
         store.remove([row.id])
     with KVStore(tmp_path, engine="posix", policy="attention") as store:
-        assert not store._storage.residency.scores.of((row.id, lanes[0]), np.arange(12)).any()
+        assert not store._storage.residency.scores.of((row.id, block_groups[0]), np.arange(12)).any()
 
 
 def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
@@ -454,9 +462,9 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
             for ids in documents:
                 fill(store, model, ids)
                 ask(model, store, question(ids), method)  # its index is in memory from here on
-            (lane, *others) = (lane for lane in _lanes(store) if not lane.identifies)
+            (block_group, *others) = (block_group for block_group in _block_groups(store) if not block_group.identifies)
             blocks = 3 * (1 + len(others))  # that a question attends to
-            store._storage.residency.host.budget = (blocks * 3 // 2) * lane.block_bytes + 4096
+            store._storage.residency.host.budget = (blocks * 3 // 2) * block_group.block_bytes + 4096
             for _ in range(4):
                 ask(model, store, question(documents[0]), method)
             for ids in documents[1:]:
@@ -466,8 +474,8 @@ def test_the_most_attended_chunks_stay_in_memory(model, tmp_path):
     assert read["lru"] > 0
 
 
-def _lanes(store):
-    return store._storage.disk.reader(store.segments()[0].id).shape.lanes
+def _block_groups(store):
+    return store._storage.disk.reader(store.segments()[0].id).shape.block_groups
 
 
 def test_what_follows_a_choice_is_never_taken_for_exact(model, store):
@@ -519,12 +527,12 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
     plain = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
     (row,) = store.segments()
     reader = store._storage.disk.reader(row.id)
-    lane = next(lane for lane in reader.shape.lanes if lane.identifies == identifies)
+    block_group = next(block_group for block_group in reader.shape.block_groups if block_group.identifies == identifies)
     path = store._storage.disk.path(row.id)
-    start = reader.header.blocks.offset + reader.shape.lane_offsets[lane.index]
+    start = reader.header.blocks.offset + reader.shape.group_offsets[block_group.index]
     data = bytearray(path.read_bytes())
     for chunk in range(reader.shape.chunks):
-        data[start + chunk * lane.block_bytes + 7] ^= 1
+        data[start + chunk * block_group.block_bytes + 7] ^= 1
     path.write_bytes(data)
     store._storage.residency.clear()
     ours, cache = ask(model, store, question(ids))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hf_tiered_cache import stats
-from hf_tiered_cache.stats import Account, Counters, RequestStats, StoreStats
+from hf_tiered_cache.stats import Counters, RequestStats, StatsCollector, StoreStats
 
 
 def test_tiers_have_their_names():
@@ -22,12 +22,12 @@ def test_tiers_have_their_names():
 
 def test_a_further_tier_is_a_further_name(monkeypatch):
     monkeypatch.setattr(stats, "TIERS", (*stats.TIERS, "remote"))
-    account, total = Account(), Account()
-    account.total = total
-    account.looked_up("disk", 1, 2, 100)
-    assert account.stats.tier == "disk"
-    account.looked_up("remote", 2, 1, 100)
-    for counted in (account.stats, total.stats):
+    collector, total = StatsCollector(), StatsCollector()
+    collector.total = total
+    collector.looked_up("disk", 1, 2, 100)
+    assert collector.stats.tier == "disk"
+    collector.looked_up("remote", 2, 1, 100)
+    for counted in (collector.stats, total.stats):
         assert counted.tier == "remote"
         assert counted.as_dict()["remote"] == {"blocks": 2, "bytes": 200, "hits": 2, "misses": 1}
         assert counted.tiers["disk"].misses == 2

@@ -567,8 +567,10 @@ def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_pat
     store = open_store(tmp_path)
     header = publish(store, count=6)
     reader = store.reader(header.id)
-    lane = reader.shape.lanes[1]
-    flip(store.path(header.id), reader.header.blocks.offset + reader.shape.lane_offsets[1] + 3 * lane.block_bytes)
+    block_group = reader.shape.block_groups[1]
+    flip(
+        store.path(header.id), reader.header.blocks.offset + reader.shape.group_offsets[1] + 3 * block_group.block_bytes
+    )
     with pytest.raises(IntegrityError) as error:
         read_back(store, header.id)
     store.report(header.id, error.value)

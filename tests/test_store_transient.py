@@ -22,7 +22,7 @@ from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, S
 from hf_tiered_cache.store import database, disk, folder, index, maintain, process, quota, writer
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.memory import aligned_bytes
-from hf_tiered_cache.store.writer import Draft, Writer
+from hf_tiered_cache.store.writer import PendingSegment, Writer
 
 OF_THE_PROCESS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EACCES, errno.EAGAIN]
 
@@ -100,7 +100,7 @@ def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
         file.write(b"\x55" * 100)
     theirs.report(header.id, OSError(errno.EIO, "a bad sector"))
     assert theirs.publish(header, chain, blocks)
-    chunk = aligned_bytes(damaged.shape.lanes[0].block_bytes).view(1, -1)
+    chunk = aligned_bytes(damaged.shape.block_groups[0].block_bytes).view(1, -1)
     with pytest.raises(IntegrityError, match="checksum") as error:
         damaged.read(0, [(0, chunk)]).result()
     ours.report(header.id, error.value)
@@ -390,9 +390,9 @@ def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypat
 # --- waiting, paths, clocks, memory
 
 
-def draft(seed, refused=lambda: None):
+def pending(seed, refused=lambda: None):
     header, chain, blocks = segment(links(4, seed))
-    return Draft(header, chain, lambda: iter(blocks), (), refused)
+    return PendingSegment(header, chain, lambda: iter(blocks), (), refused)
 
 
 def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
@@ -401,12 +401,12 @@ def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
     store, hang = open_store(tmp_path), threading.Event()
     monkeypatch.setattr(store, "publish", lambda *_: hang.wait(60))
     writing = Writer(store, queue_bytes=1)
-    first, second, refused = draft("a"), draft("b"), []
+    first, second, refused = pending("a"), pending("b"), []
     writing.submit(first)
     started = time.monotonic()
     writing.wait_for(first.links)
     assert 0.15 < time.monotonic() - started < 5
-    writing.submit(draft("b", lambda: refused.append(1)))  # no room, and none to be expected
+    writing.submit(pending("b", lambda: refused.append(1)))  # no room, and none to be expected
     writing.wait_for(second.links)
     with pytest.raises(StoreBusyError, match="nothing gets written"):
         writing.flush()
@@ -423,7 +423,7 @@ def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(tmp_path, monke
     real = store.publish
     monkeypatch.setattr(store, "publish", lambda *a: (time.sleep(0.25), real(*a))[1])
     for i in range(5):
-        writing.submit(draft(f"s{i}"))
+        writing.submit(pending(f"s{i}"))
     writing.wait_for(links(4, "s4"))
     writing.close()
     assert len(store.index.catalogue.ids()) == 5
@@ -434,10 +434,10 @@ def test_what_cannot_wait_and_has_no_room_in_the_queue_is_dropped_and_counted(tm
     store, hang, refused = open_store(tmp_path), threading.Event(), []
     real = store.publish
     monkeypatch.setattr(store, "publish", lambda *a: (hang.wait(60), real(*a))[1])
-    bound = 3 * draft("x").nbytes
+    bound = 3 * pending("x").nbytes
     writing = Writer(store, queue_bytes=bound)
     for i in range(10):
-        writing.submit(draft(f"s{i}", lambda: refused.append(1)), wait=False)
+        writing.submit(pending(f"s{i}", lambda: refused.append(1)), wait=False)
         assert writing._waiting_bytes <= bound
     hang.set()
     writing.close()

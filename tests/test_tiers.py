@@ -32,9 +32,9 @@ class TierMachine(RuleBasedStateMachine):
         self.gone: list[tuple] = []
         self.policy = policy
         self.tier = Tier("host", budget * 4096, make_policy(policy), self.allocate, self.evicted)
-        self.held: dict[tuple, list[int]] = {}  # (segment, lane, chunk) -> [last used, uses]
+        self.held: dict[tuple, list[int]] = {}  # (segment, block group, chunk) -> [last used, uses]
         self.pinned: list[tuple] = []
-        self.scores: dict[tuple, list[float]] = {}  # (segment, lane, chunk) -> [importance, accesses], for ever
+        self.scores: dict[tuple, list[float]] = {}  # (segment, block group, chunk) -> [importance, accesses], for ever
 
     def teardown(self):
         if hasattr(self, "slab_before"):
@@ -60,13 +60,13 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(
         segment=st.sampled_from("abc"),
-        lane=st.integers(0, 1),
+        block_group=st.integers(0, 1),
         first=st.integers(0, CHUNKS - 1),
         count=st.integers(1, CHUNKS),
         keep=st.booleans(),
     )
-    def fetch(self, segment, lane, first, count, keep):
-        owner, block_bytes = (segment, lane), SIZES[lane]
+    def fetch(self, segment, block_group, first, count, keep):
+        owner, block_bytes = (segment, block_group), SIZES[block_group]
         chunks = np.arange(first, min(CHUNKS, first + count))
         self.tier.clock += 1
         slots = self.tier.lookup(owner, chunks)
@@ -86,7 +86,7 @@ class TierMachine(RuleBasedStateMachine):
         }
         _, new = self.tier.acquire(block_bytes, len(missing))
         assert not pinned_before & set(self.gone)
-        self.check_victims(pool, lane)
+        self.check_victims(pool, block_group)
         for key in self.gone:
             del self.held[key]
         missing = missing[: len(new)]
@@ -104,7 +104,7 @@ class TierMachine(RuleBasedStateMachine):
         else:
             self.tier.unpin(pool, mine)
 
-    def check_victims(self, pool, lane):
+    def check_victims(self, pool, block_group):
         """Of the blocks of one size, those that went scored no higher than any that stayed and could have gone."""
         if not self.gone or any(SIZES[key[1]] != pool.block_bytes for key in self.gone):
             return
@@ -112,7 +112,7 @@ class TierMachine(RuleBasedStateMachine):
         stayed = [
             k
             for k in self.held
-            if k[1] == lane and k not in pinned and k not in self.gone and self.held[k][0] < self.tier.clock
+            if k[1] == block_group and k not in pinned and k not in self.gone and self.held[k][0] < self.tier.clock
         ]
         score = {
             "lru": lambda k: (self.held[k][0],),

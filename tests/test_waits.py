@@ -139,4 +139,4 @@ def test_passages_wait_for_what_is_compared_alone(model, tmp_path, method):
         ask(model, store, ids, method, 1)
         counted = waits(model, store, ids, method)
     assert counted.found == {}
-    assert counted.read_down == int(method.compares is not None)
+    assert counted.read_down == int(method.compare_layer is not None)

@@ -16,7 +16,7 @@ from .contents import Contents, contents_of, unique_length
 from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable, show
 
 if TYPE_CHECKING:
-    from ..geometry import Lane, LayerKV, SegmentShape
+    from ..geometry import BlockGroup, LayerKV, SegmentShape
 
 
 def ls(store: StorePath, as_json: AsJson = False) -> None:
@@ -129,15 +129,19 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     header = read_head(partial(head_of_file, store / "segments" / f"{row.id}.kv")).header
     shape, described = header.shape, contents.describe(row)
     if as_json:
-        lanes = [
-            {"layers": list(lane.layers), "index": lane.identifies, "block_bytes": lane.block_bytes}
-            for lane in shape.lanes
+        block_groups = [
+            {
+                "layers": list(block_group.layers),
+                "index": block_group.identifies,
+                "block_bytes": block_group.block_bytes,
+            }
+            for block_group in shape.block_groups
         ]
         places = {name: {"offset": one.offset, "bytes": one.nbytes} for name, one in sections(header).items()}
         return print_json(
             described
             | {"parent": header.parent.hex(), "geometry": asdict(shape.geometry), "layout": shape.layout.to_json()}
-            | {"chunks": shape.chunks, "lanes": lanes, "sections": places}
+            | {"chunks": shape.chunks, "lanes": block_groups, "sections": places}
         )
     table = facts()
     table.add_row("segment", row.id)
@@ -162,11 +166,13 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("layers", "; ".join(_layers(shape)))
     show(table)
     print()
-    lanes_table = figures("lane", "layers", "holds", "blocks", "of", right=("lane", "blocks", "of"))
-    for lane in shape.lanes:
-        size = format_bytes(lane.block_bytes)
-        lanes_table.add_row(str(lane.index), _ranges(lane.layers), _held(lane), str(shape.chunks), size)
-    show(lanes_table)
+    groups_table = figures("group", "layers", "holds", "blocks", "of", right=("group", "blocks", "of"))
+    for block_group in shape.block_groups:
+        size = format_bytes(block_group.block_bytes)
+        groups_table.add_row(
+            str(block_group.index), _ranges(block_group.layers), _held(block_group), str(shape.chunks), size
+        )
+    show(groups_table)
     print()
     places_table = figures("section", "offset", "size", right=("offset", "size"))
     for name, section in sections(header).items():
@@ -174,11 +180,13 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     show(places_table)
 
 
-def _held(lane: Lane) -> str:
+def _held(block_group: BlockGroup) -> str:
     """As "keys and values, heads 0-1"."""
-    tensors = " and ".join(f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in lane.parts))
-    heads = {part.first_head + number for part in lane.parts for number in range(part.heads)}
-    return f"{'index of ' if lane.identifies else ''}{tensors}, heads {_ranges(sorted(heads))}"
+    tensors = " and ".join(
+        f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in block_group.parts)
+    )
+    heads = {part.first_head + number for part in block_group.parts for number in range(part.heads)}
+    return f"{'index of ' if block_group.identifies else ''}{tensors}, heads {_ranges(sorted(heads))}"
 
 
 def _cut(shape: SegmentShape) -> str:
@@ -219,7 +227,7 @@ def _kind(layer: LayerKV | None) -> str:
         said += f", a window of {layer.window:,} tokens"
     if layer.rotated:
         said += f", {layer.rotated}s before their rotation"
-    return said if layer.movable else f"{said}, at their own positions only"
+    return said if layer.position_independent else f"{said}, at their own positions only"
 
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:

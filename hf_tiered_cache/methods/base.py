@@ -10,7 +10,7 @@ import numpy as np
 
 from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
-from ..restore.plan import Situation
+from ..restore.plan import PlanContext
 from ..select.selector import Selector
 from ..sources import DenseSource, SelectedSource
 from ..store.format import EXACT
@@ -48,7 +48,7 @@ class Method:
     rechoose = 0
     """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
 
-    compares: ClassVar[int | None] = None
+    compare_layer: ClassVar[int | None] = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
     def __post_init__(self) -> None:
@@ -65,22 +65,22 @@ class Method:
         settled = self.codec is not None or self.geometry.codec != RAW or codec == RAW
         return self if settled else replace(self, codec=codec)
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
         """For each layer the columns to compute, ascending; the others are restored. The suffix, unless said otherwise.
 
-        They never become more with depth, and hold the last `situation.must_compute` columns and all columns from
-        `situation.restorable` on.
+        They never become more with depth, and hold the last `context.must_compute` columns and all columns from
+        `context.restorable` on.
         """
-        first = min(situation.restorable, situation.columns - situation.must_compute)
-        suffix = situation.columns - first
+        first = min(context.restorable, context.columns - context.must_compute)
+        suffix = context.columns - first
         # a whole prompt needs no mask, a suffix one of suffix x columns: for a little spared that costs more
-        if situation.base == 0 and first < _LITTLE * suffix and suffix * situation.columns > _LARGE_MASK:
+        if context.base == 0 and first < _LITTLE * suffix and suffix * context.columns > _LARGE_MASK:
             first = 0
-        return (np.arange(first, situation.columns),) * situation.layers
+        return (np.arange(first, context.columns),) * context.layers
 
-    def attended(self, tokens: int) -> int:
-        """How many of `tokens` restored tokens layers with full attention attend to: all, unless said otherwise."""
-        return tokens
+    def token_budget(self, prefix_tokens: int) -> int:
+        """How many of `prefix_tokens` restored tokens a layer with full attention attends to: all, by default."""
+        return prefix_tokens
 
     @property
     def passages(self) -> str:
@@ -105,12 +105,12 @@ class Method:
         """Where a layer with full attention gets its keys and values from."""
         return SelectedSource(layer) if self.selects else DenseSource(layer)
 
-    def tuned(self, ratio: Callable[[], float | None]) -> Method:
+    def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
         return self
 
-    def deviating(self, deviation: np.ndarray) -> np.ndarray:
-        """Which of the reusable tokens the layers behind `compares` compute, by how far their values have changed."""
+    def select_deviating(self, deviation: np.ndarray) -> np.ndarray:
+        """Which reusable tokens the layers behind `compare_layer` compute, by how far their values have changed."""
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def selector(self) -> Selector:

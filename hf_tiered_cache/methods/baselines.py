@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..geometry import Geometry
-from ..restore.plan import Situation
+from ..restore.plan import PlanContext
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_tokens import TopTokens
@@ -20,8 +20,8 @@ from .base import DEFAULT_BUDGET, Method
 class Recompute(Method):
     """No reuse: everything is computed."""
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        return (np.arange(situation.columns),) * situation.layers
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        return (np.arange(context.columns),) * context.layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,8 @@ class H2O(Method):
         if self.policy not in ("lru", "lfu"):
             raise ConfigError(f'policy is "lru" or "lfu", not {self.policy!r}')
 
-    def attended(self, tokens: int) -> int:
-        return budgeted_tokens(self.budget, tokens, 1)
+    def token_budget(self, prefix_tokens: int) -> int:
+        return budgeted_tokens(self.budget, prefix_tokens, 1)
 
     @property
     def selects(self) -> bool:

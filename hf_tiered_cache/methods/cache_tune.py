@@ -13,7 +13,7 @@ import numpy as np
 from ..codecs import coded_provenance
 from ..errors import ConfigError
 from ..geometry import Geometry, TokenOrder
-from ..restore.plan import Piece, Situation
+from ..restore.plan import PlanContext, SegmentSlice
 from ..restore.recompute import LOWEST
 from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens, ranked
 from .base import Method
@@ -23,7 +23,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Passages(Method, ABC):
-    """What methods that reuse passages share: everything is computed but what `reused` says of each passage.
+    """What methods that reuse passages share: everything is computed but what `reused_tokens` says of each passage.
 
     A prefix that is stored as such is restored first, and whole: it is exact.
 
@@ -54,38 +54,40 @@ class Passages(Method, ABC):
         ranked_by = f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
         return coded_provenance(ranked_by, self.geometry.codec)
 
-    def rank(self, layers: Iterable[KV], count: int, elsewhere: Iterable[KV] | None = None) -> TokenOrder:
+    def rank(self, layers: Iterable[KV], count: int, kv_in_context: Iterable[KV] | None = None) -> TokenOrder:
         """How the tokens of a new passage lie in its blocks, given its keys and values; the model has `count` layers.
 
         Args:
-            elsewhere: its keys and values behind other text, for rankings that look at these too.
+            kv_in_context: its keys and values behind other text, for rankings that look at these too.
         """
-        return ranked(rank_tokens(layers, self.ranking, self.alpha, elsewhere), count)
+        return ranked(rank_tokens(layers, self.ranking, self.alpha, kv_in_context), count)
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        restored = self._restored(situation, self.reused)
-        exact = self._restored(situation, lambda pieces: [np.empty(0, np.int64)] * len(pieces))
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        restored = self._restored(context, self.reused_tokens)
+        exact = self._restored(context, lambda pieces: [np.empty(0, np.int64)] * len(pieces))
         every, chosen = np.flatnonzero(~exact), np.flatnonzero(~restored)
-        return (every,) * self.check_layer + (chosen,) * (situation.layers - self.check_layer)
+        return (every,) * self.check_layer + (chosen,) * (context.layers - self.check_layer)
 
-    def _restored(self, situation: Situation, reused: Callable[[Sequence[Piece]], Sequence[np.ndarray]]) -> np.ndarray:
-        """bool `[columns]`: what every row can restore, of passages the tokens that `reused` gives."""
-        result = np.ones(situation.columns, bool)
-        for group in situation.groups:
-            mine = np.zeros(situation.columns, bool)
-            mine[: max(0, group.pad - situation.base)] = True  # padding
+    def _restored(
+        self, context: PlanContext, reused_tokens: Callable[[Sequence[SegmentSlice]], Sequence[np.ndarray]]
+    ) -> np.ndarray:
+        """bool `[columns]`: what every row can restore, of passages the tokens that `reused_tokens` gives."""
+        result = np.ones(context.columns, bool)
+        for group in context.groups:
+            mine = np.zeros(context.columns, bool)
+            mine[: max(0, group.pad - context.base)] = True  # padding
             exact = [piece for piece in group.pieces if piece.exact]
             passages = [piece for piece in group.pieces if not piece.exact]
-            tokens_of = [*(np.arange(piece.count) for piece in exact), *reused(passages)]
+            tokens_of = [*(np.arange(piece.count) for piece in exact), *reused_tokens(passages)]
             for piece, tokens in zip(exact + passages, tokens_of, strict=True):
-                columns = tokens + piece.at + group.pad - situation.base
+                columns = tokens + piece.at + group.pad - context.base
                 mine[columns[columns >= 0]] = True
             result &= mine
-        result[situation.columns - situation.must_compute :] = False
+        result[context.columns - context.must_compute :] = False
         return result
 
     @abstractmethod
-    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         """Of each passage in a row the tokens that are restored, counted from the piece's first: int64 each."""
 
 
@@ -110,7 +112,7 @@ class CacheTune(Passages):
         if self.recompute != "auto":
             check_share(self.recompute)
 
-    def tuned(self, ratio: Callable[[], float | None]) -> CacheTune:
+    def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> CacheTune:
         if self.recompute != "auto":
             return self
         if (found := ratio()) is None:
@@ -121,7 +123,7 @@ class CacheTune(Passages):
             )
         return replace(self, recompute=LOWEST if found is None else found)
 
-    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:
             return []
         importance = [importance_of(piece) for piece in passages]
@@ -132,7 +134,7 @@ class CacheTune(Passages):
 
     def _least(self, importance: np.ndarray) -> np.ndarray:
         """bool `[tokens]`: which are not among the most important ones, of equals the last."""
-        assert self.recompute != "auto"  # `tuned` has filled it in
+        assert self.recompute != "auto"  # `with_calibrated_ratio` has filled it in
         least = np.ones(len(importance), bool)
         least[np.argsort(-importance, kind="stable")[: int(self.recompute * len(importance) + 1e-9)]] = False
         return least
@@ -157,7 +159,7 @@ class Epic(Passages):
         if self.recompute is not None:
             check_share(self.recompute)
 
-    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.arange(min(self._beginning(piece.count), piece.count), piece.count) for piece in passages]
 
     def _beginning(self, count: int) -> int:
@@ -177,7 +179,7 @@ class CacheBlend(Passages):
     recompute: float = field(default=0.15, kw_only=False)
     check_layer: Literal[1] = 1
 
-    compares: ClassVar[int] = 1
+    compare_layer: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,18 +187,18 @@ class CacheBlend(Passages):
         if self.check_layer != 1:
             raise ConfigError("CacheBlend's check_layer is 1")
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]:
-        every, *_, least = super().computed(situation)
-        return (every,) * (self.compares + 1) + (least,) * (situation.layers - self.compares - 1)
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        every, *_, least = super().positions_to_compute(context)
+        return (every,) * (self.compare_layer + 1) + (least,) * (context.layers - self.compare_layer - 1)
 
-    def reused(self, passages: Sequence[Piece]) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.arange(piece.count) for piece in passages]
 
-    def deviating(self, deviation: np.ndarray) -> np.ndarray:
+    def select_deviating(self, deviation: np.ndarray) -> np.ndarray:
         return np.argsort(-deviation, kind="stable")[: int(self.recompute * len(deviation) + 1e-9)]
 
 
-def importance_of(piece: Piece) -> np.ndarray:
+def importance_of(piece: SegmentSlice) -> np.ndarray:
     """How much it matters that each token of a passage is computed: float `[tokens]`."""
     order = piece.reader.shape.order
     assert order is not None  # passages have one

@@ -60,8 +60,8 @@ class ContiguousKV(Method):
     def _heads(self) -> int | None:
         return self.probe_heads if self.identify == "probe_heads" else None
 
-    def attended(self, tokens: int) -> int:
-        return budgeted_tokens(self.budget, tokens, self.chunk_tokens)
+    def token_budget(self, prefix_tokens: int) -> int:
+        return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
     def misfit(self, geometry: Geometry) -> str:
         if self.selects and self.period % self.subperiod:

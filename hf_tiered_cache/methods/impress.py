@@ -42,8 +42,8 @@ class Impress(Method):
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
 
-    def attended(self, tokens: int) -> int:
-        return budgeted_tokens(self.budget, tokens, 1)
+    def token_budget(self, prefix_tokens: int) -> int:
+        return budgeted_tokens(self.budget, prefix_tokens, 1)
 
     @property
     def selects(self) -> bool:

@@ -39,8 +39,8 @@ def restore_layer(
         RestoreError: a block did not arrive, or does not fit.
     """
     check_fit(plan, layer, kind, dtype)
-    for row, lane, gather in prefetch.gathers(layer, first_column):
-        for part in lane.parts:
+    for row, block_group, gather in prefetch.gathers(layer, first_column):
+        for part in block_group.parts:
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
     restored = plan.columns if plan.suffix is None else plan.suffix

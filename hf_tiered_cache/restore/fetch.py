@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, RestoreError
-from ..geometry import Lane
-from ..stats import Account
+from ..geometry import BlockGroup
+from ..stats import StatsCollector
 from ..store.segment import SegmentReader
 from ..tiers.blocks import Blocks
 from ..tiers.lease import BlockRequest, Lease, LeasedBlocks
@@ -19,10 +19,10 @@ from ..tiers.residency import Residency
 
 @dataclass(eq=False)
 class FetchUnit:
-    """Blocks of one lane of a segment, brought in at one or several times."""
+    """Blocks of one block group of a segment, brought in at one or several times."""
 
     reader: SegmentReader
-    lane: Lane
+    block_group: BlockGroup
     identifies: bool = False
     """Whether a choice was made from it."""
     held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -35,7 +35,7 @@ class FetchUnit:
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
         """The chunks that hold `tokens`, ascending."""
-        return self.reader.shape.chunks_of(self.lane, tokens)
+        return self.reader.shape.chunks_of(self.block_group, tokens)
 
     @property
     def blocks(self) -> Blocks:
@@ -65,8 +65,8 @@ class FetchUnit:
     def bytes_used(self, chunks: np.ndarray) -> int:
         """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
         shape, total = self.reader.shape, 0
-        inside = np.isin(shape.places(self.lane, np.arange(shape.tokens)) // shape.geometry.chunk_tokens, chunks)
-        for part in self.lane.parts:
+        inside = np.isin(shape.places(self.block_group, np.arange(shape.tokens)) // shape.geometry.chunk_tokens, chunks)
+        for part in self.block_group.parts:
             if (mask := self.used.get(part.layer)) is not None:
                 heads = mask if len(mask) == 1 else mask[part.first_head : part.first_head + part.heads]
                 each = int((heads & inside).sum()) * (part.heads if len(mask) == 1 else 1)
@@ -80,12 +80,14 @@ class Fetcher:
 
     Args:
         residency: the tiers.
-        account: counts what happens.
+        collector: counts what happens.
         device_of: the device of each layer.
     """
 
-    def __init__(self, residency: Residency, account: Account, device_of: Callable[[int], torch.device]) -> None:
-        self.residency, self.account, self.device_of = residency, account, device_of
+    def __init__(
+        self, residency: Residency, collector: StatsCollector, device_of: Callable[[int], torch.device]
+    ) -> None:
+        self.residency, self.collector, self.device_of = residency, collector, device_of
         self._users: dict[Lease, int] = {}
 
     def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False) -> None:
@@ -105,13 +107,13 @@ class Fetcher:
         for unit, chunks in asked.items():
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
             if len(missing):
-                batches.setdefault(self.device_of(unit.lane.layers[0]), []).append((unit, missing))
+                batches.setdefault(self.device_of(unit.block_group.layers[0]), []).append((unit, missing))
         for device, batch in batches.items():
-            requests = [BlockRequest(unit.reader, unit.lane.index, missing) for unit, missing in batch]
+            requests = [BlockRequest(unit.reader, unit.block_group.index, missing) for unit, missing in batch]
             try:
-                lease = self.residency.fetch(requests, device, self.account, ahead)
+                lease = self.residency.fetch(requests, device, self.collector, ahead)
             except Exception as error:
-                raise restore_error(self.account, batch[0][0].reader, error) from error
+                raise restore_error(self.collector, batch[0][0].reader, error) from error
             self._users[lease] = len(batch)
             for (unit, _), leased in zip(batch, lease.leased, strict=True):
                 unit.leases.append(lease)
@@ -129,13 +131,13 @@ class Fetcher:
                 try:
                     self._wait(lease)
                 except Exception as error:
-                    raise restore_error(self.account, lease.failed or unit.reader, error) from error
+                    raise restore_error(self.collector, lease.failed or unit.reader, error) from error
 
     def _wait(self, lease: Lease) -> None:
         if lease.has_arrived:
             lease.wait()
         else:
-            with self.account.timing("stall_seconds"):
+            with self.collector.timing("stall_seconds"):
                 lease.wait()
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
@@ -143,9 +145,9 @@ class Fetcher:
         for unit in units:
             read = np.concatenate([np.empty(0, np.int64), *(leased.from_disk for leased in unit.leased)])
             if len(read):
-                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * unit.lane.block_bytes
+                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * unit.block_group.block_bytes
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
-                self.account.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
+                self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
             for lease in unit.leases:
                 self._users[lease] -= 1
                 if not self._users[lease]:
@@ -162,8 +164,8 @@ class Fetcher:
             lease.release()
 
 
-def restore_error(account: Account, reader: SegmentReader, error: Exception) -> RestoreError:
+def restore_error(collector: StatsCollector, reader: SegmentReader, error: Exception) -> RestoreError:
     """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
     failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
-    account.add(**{failure: 1})
+    collector.add(**{failure: 1})
     return RestoreError(reader.id, str(error))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..geometry import Lane, Part, SegmentShape
+from ..geometry import BlockGroup, Part, SegmentShape
 from ..tiers.blocks import Blocks
 from ..transfers import to_device
 
@@ -42,11 +42,11 @@ class Gather:
 
     Args:
         shape: of the segments: they share layout and geometry.
-        lane: whose blocks these are.
+        block_group: whose blocks these are.
     """
 
-    def __init__(self, shape: SegmentShape, lane: Lane) -> None:
-        self._shape, self._lane = shape, lane
+    def __init__(self, shape: SegmentShape, block_group: BlockGroup) -> None:
+        self._shape, self._block_group = shape, block_group
         self._runs: list[_Run] = []
         self._added: list[tuple[Blocks, np.ndarray, np.ndarray, int]] = []
         self._picked: list[_Picked] | None = None
@@ -59,12 +59,12 @@ class Gather:
             blocks: hold the tokens.
             tokens: int64 `[n]`, ascending, of the segment.
             columns: int64 `[n]`, ascending.
-            head: of the layer, if these are one head's; else all heads of the lane.
+            head: of the layer, if these are one head's; else all heads of the block group.
         """
         if not len(tokens):
             return
         chunk_tokens = shape.geometry.chunk_tokens
-        if head < 0 and not shape.ordered(self._lane) and _is_run(tokens) and _is_run(columns):
+        if head < 0 and not shape.ordered(self._block_group) and _is_run(tokens) and _is_run(columns):
             low, high = int(tokens[0]), int(tokens[-1]) + 1
             first, last = np.searchsorted(blocks.chunks, (low // chunk_tokens, (high - 1) // chunk_tokens + 1))
             runs = blocks[slice(first, last)].runs()
@@ -74,13 +74,13 @@ class Gather:
                     count = min(high, (chunk + len(memory)) * chunk_tokens) - start
                     self._runs.append(_Run(memory, start - chunk * chunk_tokens, count, int(columns[0]) + start - low))
                 return
-        self._added.append((blocks, shape.places(self._lane, tokens), columns, head))
+        self._added.append((blocks, shape.places(self._block_group, tokens), columns, head))
 
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one tensor of one layer, or some of its heads.
 
         Args:
-            part: of the lane.
+            part: of the block group.
             target: `[heads, columns, dim]`, the first heads of the layer, or all.
         """
         some = target[part.first_head : part.first_head + part.heads]

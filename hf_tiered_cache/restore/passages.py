@@ -13,7 +13,7 @@ from ..store.catalogue import SegmentRow
 from ..store.format import LINK_BYTES
 from ..store.segment import SegmentReader
 from .chain import Chain
-from .plan import Piece
+from .plan import SegmentSlice
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,17 @@ class PassageFinder:
     reader: Callable[[SegmentRow], SegmentReader | None]
     begins: tuple[int, ...] | None = None
 
-    def __call__(self, tokens: np.ndarray, start: int) -> list[Piece]:
+    def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
         """Where they stand in `tokens`, int64 `[n]`, from `start` on."""
         for number, chain in enumerate(self.chains):
             pieces = []
-            for spot in find_passages(tokens, chain, self.find, start, self.begins):
-                reader = self.reader(spot.row)
-                exact = number == 0 and self._begins_with(tokens, spot.at)
-                if reader is not None and (exact or all(k is None or k.movable for k in reader.shape.layout.layers)):
-                    pieces.append(Piece(reader, 0, spot.links * LINK_TOKENS, spot.at, exact))
+            for match in find_passages(tokens, chain, self.find, start, self.begins):
+                reader = self.reader(match.row)
+                exact = number == 0 and self._begins_with(tokens, match.at)
+                if reader is not None and (
+                    exact or all(k is None or k.position_independent for k in reader.shape.layout.layers)
+                ):
+                    pieces.append(SegmentSlice(reader, 0, match.links * LINK_TOKENS, match.at, exact))
             if pieces:
                 return pieces
         return []
@@ -53,7 +55,7 @@ class PassageFinder:
 
 
 @dataclass(frozen=True)
-class Spot:
+class PassageMatch:
     """The first `links` links of a stored passage stand in the prompt from token `at` on."""
 
     row: SegmentRow
@@ -82,7 +84,7 @@ def find_passages(
     find: Callable[[Sequence[bytes]], Iterable[SegmentRow]],
     start: int = 0,
     begins: Sequence[int] | None = None,
-) -> list[Spot]:
+) -> list[PassageMatch]:
     """Where stored passages stand in a prompt, in order, none of them over another; the longest are taken first.
 
     Args:
@@ -98,14 +100,16 @@ def find_passages(
     known: dict[bytes, list[SegmentRow]] = {}
     for row in find(list(dict.fromkeys(firsts.values()))):
         known.setdefault(row.first, []).append(row)
-    spots = []
+    matches = []
     for at, first in firsts.items():
         rows = known.get(first, ())
         if rows:
             most = max(row.usable_links for row in rows)
             links = chain.links(tokens[at : at + most * LINK_TOKENS])
-            spots.append(max((Spot(row, at, _shared(row, links)) for row in rows), key=lambda spot: spot.links))
-    return _disjoint(spots)
+            matches.append(
+                max((PassageMatch(row, at, _shared(row, links)) for row in rows), key=lambda match: match.links)
+            )
+    return _disjoint(matches)
 
 
 def _shared(row: SegmentRow, links: list[bytes]) -> int:
@@ -117,13 +121,13 @@ def _shared(row: SegmentRow, links: list[bytes]) -> int:
     return most
 
 
-def _disjoint(spots: list[Spot]) -> list[Spot]:
+def _disjoint(matches: list[PassageMatch]) -> list[PassageMatch]:
     """The longest ones, and of the others what stands before these: a passage's beginning is of use without its end."""
-    taken: list[Spot] = []
-    for spot in sorted(spots, key=lambda spot: (-spot.links, spot.at)):
-        if any(other.at <= spot.at < other.stop for other in taken):
+    taken: list[PassageMatch] = []
+    for match in sorted(matches, key=lambda match: (-match.links, match.at)):
+        if any(other.at <= match.at < other.stop for other in taken):
             continue
-        room = min((other.at for other in taken if other.at > spot.at), default=spot.stop) - spot.at
-        if (links := min(spot.links, room // LINK_TOKENS)) > 0:
-            taken.append(Spot(spot.row, spot.at, links))
-    return sorted(taken, key=lambda spot: spot.at)
+        room = min((other.at for other in taken if other.at > match.at), default=match.stop) - match.at
+        if (links := min(match.links, room // LINK_TOKENS)) > 0:
+            taken.append(PassageMatch(match.row, match.at, links))
+    return sorted(taken, key=lambda match: match.at)

@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-from ..geometry import Lane
+from ..geometry import BlockGroup
 from ..store.segment import SegmentReader
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanContext:
     """What a method is told before it says what to compute."""
 
     base: int
@@ -33,7 +33,7 @@ class Situation:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SegmentSlice:
     """A run of a segment's tokens and where they stand in their row."""
 
     reader: SegmentReader
@@ -52,7 +52,7 @@ class RowGroup:
 
     rows: tuple[int, ...]
     pad: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentSlice, ...]
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class Plan:
         computed: for each layer the columns it computes, int64, ascending; never more than the layer before, and
             always the last one.
         groups: where the rows' other columns come from.
-        attended: how many restored tokens of a row the layers with full attention may attend to, or None for all.
+        budget_tokens: how many restored tokens of a row the layers with full attention may attend to, or None for all.
             Which ones is chosen when the queries are there.
-        compares: the layer at which what is stored of passages is compared with what is computed; the layers behind it
-            then compute what the method says, at least what stands here.
+        compare_layer: the layer at which stored values of passages are compared with computed ones; the layers behind
+            it then compute what the method says, at least what stands here.
     """
 
     base: int
     columns: int
     computed: tuple[np.ndarray, ...]
     groups: tuple[RowGroup, ...]
-    attended: int | None = None
-    compares: int | None = None
+    budget_tokens: int | None = None
+    compare_layer: int | None = None
 
     def __post_init__(self) -> None:
         before: np.ndarray | None = None
@@ -92,7 +92,7 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether what is computed under this plan is what computing everything would give."""
-        return self.attended is None and all(piece.exact for group in self.groups for piece in group.pieces)
+        return self.budget_tokens is None and all(piece.exact for group in self.groups for piece in group.pieces)
 
     @cached_property
     def suffix(self) -> int | None:
@@ -119,35 +119,37 @@ class Plan:
             return -self.base
         return max(-self.base, int(self.computed[0][0]) - (window - 1))
 
-    def wanted_tokens(self, lane: Lane, group: RowGroup, piece: Piece, layer: int | None = None) -> np.ndarray:
+    def wanted_tokens(
+        self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
+    ) -> np.ndarray:
         """The tokens of `piece`, counted in its segment, that a layer needs and does not compute.
 
         Those that are needed only if they are chosen do not count.
 
         Args:
-            lane: whose blocks they are read from.
-            layer: of that lane, or None for any.
+            block_group: whose blocks they are read from.
+            layer: of that block group, or None for any.
         """
-        if lane.identifies or (self.attended is not None and not lane.window):
+        if block_group.identifies or (self.budget_tokens is not None and not block_group.window):
             return np.empty(0, np.int64)
         start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
-        low = max(piece.first, max(0, self.first_kept(lane.window)) - start)
+        low = max(piece.first, max(0, self.first_kept(block_group.window)) - start)
         high = piece.first + piece.count
         if self.suffix is not None:
             return np.arange(low, min(high, self.suffix - start))
         tokens = np.arange(low, high)
-        layers = lane.layers if layer is None else (layer,)
-        if self.compares in layers and not piece.exact:
+        layers = block_group.layers if layer is None else (layer,)
+        if self.compare_layer in layers and not piece.exact:
             return tokens
         return tokens[~np.isin(tokens + start, self.computed[layers[-1]], assume_unique=True)]
 
     @property
     def num_selected(self) -> int:
         """Restored columns that layers with full attention hold: all, if these choose none."""
-        return (self.suffix or 0) if self.attended is None else self.attended
+        return (self.suffix or 0) if self.budget_tokens is None else self.budget_tokens
 
     @property
-    def unattended(self) -> int:
+    def num_skipped(self) -> int:
         """Restored columns that they have no room for."""
         return (self.suffix or 0) - self.num_selected
 

@@ -12,9 +12,9 @@ from ..geometry import LINK_TOKENS
 from ..store.segment import SegmentReader
 from .history import History
 from .match import MatchedRun
-from .plan import Piece, Plan, RowGroup, Situation
+from .plan import Plan, PlanContext, RowGroup, SegmentSlice
 
-Find = Callable[[np.ndarray, int], list[Piece]]
+Find = Callable[[np.ndarray, int], list[SegmentSlice]]
 """Returns where stored passages stand in a row's tokens, from that one on: in order, apart from one another."""
 
 Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
@@ -25,15 +25,15 @@ class Rules(Protocol):
     """What a method has to say on a plan (see `Method`)."""
 
     @property
-    def compares(self) -> int | None: ...
+    def compare_layer(self) -> int | None: ...
 
-    def computed(self, situation: Situation) -> tuple[np.ndarray, ...]: ...
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]: ...
 
-    def attended(self, tokens: int) -> int: ...
+    def token_budget(self, prefix_tokens: int) -> int: ...
 
 
 @dataclass(frozen=True)
-class Found:
+class PrefixLookup:
     """What is stored of some rows: `segments` hold the links behind the `held` first ones, up to number `links`."""
 
     rows: tuple[int, ...]
@@ -50,7 +50,7 @@ def make_plan(
     layers: int,
     match: Match,
     find: Find | None = None,
-) -> tuple[Plan | None, list[Found]]:
+) -> tuple[Plan | None, list[PrefixLookup]]:
     """Plan a pass.
 
     Args:
@@ -75,20 +75,20 @@ def make_plan(
         held = max(0, base - pad) // LINK_TOKENS
         pieces, tokens = [], held * LINK_TOKENS
         for run, reader in match(history.links_with(rows[0], ids[rows[0]]), held):
-            pieces.append(Piece(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
+            pieces.append(SegmentSlice(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
             tokens = run.stop * LINK_TOKENS
-        found.append(Found(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        found.append(PrefixLookup(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
         for piece in find(ids[rows[0], pad:], tokens) if find is not None and base == 0 else ():
             pieces.append(piece)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
-    situation = Situation(base, columns, restorable, must_compute, layers, tuple(groups))
-    plan = Plan(base, columns, rules.computed(situation), tuple(groups))
+    context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
+    plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
     if not plan.exact:
-        plan = replace(plan, compares=rules.compares)
+        plan = replace(plan, compare_layer=rules.compare_layer)
     if not plan.restored_tokens and len(plan.computed[-1]) == columns:
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
-    if base == 0 and longest > 0 and (attended := rules.attended(longest)) < longest:
-        plan = replace(plan, attended=attended)
+    if base == 0 and longest > 0 and (budget := rules.token_budget(longest)) < longest:
+        plan = replace(plan, budget_tokens=budget)
     return plan, found

@@ -9,18 +9,18 @@ from itertools import groupby
 
 import numpy as np
 
-from ..geometry import Lane
+from ..geometry import BlockGroup
 from ..store.segment import SegmentReader
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather
-from .plan import Piece, Plan, RowGroup
+from .plan import Plan, RowGroup, SegmentSlice
 
 
 @dataclass(eq=False)
 class PlanUnit(FetchUnit):
-    """The blocks of one lane that a plan needs of one segment, and the pieces of rows they serve."""
+    """The blocks of one block group that a plan needs of one segment, and the pieces of rows they serve."""
 
-    pieces: list[tuple[RowGroup, Piece, np.ndarray]] = field(default_factory=list)
+    pieces: list[tuple[RowGroup, SegmentSlice, np.ndarray]] = field(default_factory=list)
     """With the tokens of each, int64 ascending, counted in the segment."""
 
     @cached_property
@@ -30,7 +30,7 @@ class PlanUnit(FetchUnit):
 
     @cached_property
     def nbytes(self) -> int:
-        return len(self.chunks) * self.lane.block_bytes
+        return len(self.chunks) * self.block_group.block_bytes
 
 
 class Prefetch:
@@ -48,10 +48,10 @@ class Prefetch:
         self.plan = plan
         """What is used of it: what a comparison under way adds is computed, though it was fetched."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
-        self._gathers: dict[tuple[int, int], Gather] = {}  # of each lane and row
+        self._gathers: dict[tuple[int, int], Gather] = {}  # of each block group and row
         order = units_of(plan)
         for unit in order:
-            for layer in unit.lane.layers:
+            for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
         self._under_way = 0
@@ -78,8 +78,8 @@ class Prefetch:
         self.fetcher.wait_for(units)
         return units
 
-    def gathers(self, layer: int, first_column: int) -> Iterator[tuple[int, Lane, Gather]]:
-        """What copies a layer's restored tokens to their columns: a row, a lane and its tokens there.
+    def gathers(self, layer: int, first_column: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
+        """What copies a layer's restored tokens to their columns: a row, a block group and its tokens there.
 
         Args:
             first_column: the column, in the plan's count, that stands first in the layer.
@@ -87,15 +87,15 @@ class Prefetch:
         Raises:
             RestoreError: see `units`.
         """
-        wanted: dict[tuple[int, int], tuple[int, Lane, Gather]] = {}
+        wanted: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
         for unit in self.units(layer):
             for group, piece, tokens in unit.pieces:
                 row, shape = group.rows[0], unit.reader.shape
-                key = id(unit.lane), row  # segments of one geometry share their lanes
+                key = id(unit.block_group), row  # segments of one geometry share their block groups
                 if key in self._gathers:
-                    wanted[key] = row, unit.lane, self._gathers[key]
+                    wanted[key] = row, unit.block_group, self._gathers[key]
                     continue
-                gather = wanted.setdefault(key, (row, unit.lane, Gather(shape, unit.lane)))[2]
+                gather = wanted.setdefault(key, (row, unit.block_group, Gather(shape, unit.block_group)))[2]
                 shift = piece.at - piece.first + group.pad - self.plan.base - first_column
                 gather.add(shape, unit.blocks, tokens, tokens + shift)
         self._gathers.update({key: gather for key, (_, _, gather) in wanted.items()})
@@ -103,12 +103,12 @@ class Prefetch:
 
     def done(self, layer: int) -> None:
         """Layer `layer` has its keys and values: let go what no later layer needs, and fetch on."""
-        over = [unit for unit in self._by_layer.get(layer, []) if unit.lane.layers[-1] == layer]
+        over = [unit for unit in self._by_layer.get(layer, []) if unit.block_group.layers[-1] == layer]
         for unit in over:
             self._under_way -= unit.nbytes
             self._note_use(unit)
             for group, _, _ in unit.pieces:
-                self._gathers.pop((id(unit.lane), group.rows[0]), None)
+                self._gathers.pop((id(unit.block_group), group.rows[0]), None)
         self.fetcher.finish(over)
         self._issue()
 
@@ -116,10 +116,10 @@ class Prefetch:
         alike = self.plan.suffix is not None
         for group, piece, tokens in unit.pieces if unit.from_disk else ():
             if alike:
-                unit.use(unit.lane.layers, [tokens])
+                unit.use(unit.block_group.layers, [tokens])
                 continue
-            for layer in unit.lane.layers:
-                unit.use((layer,), [self.plan.wanted_tokens(unit.lane, group, piece, layer)])
+            for layer in unit.block_group.layers:
+                unit.use((layer,), [self.plan.wanted_tokens(unit.block_group, group, piece, layer)])
 
     def _issue(self) -> None:
         """Start what the layer in use needs, and more as far as the bound allows; one ahead whatever its size."""
@@ -127,13 +127,13 @@ class Prefetch:
         while self._waiting and self._may_start(self._waiting[-1]):
             unit = self._waiting.pop()
             self._under_way += unit.nbytes
-            self._furthest = unit.lane.layers[0]
+            self._furthest = unit.block_group.layers[0]
             due.append(unit)
-        for _, batch in groupby(due, lambda unit: unit.lane.layers[0]):  # a layer waits for its own batch alone
+        for _, batch in groupby(due, lambda unit: unit.block_group.layers[0]):  # a layer waits for its own batch alone
             self.fetcher.bring([(unit, unit.chunks) for unit in batch])
 
     def _may_start(self, unit: PlanUnit) -> bool:
-        if unit.lane.layers[0] <= self._layer:
+        if unit.block_group.layers[0] <= self._layer:
             return True
         ahead = self._furthest > self._layer
         return bool(self._ahead_bytes) and (not ahead or self._under_way + unit.nbytes <= self._ahead_bytes)
@@ -144,9 +144,9 @@ def units_of(plan: Plan) -> list[PlanUnit]:
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:
         for piece in group.pieces:
-            for lane in piece.reader.shape.lanes:
-                tokens = plan.wanted_tokens(lane, group, piece)
+            for block_group in piece.reader.shape.block_groups:
+                tokens = plan.wanted_tokens(block_group, group, piece)
                 if len(tokens):
-                    unit = units.setdefault((piece.reader, lane.index), PlanUnit(piece.reader, lane))
+                    unit = units.setdefault((piece.reader, block_group.index), PlanUnit(piece.reader, block_group))
                     unit.pieces.append((group, piece, tokens))
-    return sorted(units.values(), key=lambda unit: unit.lane.layers[0])
+    return sorted(units.values(), key=lambda unit: unit.block_group.layers[0])

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..select.selector import Asked, Selector
-from ..stats import Account
+from ..select.selector import SelectionInput, Selector
+from ..stats import StatsCollector
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
 from ..transfers import to_device
+from .chosen import Gathers, RowPrefix
 from .fetch import Fetcher, FetchUnit
-from .lanes import Gathers, RowPrefix
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 """Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
@@ -88,12 +88,12 @@ class Rechoice:
 
     Args:
         live: what is chosen from.
-        account: counts what happens.
+        collector: counts what happens.
     """
 
-    def __init__(self, live: LiveSelection, account: Account) -> None:
-        self._live, self._account = live, account
-        self._fetcher = Fetcher(live.residency, account, live.device_of)
+    def __init__(self, live: LiveSelection, collector: StatsCollector) -> None:
+        self._live, self._account = live, collector
+        self._fetcher = Fetcher(live.residency, collector, live.device_of)
         self._chosen: dict[int, list[np.ndarray | None]] = {}  # of each period, for each row int64 [n], ascending
         self._changes: dict[int, list[list[_Change]]] = {}  # of each period, for each row
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
@@ -133,7 +133,7 @@ class Rechoice:
         if layer == period[0]:
             self._choose(number, rows, query, keys[:, :, live.columns :], scaling)
         changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
-        units = [unit for unit in self._units[number].values() if layer in unit.lane.layers]
+        units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
         now: list[LiveRow | None] = []
         for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
@@ -199,8 +199,8 @@ class Rechoice:
         self._changes[number][row].append(change)
         units = self._units[number]
         wanted = []
-        for piece, lane, tokens in change.new.wanted(layers) if len(new) else ():
-            unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+        for piece, block_group, tokens in change.new.wanted(layers) if len(new) else ():
+            unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
             wanted.append((unit, unit.chunks_of(tokens)))
         self._fetcher.bring(wanted)
         return change
@@ -212,5 +212,5 @@ class Rechoice:
         live = self._live
         keys = live.keys[number, held.prefix]
         chunks = live.prefixes[held.prefix].chunks
-        asked = Asked(query, own_keys, lambda heads: keys, scaling, chunks, len(held.tokens))
+        asked = SelectionInput(query, own_keys, lambda heads: keys, scaling, chunks, len(held.tokens))
         return live.selector.choose(asked).tokens[0]

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from ..geometry import in_groups
-from ..select.selector import Asked, Choice, Selector
+from ..select.selector import Selection, SelectionInput, Selector
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
 from ..tiers.resident import CoarseKeys
 from .assemble import share_row
+from .chosen import Gathers, RowPrefix, key_groups, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather
-from .lanes import Gathers, RowPrefix, key_lanes, parts_of, restoring_lanes
 from .plan import Plan
 from .rechoose import LiveRow, LiveSelection, Rotate
 
@@ -31,7 +31,7 @@ class SelectiveRestore:
     """One pass that attends to a part of what it restores.
 
     Args:
-        plan: with `attended`.
+        plan: with `budget_tokens`.
         layers: with full attention, ascending; the others are none of ours.
         selector: chooses.
         fetcher: of the pass.
@@ -51,7 +51,7 @@ class SelectiveRestore:
         rechoose: int = 0,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
-        self.residency, self.account = fetcher.residency, fetcher.account
+        self.residency, self.collector = fetcher.residency, fetcher.collector
         self._guesses, self._importance, self._rechoose = guesses, importance, rechoose
         restored = plan.suffix or 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
@@ -60,7 +60,7 @@ class SelectiveRestore:
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._chosen: list[Gathers] = []  # of each of _rows
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
-        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in lanes of their own
+        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: LiveSelection | None = None
 
@@ -94,8 +94,8 @@ class SelectiveRestore:
         if layer == self._periods[number][0]:
             self._choose(number, query, own_keys, rotate_, scaling)
         period = self._periods[number]
-        mine = [unit for unit in self._units[number].values() if layer in unit.lane.layers]
-        if layer != period[0] and any(min(set(unit.lane.layers) & set(period)) == layer for unit in mine):
+        mine = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
+        if layer != period[0] and any(min(set(unit.block_group.layers) & set(period)) == layer for unit in mine):
             self._bring(number, (layer,))  # what there was no room for before
         self.fetcher.wait_for(mine)
         for row, gathers in zip(self._rows, self._chosen, strict=True):
@@ -107,7 +107,7 @@ class SelectiveRestore:
             for tensor in (keys, values):
                 share_row(tensor, row.group.rows, begin, tensor.shape[2])
             gathers.note_use(mine, (layer,))
-        over = [unit for unit in mine if max(set(unit.lane.layers) & set(period)) == layer]
+        over = [unit for unit in mine if max(set(unit.block_group.layers) & set(period)) == layer]
         for gathers in self._chosen:
             gathers.forget(over)
         self.fetcher.finish(over)
@@ -140,11 +140,11 @@ class SelectiveRestore:
         self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
-        before, self._chosen, stalled = self._chosen, [], self.account.stats.stall_seconds
-        with self.account.timing("select_seconds"):
+        before, self._chosen, stalled = self._chosen, [], self.collector.stats.stall_seconds
+        with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
                 one = row.group.rows[0]
-                asked = Asked(
+                asked = SelectionInput(
                     query[one],
                     own_keys[one],
                     partial(self._keys_of, number, place, rotate_),
@@ -158,7 +158,7 @@ class SelectiveRestore:
         if before:
             right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(self._chosen, before, strict=True)]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)))
-        self.account.add(select_stall_seconds=self.account.stats.stall_seconds - stalled)
+        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number])
         if number + 1 < len(self._periods):
@@ -173,15 +173,15 @@ class SelectiveRestore:
         units = self._units.setdefault(number, {})
         wanted: dict[FetchUnit, list[np.ndarray]] = {}
         for gathers in self._chosen:
-            for piece, lane, tokens in gathers.wanted(layers):
-                unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+            for piece, block_group, tokens in gathers.wanted(layers):
+                unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                 wanted.setdefault(unit, []).append(unit.chunks_of(tokens))
-        due = sorted(wanted.items(), key=lambda item: item[0].lane.layers)
-        for _, batch in groupby(due, lambda item: item[0].lane.layers):  # a layer waits for its own batch alone
+        due = sorted(wanted.items(), key=lambda item: item[0].block_group.layers)
+        for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits for its own batch alone
             asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            self.fetcher.bring(asked, ahead=guess or layers[0] not in asked[0][0].lane.layers)
+            self.fetcher.bring(asked, ahead=guess or layers[0] not in asked[0][0].block_group.layers)
 
-    def _note(self, number: int, row: RowPrefix, choice: Choice) -> None:
+    def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
         tokens, times = np.unique(choice.tokens, return_counts=True)
         share = times / len(choice.tokens)  # of the sets that want a token
@@ -194,12 +194,12 @@ class SelectiveRestore:
                     self._importance.note(piece.reader.id, size, layer, held, mass)
             first, inside = row.inside(piece, tokens)
             mine = slice(first, first + len(inside))
-            for lane in restoring_lanes(shape, self._periods[number]) if len(inside) else ():
+            for block_group in restoring_groups(shape, self._periods[number]) if len(inside) else ():
                 step = shape.geometry.chunk_tokens
-                chunks, which = np.unique(shape.places(lane, inside) // step, return_inverse=True)
+                chunks, which = np.unique(shape.places(block_group, inside) // step, return_inverse=True)
                 held = np.minimum(step, shape.tokens - chunks * step)  # tokens of each
                 self.residency.note_attention(
-                    piece.reader.owner(lane.index),
+                    piece.reader.owner(block_group.index),
                     shape.chunks,
                     chunks,
                     np.bincount(which, choice.mass[tokens[mine]]),
@@ -219,10 +219,10 @@ class SelectiveRestore:
                     if (coarse := self._find_coarse(piece.reader, layer)) is not None:
                         self._coarse[piece.reader, layer] = coarse  # from here on in hand
                         continue
-                for lane in key_lanes(piece.reader.shape, layer, heads):
+                for block_group in key_groups(piece.reader.shape, layer, heads):
                     # what also holds what is attended to is held on to
-                    units = (self._keys if lane.identifies else self._units).setdefault(number, {})
-                    unit = units.setdefault((piece.reader, lane.index), FetchUnit(piece.reader, lane))
+                    units = (self._keys if block_group.identifies else self._units).setdefault(number, {})
+                    unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                     unit.identifies = True
                     wanted.append((unit, unit.chunks_of(tokens)))
         self.fetcher.bring(wanted, ahead)
@@ -237,7 +237,9 @@ class SelectiveRestore:
         for piece in row.pieces():
             if (coarse := self._coarse.get((piece.reader, layer))) is None:
                 apart, among = (held.get(number, {}) for held in (self._keys, self._units))
-                names = [(piece.reader, lane.index) for lane in key_lanes(piece.reader.shape, layer, heads)]
+                names = [
+                    (piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)
+                ]
                 units = [apart.get(name) or among[name] for name in names]
                 self.fetcher.wait_for(units)
                 if not self.selector.resident:
@@ -266,9 +268,9 @@ class SelectiveRestore:
         keys = self._empty_keys(reader, layer, None, reader.shape.tokens)
         tokens = np.arange(reader.shape.tokens)
         for unit in units:
-            gather = Gather(reader.shape, unit.lane)
+            gather = Gather(reader.shape, unit.block_group)
             gather.add(reader.shape, unit.blocks, tokens, tokens)
-            for part in parts_of(unit.lane, layer, "key"):
+            for part in parts_of(unit.block_group, layer, "key"):
                 gather.copy(part, keys)
         coarse = self._coarse[reader, layer] = CoarseKeys.of(keys)
         if not reader.gone:

@@ -44,17 +44,17 @@ def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.T
     return kept.square().sum((0, 2)).sqrt_()
 
 
-def change(here: KV, elsewhere: KV) -> torch.Tensor:
-    """How far each token's keys and values are from those it has elsewhere, as a share of their norms: `[tokens]`."""
+def change(here: KV, kv_in_context: KV) -> torch.Tensor:
+    """How far each token's keys and values move when computed in context, as a share of their norms: `[tokens]`."""
     moved = torch.zeros(here[0].shape[1])
-    for mine, other in zip(here, elsewhere, strict=True):
+    for mine, other in zip(here, kv_in_context, strict=True):
         wide = mine.float()
         moved += (wide - other.float()).square().sum((0, 2)) / wide.square().sum((0, 2)).clamp_min(1e-30)
     return moved.sqrt_()
 
 
 def rank_tokens(
-    layers: Iterable[KV], ranking: Ranking, alpha: float, elsewhere: Iterable[KV] | None = None
+    layers: Iterable[KV], ranking: Ranking, alpha: float, kv_in_context: Iterable[KV] | None = None
 ) -> np.ndarray:
     """How much it matters that each token of a passage is computed in its true context.
 
@@ -62,13 +62,13 @@ def rank_tokens(
         layers: of each layer what the passage has, computed alone.
         ranking: one of `RANKINGS`.
         alpha: see `band_energy`.
-        elsewhere: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
+        kv_in_context: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
 
     Returns:
         float64 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
     """
     scores = []
-    others = iter(elsewhere or ())
+    others = iter(kv_in_context or ())
     for pair in layers:
         if ranking == "random":
             return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])

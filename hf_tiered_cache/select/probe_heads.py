@@ -9,7 +9,7 @@ import numpy as np
 
 from ..transfers import to_host
 from .mass import head_mass
-from .selector import Asked, Choice, Selector
+from .selector import Selection, SelectionInput, Selector
 from .top_tokens import top_of_each
 
 
@@ -30,7 +30,7 @@ class ProbeHeads(Selector):
     def probe_heads(self) -> int:
         return self.heads
 
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: SelectionInput) -> Selection:
         probes = asked.keys(self.heads)
         served = asked.query.shape[0] // asked.own_keys.shape[0]
         own = asked.own_keys[: len(probes)]
@@ -40,9 +40,9 @@ class ProbeHeads(Selector):
             votes = np.zeros(asked.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
             best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
-            return Choice(np.sort(best)[None], summed / len(probes))
+            return Selection(np.sort(best)[None], summed / len(probes))
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
-        return Choice(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
 
 
 def mean_jaccard(sets: np.ndarray) -> float:

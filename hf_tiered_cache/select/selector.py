@@ -13,7 +13,7 @@ from .chunks import ChunkMap
 
 
 @dataclass(frozen=True)
-class Asked:
+class SelectionInput:
     """What a selector is asked, for one row and layer.
 
     Args:
@@ -34,7 +34,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Choice:
+class Selection:
     """What a selector answers.
 
     Args:
@@ -66,5 +66,5 @@ class Selector(ABC):
         return None
 
     @abstractmethod
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: SelectionInput) -> Selection:
         """The tokens to attend to."""

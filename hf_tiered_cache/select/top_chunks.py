@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..transfers import to_host
 from .chunks import top_chunks
 from .mass import attention_mass
-from .selector import Asked, Choice, Selector
+from .selector import Selection, SelectionInput, Selector
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class TopChunks(Selector):
     def probe_heads(self) -> int | None:
         return self.heads
 
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: SelectionInput) -> Selection:
         keys = asked.keys(self.heads)
         served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
         mass = attention_mass(asked.query[: len(keys) * served], keys, asked.own_keys[: len(keys)], asked.scaling)
         chosen, known = to_host(top_chunks(mass, asked.chunks, asked.count), mass)
-        return Choice(chosen[None], known)
+        return Selection(chosen[None], known)

@@ -8,16 +8,16 @@ import torch
 
 from ..transfers import to_host
 from .mass import head_mass
-from .selector import Asked, Choice, Selector
+from .selector import Selection, SelectionInput, Selector
 
 
 @dataclass(frozen=True)
 class TopTokens(Selector):
     """The tokens that get most attention, for each kv head its own: the query heads it serves vote together."""
 
-    def choose(self, asked: Asked) -> Choice:
+    def choose(self, asked: SelectionInput) -> Selection:
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
-        return Choice(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
 
 
 def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:

@@ -8,19 +8,19 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..geometry import LayerKV
-from ..patches.rotary import RotaryTap, Unrotated
+from ..patches.rotary import PreRopeKV, RotaryTap
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.rechoose import LiveSelection, Rechoice
 from ..restore.selective import SelectiveRestore
-from ..stats import Account
+from ..stats import StatsCollector
 
 
 class Pass(Protocol):
     """What the sources of one forward pass share."""
 
     tap: RotaryTap
-    account: Account
+    collector: StatsCollector
 
     def rechoice(self, live: LiveSelection) -> Rechoice:
         """The choices of the pass, for sources that choose again."""
@@ -64,7 +64,7 @@ class KVSource(Protocol):
         """Announce a pass that restores, so that masks are made for what the layer is going to hold."""
 
     def append(
-        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Take in what the layer has computed.
 

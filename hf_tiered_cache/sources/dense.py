@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import RestoreError
 from ..geometry import LayerKV
-from ..patches.rotary import Unrotated
+from ..patches.rotary import PreRopeKV
 from ..restore.assemble import restore_layer
 from .base import Pass, RestoringPass
 from .buffer import KVBuffer
@@ -62,7 +62,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self._skipped = 0  # columns of the pass that are not held: before every window, or attended to by none
 
     def append(
-        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
         restoring = self._pass
@@ -88,13 +88,13 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self,
         restoring: RestoringPass,
         kind: LayerKV,
-        pre_rope: Unrotated,
+        pre_rope: PreRopeKV,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Restored and computed columns, side by side."""
         plan = restoring.plan
-        with restoring.account.timing("assemble_seconds"):
+        with restoring.collector.timing("assemble_seconds"):
             first = max(0, plan.first_kept(self.window))
             keys, values = self.extend(key_states, value_states, plan.columns, first)
             rotate_ = partial(restoring.tap.rotate_, pre_rope)
@@ -105,7 +105,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 values[:, :, plan.suffix - first :] = value_states
                 return self._visible(key_states.shape[2])
             columns = restoring.columns(self.index, first, keys.device)
-            if self.index == plan.compares:
+            if self.index == plan.compare_layer:
                 restoring.compare(self.index, values.index_select(2, columns), value_states)
             keys.index_copy_(2, columns, key_states)
             values.index_copy_(2, columns, value_states)

@@ -10,7 +10,7 @@ import torch
 
 from ..errors import RestoreError
 from ..geometry import LayerKV
-from ..patches.rotary import Unrotated
+from ..patches.rotary import PreRopeKV
 from ..restore.assemble import check_fit
 from ..restore.rechoose import LiveRow, LiveSelection, Rotate
 from ..transfers import to_device
@@ -37,7 +37,7 @@ class SelectedSource(DenseSource):
         self._num_selected = 0  # columns in front that were chosen from among more
         self._live: LiveSelection | None = None  # to choose from again
         self._rows: list[LiveRow | None] = []  # what was chosen last, for each row
-        self._pre_rope: Unrotated | None = None  # of the pass under way
+        self._pre_rope: PreRopeKV | None = None  # of the pass under way
 
     @property
     def rechooses(self) -> bool:
@@ -45,7 +45,7 @@ class SelectedSource(DenseSource):
         return self._live is not None
 
     def append(
-        self, kind: LayerKV, pre_rope: Unrotated, keys: torch.Tensor, values: torch.Tensor
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KVSource`."""
         self._pre_rope = pre_rope
@@ -56,19 +56,19 @@ class SelectedSource(DenseSource):
         super().begin_pass(restoring)
         if restoring.selection is not None:
             plan = restoring.plan
-            self._restored, self._scattered, self._skipped = plan.suffix or 0, plan.columns, plan.unattended
+            self._restored, self._scattered, self._skipped = plan.suffix or 0, plan.columns, plan.num_skipped
 
     def end_pass(self) -> None:
         """See `KVSource`."""
         super().end_pass()
         self._pre_rope = None
-        self._parked: tuple[Unrotated, torch.Tensor] | None = None
+        self._parked: tuple[PreRopeKV, torch.Tensor] | None = None
 
     def _restore(
         self,
         restoring: RestoringPass,
         kind: LayerKV,
-        pre_rope: Unrotated,
+        pre_rope: PreRopeKV,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,9 +102,9 @@ class SelectedSource(DenseSource):
         (pre_rope, _), self._parked = self._parked, None
         restoring.unpark()
         plan, selection = restoring.plan, restoring.selection
-        with restoring.account.timing("assemble_seconds"):
+        with restoring.collector.timing("assemble_seconds"):
             self._num_selected = plan.num_selected
-            all_keys, all_values = self.extend(keys, values, plan.columns, plan.unattended)
+            all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
             selected = slice(0, self._num_selected)
             chosen = all_keys[:, :, selected], all_values[:, :, selected]
             selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
@@ -115,7 +115,7 @@ class SelectedSource(DenseSource):
             return self._visible(keys.shape[2])
 
     def _choose_again(
-        self, live: LiveSelection, pre_rope: Unrotated, forward_pass: Pass, query: torch.Tensor, scaling: float | None
+        self, live: LiveSelection, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
     ) -> None:
         """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
         keys, values = self._views()
@@ -123,7 +123,7 @@ class SelectedSource(DenseSource):
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            with forward_pass.account.timing("assemble_seconds"):
+            with forward_pass.collector.timing("assemble_seconds"):
                 choices = forward_pass.rechoice(live)
                 self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # what was chosen before is still there
@@ -156,7 +156,7 @@ class SelectedSource(DenseSource):
         super().reset()
 
 
-def _rotation(forward_pass: Pass, pre_rope: Unrotated) -> Rotate:
+def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:
     """Gives stored keys the rotation that a layer's own have got."""
 
     def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:

@@ -256,7 +256,7 @@ class Catalogue:
         self._run(lambda db: db.execute(_FROM_THE_FUTURE, (time.time(),)))
 
     def scores(self) -> list[tuple[str, int, bytes]]:
-        """Segment, lane, and what eviction policies know of its chunks (see `ScoreTable`)."""
+        """Segment, block group, and what eviction policies know of its chunks (see `ScoreTable`)."""
         return self._run(lambda db: db.execute("SELECT segment, lane, row FROM scores").fetchall())
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:

@@ -27,7 +27,7 @@ KEY_BYTES = 32
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = DIGEST_DTYPE.itemsize
 _PIECE_BYTES = 8 << 20
-"""Of a lane, so much is encrypted at a time: in memory of its own, since others may still want the lane."""
+"""Bytes of a block group that are encrypted at a time: in memory of their own, since others may still want it."""
 
 
 class Plain:

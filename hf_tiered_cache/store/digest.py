@@ -97,7 +97,7 @@ def is_tagged(guard: Guard, head: bytes, tag: bytes) -> bool:
 
 
 def content_of(digests: np.ndarray) -> int:
-    """A name for what a lane contains, from the digests of its blocks, `DIGEST_DTYPE` `[chunks]`."""
+    """A name for what a block group contains, from the digests of its blocks, `DIGEST_DTYPE` `[chunks]`."""
     return xxh3(digests.tobytes())
 
 

@@ -194,18 +194,18 @@ class SegmentStore:
         self,
         header: SegmentHeader,
         links: list[bytes],
-        lanes: Iterable[torch.Tensor],
+        block_groups: Iterable[torch.Tensor],
         ancestors: Iterable[str] = (),
-        written: Written = lambda lane, blocks, content: None,
+        written: Written = lambda block_group, blocks, content: None,
     ) -> bool:
         """Write a segment and make it visible, whole or not at all.
 
         Args:
             header: without its sections.
             links: its links of the hash chain.
-            lanes: for each lane its blocks, uint8 `[chunks, block_bytes]` on the CPU.
+            block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
             ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
-            written: is told of each lane. The segment may still come to nothing.
+            written: is told of each block group. The segment may still come to nothing.
 
         Returns:
             Whether the segment is in the store now. A full disk, the quota, an unwritable folder or a lock that is not
@@ -222,7 +222,7 @@ class SegmentStore:
                 f"{self.place} was opened without a key: what is stored there now is not encrypted, as others are",
             )
         try:
-            nbytes, replaced = self._publisher.write(header, links, lanes, written)
+            nbytes, replaced = self._publisher.write(header, links, block_groups, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:

@@ -1,6 +1,6 @@
 """The segment file, byte by byte. docs/format.md specifies it on one page; this module is its only reader and writer.
 
-    header page | hash chain | digest table | order of tokens and what it goes by, if any | blocks, lane after lane
+    header page | hash chain | digest table | order of tokens and what it goes by, if any | blocks, group after group
 
 Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum. Of an encrypted file only the
 blocks are (see cipher.py); what stands before them is under a tag, too.
@@ -91,7 +91,7 @@ class SegmentHeader:
 
     @property
     def block_count(self) -> int:
-        return self.shape.chunks * len(self.shape.lanes)
+        return self.shape.chunks * len(self.shape.block_groups)
 
 
 def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str, order: TokenOrder | None = None) -> str:
@@ -131,7 +131,7 @@ def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray, 
     Args:
         header: as `lay_out` returned it.
         links: the segment's links, `LINK_BYTES` each.
-        digests: `DIGEST_DTYPE` `[lanes * chunks]`, lane after lane.
+        digests: `DIGEST_DTYPE` `[block_groups * chunks]`, block group after block group.
         guard: of the blocks; makes the tag, if there is to be one.
     """
     chain = b"".join(links).ljust(header.chain.nbytes, b"\0")
@@ -332,7 +332,7 @@ def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes
     """Read chain, digest table, order and importance from `data`, the bytes between the header page and the blocks.
 
     Returns:
-        The chain's links side by side, the digests, `DIGEST_DTYPE` `[lanes, chunks]`, and the order of tokens.
+        The chain's links side by side, the digests, `DIGEST_DTYPE` `[block_groups, chunks]`, and the order of tokens.
     """
     found = {}
     for name, section in sections(header).items():
@@ -348,4 +348,8 @@ def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes
         places = np.frombuffer(found["order"], "<u4", shape[0] * shape[1]).reshape(shape)
         importance = np.frombuffer(found["importance"], "<f4", shape[1]) if "importance" in found else None
         order = TokenOrder(places, importance)
-    return found["chain"][: links * LINK_BYTES], digests.reshape(len(header.shape.lanes), header.shape.chunks), order
+    return (
+        found["chain"][: links * LINK_BYTES],
+        digests.reshape(len(header.shape.block_groups), header.shape.chunks),
+        order,
+    )

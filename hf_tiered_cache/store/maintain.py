@@ -101,9 +101,11 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
 
 def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
     """Read all blocks, window by window; yields the bytes and blocks of each."""
-    for index, lane in enumerate(reader.shape.lanes):
-        step = max(1, _WINDOW_BYTES // lane.block_bytes)
-        memory = aligned_bytes(min(step, reader.shape.chunks) * lane.block_bytes).view(-1, lane.block_bytes)
+    for index, block_group in enumerate(reader.shape.block_groups):
+        step = max(1, _WINDOW_BYTES // block_group.block_bytes)
+        memory = aligned_bytes(min(step, reader.shape.chunks) * block_group.block_bytes).view(
+            -1, block_group.block_bytes
+        )
         for first in range(0, reader.shape.chunks, step):
             count = min(step, reader.shape.chunks - first)
             window: torch.Tensor = memory[:count]

@@ -20,7 +20,7 @@ from .index import Index
 from .segment import read_head
 
 Written = Callable[[int, torch.Tensor, int], None]
-"""Told of a lane that was written: its number, its blocks, and the content that `SegmentReader.owner` will name."""
+"""Told of a block group that was written: its number, its blocks, and the content that `SegmentReader.owner` names."""
 
 
 class Publisher:
@@ -46,15 +46,15 @@ class Publisher:
         self._make_room, self._is_hidden = make_room, is_hidden
 
     def write(
-        self, header: SegmentHeader, links: list[bytes], lanes: Iterable[torch.Tensor], written: Written
+        self, header: SegmentHeader, links: list[bytes], block_groups: Iterable[torch.Tensor], written: Written
     ) -> tuple[int, bool]:
         """Write a segment and make it visible, whole or not at all.
 
         Args:
             header: with its sections.
             links: its links of the hash chain.
-            lanes: for each lane its blocks, uint8 `[chunks, block_bytes]` on the CPU.
-            written: is told of each lane. The segment may still come to nothing.
+            block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
+            written: is told of each block group. The segment may still come to nothing.
 
         Returns:
             Bytes that it takes, and whether it took the place of another one.
@@ -68,9 +68,9 @@ class Publisher:
         with self.reserved(header.id, header.file_bytes) as upload:
             digests = []
             offset = header.blocks.offset
-            for lane, blocks in enumerate(lanes):
-                digests.append(_write_lane(upload, offset, guard, lane * header.shape.chunks, blocks))
-                written(lane, blocks, content_of(digests[-1]))
+            for block_group, blocks in enumerate(block_groups):
+                digests.append(_write_group(upload, offset, guard, block_group * header.shape.chunks, blocks))
+                written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, links, np.concatenate(digests), guard)), 0)
             row = SegmentRow.of(header, b"".join(links), upload.nbytes())
@@ -133,8 +133,8 @@ class Publisher:
         raise FileExistsError(segment_id)
 
 
-def _write_lane(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
-    """Write a lane's blocks, numbered from `first` on, and return their digests."""
+def _write_group(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
+    """Write a block group's blocks, numbered from `first` on, and return their digests."""
     digests = []
     for piece, table in guard.seal(first, blocks):
         upload.write(piece.numpy().data.cast("B"), offset)

@@ -14,7 +14,7 @@ from .memory import aligned_bytes
 from .segment import SegmentReader
 
 
-def laid_out_anew(
+def relayout_segment(
     reader: SegmentReader, geometry: Geometry, order: TokenOrder | None = None
 ) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
     """What `SegmentStore.publish` takes, for the same tokens in another geometry or order.
@@ -23,7 +23,7 @@ def laid_out_anew(
     provenance, whose chain takes the tokens to hash.
 
     Returns:
-        Header, links, and for each lane its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
+        Header, links, and for each block group its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
     """
     links = [reader.chain[at : at + LINK_BYTES] for at in range(0, len(reader.chain), LINK_BYTES)]
     geometry = replace(geometry, codec=reader.shape.geometry.codec)
@@ -31,19 +31,19 @@ def laid_out_anew(
     old = reader.header
     name = segment_id(old.parent, links[-1], geometry, old.provenance, order)
     header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0), importance=Section(0, 0))
-    return header, links, _lanes(reader, shape)
+    return header, links, _block_groups(reader, shape)
 
 
-def _lanes(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]:
-    """The old segment's lanes are read as the new ones need them, and held as long as later ones do."""
+def _block_groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]:
+    """The old segment's block groups are read as the new ones need them, and held as long as later ones do."""
     held: dict[int, torch.Tensor] = {}
-    for number, lane in enumerate(shape.lanes):
-        blocks = torch.zeros(shape.chunks, lane.block_bytes, dtype=torch.uint8)
-        for part in lane.parts:
-            shape.pack_fields(blocks, lane, part, _fields(reader, part, held))
+    for number, block_group in enumerate(shape.block_groups):
+        blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+        for part in block_group.parts:
+            shape.pack_fields(blocks, block_group, part, _fields(reader, part, held))
         yield blocks
-        later = {part.layer for after in shape.lanes[number + 1 :] for part in after.parts}
-        for index in [index for index in held if later.isdisjoint(reader.shape.lanes[index].layers)]:
+        later = {part.layer for after in shape.block_groups[number + 1 :] for part in after.parts}
+        for index in [index for index in held if later.isdisjoint(reader.shape.block_groups[index].layers)]:
             del held[index]
 
 
@@ -51,20 +51,24 @@ def _fields(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) 
     """The fields of one layer's keys or values, as they are coded, of the heads that `wanted` has."""
     shape, stop = reader.shape, wanted.first_head + wanted.heads
     found = tuple(torch.empty(wanted.heads, shape.tokens, slot.dim, dtype=slot.dtype) for slot in wanted.fields)
-    for lane in shape.lanes:
-        for part in lane.parts if not lane.identifies else ():
+    for block_group in shape.block_groups:
+        for part in block_group.parts if not block_group.identifies else ():
             low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
             if (part.layer, part.tensor) == (wanted.layer, wanted.tensor) and low < high:
-                if lane.index not in held:
-                    held[lane.index] = _read(reader, lane.index)
-                for target, source in zip(found, shape.unpack_fields(held[lane.index], lane, part), strict=True):
+                if block_group.index not in held:
+                    held[block_group.index] = _read(reader, block_group.index)
+                for target, source in zip(
+                    found, shape.unpack_fields(held[block_group.index], block_group, part), strict=True
+                ):
                     mine = source[low - part.first_head : high - part.first_head]
                     target[low - wanted.first_head : high - wanted.first_head] = mine
     return found
 
 
-def _read(reader: SegmentReader, lane: int) -> torch.Tensor:
-    """All blocks of a lane, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
-    blocks = aligned_bytes(reader.shape.chunks * reader.shape.lanes[lane].block_bytes).view(reader.shape.chunks, -1)
-    reader.read(lane, [(0, blocks)]).result()
+def _read(reader: SegmentReader, block_group: int) -> torch.Tensor:
+    """All blocks of a block group, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+    blocks = aligned_bytes(reader.shape.chunks * reader.shape.block_groups[block_group].block_bytes).view(
+        reader.shape.chunks, -1
+    )
+    reader.read(block_group, [(0, blocks)]).result()
     return blocks

@@ -35,7 +35,7 @@ class Head(NamedTuple):
     chain: bytes
     """Its links side by side."""
     digests: np.ndarray
-    """`DIGEST_DTYPE` `[lanes, chunks]`."""
+    """`DIGEST_DTYPE` `[block_groups, chunks]`."""
     nbytes: int
     """What the segment takes on disk."""
     version: Hashable
@@ -104,7 +104,7 @@ class SegmentReader:
             raise FormatError(f"{segment_id} calls itself {self.id}")
         self.backend, self._file, self._version = backend, file, head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
-        self._contents = [content_of(table) for table in self.digests]  # of each lane
+        self._contents = [content_of(table) for table in self.digests]  # of each block group
         self.gone = False
         """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
 
@@ -122,49 +122,49 @@ class SegmentReader:
             return False
         return found is not None and found.version == self._version
 
-    def owner(self, lane: int) -> tuple[str, int, int]:
-        """Under which name memory keeps blocks of a lane: with what they contain, whatever is stored under the id."""
-        return self.id, lane, self._contents[lane]
+    def owner(self, block_group: int) -> tuple[str, int, int]:
+        """The name that memory keeps a block group's blocks under: with what they contain, not the id alone."""
+        return self.id, block_group, self._contents[block_group]
 
     def key_owner(self, layer: int) -> tuple[str, int, int]:
-        """The same for the keys of a layer, in whichever lanes they lie."""
+        """The same for the keys of a layer, in whichever block groups they lie."""
         return self.id, layer, self.header.digests.digest
 
-    def ops(self, lane: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
-        """The reads that bring runs of blocks of one lane."""
-        block_bytes = self.shape.lanes[lane].block_bytes
-        start = self.header.blocks.offset + self.shape.lane_offsets[lane]
+    def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
+        """The reads that bring runs of blocks of one block group."""
+        block_bytes = self.shape.block_groups[block_group].block_bytes
+        start = self.header.blocks.offset + self.shape.group_offsets[block_group]
         return [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
 
-    def open_blocks(self, lane: int, runs: Sequence[BlockRun]) -> None:
+    def open_blocks(self, block_group: int, runs: Sequence[BlockRun]) -> None:
         """Check what was read, and decrypt it where it is. Raises IntegrityError."""
         for first, blocks in runs:
-            self._open(lane, first, blocks)
+            self._open(block_group, first, blocks)
 
-    def read(self, lane: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
-        """Read runs of blocks of one lane, and check every block. See `read_batch`."""
-        return read_batch([(self, lane, runs)])
+    def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
+        """Read runs of blocks of one block group, and check every block. See `read_batch`."""
+        return read_batch([(self, block_group, runs)])
 
-    def _open(self, lane: int, first: int, blocks: torch.Tensor) -> None:
+    def _open(self, block_group: int, first: int, blocks: torch.Tensor) -> None:
         """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
         if self._guard is None:
             return
-        expected = self.digests[lane, first : first + blocks.shape[0]]
-        bad = self._guard.open(lane * self.shape.chunks + first, blocks, expected)
+        expected = self.digests[block_group, first : first + blocks.shape[0]]
+        bad = self._guard.open(block_group * self.shape.chunks + first, blocks, expected)
         if bad is not None:
             chunk = first + bad
             raise IntegrityError(
-                f"segment {self.id}, lane {lane}, chunk {chunk}: the block fails its checksum",
-                whole_links=self.shape.first_token(self.shape.lanes[lane], chunk) // LINK_TOKENS,
+                f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
+                whole_links=self.shape.first_token(self.shape.block_groups[block_group], chunk) // LINK_TOKENS,
                 version=self._version,
             )
 
 
 def read_batch(asked: Sequence[tuple[SegmentReader, int, Sequence[BlockRun]]]) -> Future[ReadReport]:
-    """Read runs of blocks of lanes of segments, in one submission, and check every block.
+    """Read runs of blocks of block groups of segments, in one submission, and check every block.
 
     Args:
-        asked: segments of one store, each with the number of a lane, and the runs of its blocks.
+        asked: segments of one store, each with the number of a block group, and the runs of its blocks.
 
     Returns:
         A future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and not before nothing writes
@@ -176,13 +176,13 @@ def read_batch(asked: Sequence[tuple[SegmentReader, int, Sequence[BlockRun]]]) -
     def check(done: Future[ReadReport]) -> None:
         try:
             report = done.result()
-            for reader, lane, runs in asked:
-                reader.open_blocks(lane, runs)
+            for reader, block_group, runs in asked:
+                reader.open_blocks(block_group, runs)
         except BaseException as error:
             checked.set_exception(error)
         else:
             checked.set_result(report)
 
-    ops = [op for reader, lane, runs in asked for op in reader.ops(lane, runs)]
+    ops = [op for reader, block_group, runs in asked for op in reader.ops(block_group, runs)]
     asked[0][0].backend.read(ops).add_done_callback(check)
     return checked

@@ -29,22 +29,22 @@ _POLL_SECONDS = 0.005
 
 
 @dataclass
-class Draft:
+class PendingSegment:
     """A segment that is still to be written.
 
     Args:
-        lanes: packs one lane after the other, when the writer asks for it.
+        block_groups: packs one block group after the other, when the writer asks for it.
         ancestors: segments it continues.
         refused: is called if there turns out to be no room for it.
-        written: is told of each lane.
+        written: is told of each block group.
     """
 
     header: SegmentHeader
     links: list[bytes]
-    lanes: Callable[[], Iterator[torch.Tensor]]
+    block_groups: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[], None] = lambda: None
-    written: Written = lambda lane, blocks, content: None
+    written: Written = lambda block_group, blocks, content: None
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -58,12 +58,12 @@ Action = Callable[[], object]
 
 
 class Writer:
-    """Writes drafts one after the other, in a thread of its own.
+    """Writes pending segments one after the other, in a thread of its own.
 
     Args:
         store: where they go.
-        queue_bytes: of drafts that may wait. When there are more, `submit` waits, as long as something gets done;
-            what cannot wait, and has no room, is dropped. A draft that is larger waits for an empty queue.
+        queue_bytes: of segments that may wait. When there are more, `submit` waits, as long as something gets done;
+            what cannot wait, and has no room, is dropped. A segment that is larger waits for an empty queue.
         seal: is called when the writer is to end, to queue what is left; again until it does not return False.
         close: is called when all is written.
     """
@@ -77,11 +77,11 @@ class Writer:
     ) -> None:
         self._store, self._seal, self._close = store, seal, close
         # finalizers put things in at any moment and in any thread: this queue may be entered again
-        self._queue: queue.SimpleQueue[Draft | Action | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingSegment | Action | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._queue_bytes = queue_bytes
         self._waiting_bytes = 0
-        self._pending: dict[bytes, Draft] = {}
+        self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
         self._ended = Latch()
         self._steps = 0  # that the writer has done, so that who waits sees whether it is stuck
@@ -95,7 +95,7 @@ class Writer:
             raise
         weakref.finalize(self._thread, _end_with_the_interpreter, self._queue, self._ended, self._pid)
 
-    def submit(self, draft: Draft, wait: bool = True) -> None:
+    def submit(self, pending: PendingSegment, wait: bool = True) -> None:
         """Queue a segment. With `wait`, not before there is room in the queue; one that gets none is dropped.
 
         Raises:
@@ -107,23 +107,23 @@ class Writer:
             with self._lock:
                 if self._closed:
                     raise StoreClosedError(f"{self._store.place} was closed")
-                if self._has_room(draft):
-                    self._pending[draft.links[0]] = draft
-                    self._waiting_bytes += draft.nbytes
-                    self._queue.put(draft)
+                if self._has_room(pending):
+                    self._pending[pending.links[0]] = pending
+                    self._waiting_bytes += pending.nbytes
+                    self._queue.put(pending)
                     return
-            if not wait or not self._wait(lambda: self._closed or self._has_room(draft)):
+            if not wait or not self._wait(lambda: self._closed or self._has_room(pending)):
                 break
         self._store.counters.add("dropped_writes")
         self._store.warn(
             "queue",
-            f"a segment of {draft.nbytes} bytes was not stored: as much as queue_memory allows was waiting to be "
+            f"a segment of {pending.nbytes} bytes was not stored: as much as queue_memory allows was waiting to be "
             "written; raise it, or choose a faster disk",
         )
-        draft.refused()
+        pending.refused()
 
-    def _has_room(self, draft: Draft) -> bool:
-        return not self._waiting_bytes or self._waiting_bytes + draft.nbytes <= self._queue_bytes
+    def _has_room(self, pending: PendingSegment) -> bool:
+        return not self._waiting_bytes or self._waiting_bytes + pending.nbytes <= self._queue_bytes
 
     def later(self, action: Action) -> bool:
         """Run something small behind what is queued. Returns whether it will be."""
@@ -140,8 +140,8 @@ class Writer:
     def wait_for(self, links: Iterable[bytes]) -> None:
         """Wait until the queued segments that begin with one of `links` are published, unless the writer is stuck."""
         with self._lock:
-            drafts = [self._pending[link] for link in links if link in self._pending]
-        if drafts and not self._wait(lambda: all(draft.done.is_open for draft in drafts)):
+            pending_segments = [self._pending[link] for link in links if link in self._pending]
+        if pending_segments and not self._wait(lambda: all(pending.done.is_open for pending in pending_segments)):
             self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
 
     def flush(self) -> None:
@@ -202,7 +202,7 @@ class Writer:
         try:
             while (item := self._queue.get()) is not None:
                 self._do(item)
-                item = None  # frees the KV before waiting for the next draft
+                item = None  # frees the KV before waiting for the next segment
             while self._seal() is False:
                 self._drain()
             with self._lock:
@@ -220,9 +220,9 @@ class Writer:
             if (item := self._queue.get()) is not None:
                 self._do(item)
 
-    def _do(self, item: Draft | Action) -> None:
+    def _do(self, item: PendingSegment | Action) -> None:
         try:
-            if isinstance(item, Draft):
+            if isinstance(item, PendingSegment):
                 self._write(item)
             elif item() is False:  # the other thread that is at it may be waiting for room
                 time.sleep(0.001)
@@ -232,22 +232,24 @@ class Writer:
             self._store.counters.add("dropped_writes")
             logger.exception("a segment was not stored")
 
-    def _write(self, draft: Draft) -> None:
+    def _write(self, pending: PendingSegment) -> None:
         stored = False
         try:
-            lanes = self._lanes(draft)
-            stored = self._store.publish(draft.header, draft.links, lanes, draft.ancestors, draft.written)
+            block_groups = self._block_groups(pending)
+            stored = self._store.publish(
+                pending.header, pending.links, block_groups, pending.ancestors, pending.written
+            )
         finally:
             if not stored:
-                draft.refused()
+                pending.refused()
             with self._lock:
-                if self._pending.get(draft.links[0]) is draft:
-                    del self._pending[draft.links[0]]
-                self._waiting_bytes -= draft.nbytes
-            draft.done.open()
+                if self._pending.get(pending.links[0]) is pending:
+                    del self._pending[pending.links[0]]
+                self._waiting_bytes -= pending.nbytes
+            pending.done.open()
 
-    def _lanes(self, draft: Draft) -> Iterator[torch.Tensor]:
-        for blocks in draft.lanes():
+    def _block_groups(self, pending: PendingSegment) -> Iterator[torch.Tensor]:
+        for blocks in pending.block_groups():
             self._progress()
             yield blocks
 

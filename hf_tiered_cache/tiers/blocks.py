@@ -15,7 +15,7 @@ BlockRun = tuple[int, torch.Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of one lane of a segment.
+    """Blocks of one block group of a segment.
 
     Args:
         chunks: int64 `[n]`, ascending: which they are.
@@ -49,7 +49,7 @@ class Blocks:
 
     @classmethod
     def join(cls, parts: Sequence[Blocks]) -> Blocks:
-        """Blocks of the same lane, each in one of `parts`."""
+        """Blocks of the same block group, each in one of `parts`."""
         parts = [part for part in parts if len(part)] or [cls.none()]
         if len(parts) == 1:
             return parts[0]

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class BlockRequest(NamedTuple):
-    """Blocks of one lane of a segment: `chunks` is int64, ascending."""
+    """Blocks of one block group of a segment: `chunks` is int64, ascending."""
 
     reader: SegmentReader
-    lane: int
+    block_group: int
     chunks: np.ndarray
 
 

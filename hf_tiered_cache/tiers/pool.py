@@ -139,7 +139,7 @@ class Tier:
         self._owners: dict[Owner, int] = {}
         self._names: dict[int, Owner] = {}
         self._tables: dict[int, tuple[SlotPool, np.ndarray]] = {}  # owner -> slot of each chunk, or -1
-        self._latest: dict[tuple[str, int], Owner] = {}  # of a segment and lane, whatever it contains
+        self._latest: dict[tuple[str, int], Owner] = {}  # of a segment and block group, whatever it contains
         self._next_owner = 0
 
     # --- looking up

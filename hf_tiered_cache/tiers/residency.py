@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..stats import Account
+from ..stats import StatsCollector
 from ..store.engines import ReadReport
 from ..store.memory import aligned_bytes
 from ..store.segment import read_batch
@@ -49,8 +49,8 @@ class _Arrival:
     block_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        reader, lane, _ = self.leased.request
-        self.owner, self.block_bytes = reader.owner(lane), reader.shape.lanes[lane].block_bytes
+        reader, block_group, _ = self.leased.request
+        self.owner, self.block_bytes = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
 
 
 class Residency:
@@ -96,14 +96,14 @@ class Residency:
     # --- the two verbs
 
     def fetch(
-        self, requests: Sequence[BlockRequest], device: torch.device, account: Account, ahead: bool = False
+        self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
     ) -> Lease:
         """Start bringing blocks to `device`, all that are read in one submission.
 
         Args:
             requests: which blocks, of segments of one store.
             device: where attention runs.
-            account: counts look-ups, bytes and time.
+            collector: counts look-ups, bytes and time.
             ahead: whether this is before they are needed: then what the budgets have no room for is left out, and where
                 the device has none, blocks come as far as the host. Otherwise it comes in memory of the request's own.
 
@@ -113,7 +113,7 @@ class Residency:
         lease = Lease(self, requests)
         try:
             with self._lock, self._step:
-                read, arrive = self._begin(lease, device, account, ahead)
+                read, arrive = self._begin(lease, device, collector, ahead)
             if read is None:
                 self._settle(lease, arrive)
             else:
@@ -125,7 +125,7 @@ class Residency:
         return lease
 
     def _begin(
-        self, lease: Lease, device: torch.device, account: Account, ahead: bool
+        self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool
     ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
         """Hold what memory has and slots for the rest.
 
@@ -141,7 +141,7 @@ class Residency:
             self._keep_within_budgets(each)
         self._await_moves_down(None if any(each.tier is None for each in arrivals) else hold.stream)
         for each in arrivals:  # before slots are taken for others, which would evict
-            self._hold_found(each, hold, account)
+            self._hold_found(each, hold, collector)
         for each in arrivals:
             self._take_slots(each, hold)
         from_disk = [each for each in arrivals if each.to_read]
@@ -159,7 +159,7 @@ class Residency:
                     lease.latch.open()
                     return
                 hold.reading = True
-            account.read_started()
+            collector.read_started()
             try:
                 if hold.stream is not None and any(each.direct for each in from_disk):
                     hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
@@ -171,11 +171,11 @@ class Residency:
 
         def done(reading: Future[ReadReport]) -> None:
             error = reading.exception()
-            account.read_done(0 if error else reading.result().nbytes)
+            collector.read_done(0 if error else reading.result().nbytes)
             for each in from_disk:
                 count = len(each.leased.from_disk)
                 found, lost = (0, count) if error else (count, 0)
-                account.looked_up("disk", found, lost, each.block_bytes)
+                collector.looked_up("disk", found, lost, each.block_bytes)
             self._settle(lease, arrive, error)
 
         return read if from_disk else None, arrive
@@ -219,14 +219,14 @@ class Residency:
             self.retire(lease)
 
     def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """A selector has chosen a share of `chunks` of a lane with `count`, to which queries pay so much attention."""
+        """A selector has chosen a share of `chunks` of a block group with `count`; so much attention do they get."""
         self.scores.note(owner, count, chunks, mass, share)
         with self._lock, self._step:
             for tier in self._tiers():
                 tier.rescore(owner, chunks)
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
-        """How many of a lane's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
+        """How many of a block group's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
         with self._lock, self._step:
             counts = {}
             tier = self.devices.get(device)
@@ -274,13 +274,13 @@ class Residency:
         room = max(0, target.room(size) - int(there.sum()))
         each.leased.chunks = np.sort(np.concatenate([chunks[there], new[:room]]))
 
-    def _hold_found(self, each: _Arrival, hold: Hold, account: Account) -> None:
+    def _hold_found(self, each: _Arrival, hold: Hold, collector: StatsCollector) -> None:
         """Hold what the tiers have."""
         missing = each.leased.chunks
         if each.tier is not None:
-            found, missing = self._take(each.tier, each, missing, hold, account)
+            found, missing = self._take(each.tier, each, missing, hold, collector)
             each.on_device.append(found)
-        found, missing = self._take(self.host, each, missing, hold, account)
+        found, missing = self._take(self.host, each, missing, hold, collector)
         each.on_host.append(found)
         each.leased.from_disk = missing
 
@@ -301,7 +301,7 @@ class Residency:
         each.to_read.extend(run for blocks in staged for run in blocks.runs())
 
     def _take(
-        self, tier: Tier, each: _Arrival, chunks: np.ndarray, hold: Hold, account: Account
+        self, tier: Tier, each: _Arrival, chunks: np.ndarray, hold: Hold, collector: StatsCollector
     ) -> tuple[Blocks, np.ndarray]:
         """Hold what `tier` has of `chunks`. Returns it, and the chunks it has not."""
         slots = tier.lookup(each.owner, chunks)
@@ -312,7 +312,7 @@ class Residency:
             tier.use(pool, slots[found])
             hold.slots.append((tier, pool, slots[found]))
             blocks = pool.blocks(slots[found], chunks[found])
-        account.looked_up(tier.name, int(found.sum()), int((~found).sum()), size)
+        collector.looked_up(tier.name, int(found.sum()), int((~found).sum()), size)
         return blocks, chunks[~found]
 
     def _reserve(

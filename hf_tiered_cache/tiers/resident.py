@@ -55,7 +55,7 @@ class ResidentKeys:
         self._lock = threading.Lock()
 
     def get(self, owner: Owner, device: torch.device) -> CoarseKeys | None:
-        """The keys of a segment and layer, on `device`, or None; the layer stands where an owner has its lane."""
+        """The keys of a segment and layer, on `device`, or None; the owner names the layer instead of a block group."""
         with self._lock:
             if (found := self._keys.get((owner, device))) is not None:
                 self._keys.move_to_end((owner, device))

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 
 Owner = tuple[str, int, int]
-"""Segment id, lane, and a checksum of what the lane contains: with a chunk number, the name of a block. The checksum
-keeps what is stored anew under the same id apart from what was there before."""
+"""Segment id, block group, and a checksum of its content: with a chunk number, the name of a block. The checksum keeps
+what is stored anew under the same id apart from what was there before."""
 
 _MOST_OWNERS = 1 << 16
 
 
 class ScoreTable:
-    """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and lane.
+    """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and block group.
 
     The entries outlive the blocks' stay in memory, so that one that comes back is not a stranger.
 
@@ -33,7 +33,7 @@ class ScoreTable:
         self._lock = threading.Lock()
 
     def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """`chunks` of a lane with `count` were chosen, such a share of each, and got so much attention."""
+        """`chunks` of a block group with `count` were chosen, such a share of each, and got so much attention."""
         name = owner[:2]
         with self._lock:
             row = self._rows.setdefault(name, np.zeros((2, count)))
@@ -58,7 +58,7 @@ class ScoreTable:
                 self._changed.discard(name)
 
     def changes(self) -> list[tuple[str, int, bytes]]:
-        """Segment, lane and row, as bytes, of what has changed since this was asked last."""
+        """Segment, block group and row, as bytes, of what has changed since this was asked last."""
         with self._lock:
             changed, self._changed = self._changed, set()
             return [(*name, self._rows[name].astype("<f4").tobytes()) for name in changed]
@@ -66,6 +66,6 @@ class ScoreTable:
     def load(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
         """Take in what `changes` gave, in an earlier process."""
         with self._lock:
-            for segment, lane, data in rows:
+            for segment, block_group, data in rows:
                 row = np.frombuffer(data, "<f4").astype(np.float64).reshape(2, -1)
-                self._rows.setdefault((segment, lane), row)
+                self._rows.setdefault((segment, block_group), row)

@@ -110,7 +110,7 @@ def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
         (row,) = store.segments()
         path, reader = store._storage.disk.path(row.id), store._storage.disk.reader(row.id)
     data = bytearray(path.read_bytes())
-    data[reader.header.blocks.offset + 9 * reader.shape.lanes[0].block_bytes] ^= 1
+    data[reader.header.blocks.offset + 9 * reader.shape.block_groups[0].block_bytes] ^= 1
     path.write_bytes(data)
     with KVStore(tmp_path, device_memory="64MiB") as store:
         cache = TieredCache(model, store)

@@ -15,14 +15,14 @@ from .errors import IntegrityError
 from .geometry import Geometry, TokenOrder
 from .store.disk import SegmentStore
 from .store.format import EXACT
-from .store.relayout import laid_out_anew
+from .store.relayout import relayout_segment
 from .store.segment import SegmentReader
 from .tiers.importance import TokenImportance
 
 logger = logging.getLogger("hf_tiered_cache")
 
 
-class Upkeep:
+class SegmentRewriter:
     """Replaces segments by others with the same content, one at a time; whoever reads the old one reads it to the end.
 
     Args:
@@ -32,7 +32,7 @@ class Upkeep:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self.importance = TokenImportance()
-        self._thread = ThreadPoolExecutor(1, "hf-tiered-upkeep")
+        self._thread = ThreadPoolExecutor(1, "hf-tiered-rewriter")
         self._queued: set[Future[None]] = set()
 
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
@@ -85,9 +85,9 @@ class Upkeep:
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
         if reader is None:
             return False
-        header, links, lanes = laid_out_anew(reader, geometry, order)
+        header, links, block_groups = relayout_segment(reader, geometry, order)
         try:
-            if not self._disk.publish(header, links, lanes):
+            if not self._disk.publish(header, links, block_groups):
                 return False
         except (IntegrityError, OSError) as error:
             self._disk.report(old, error)

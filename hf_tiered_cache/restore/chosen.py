@@ -1,4 +1,4 @@
-"""Chosen tokens of rows: which segments and lanes hold them, and how they come to stand side by side."""
+"""Chosen tokens of rows: which segments and block groups hold them, and how they come to stand side by side."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..geometry import Lane, Part, SegmentShape
+from ..geometry import BlockGroup, Part, SegmentShape
 from ..select.chunks import ChunkMap
 from .fetch import FetchUnit
 from .gather import Gather
-from .plan import Piece, RowGroup
+from .plan import RowGroup, SegmentSlice
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RowPrefix:
     group: RowGroup
     tokens: int
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[SegmentSlice]:
         """The pieces that hold them."""
         return (piece for piece in self.group.pieces if piece.at < self.tokens)
 
@@ -37,7 +37,7 @@ class RowPrefix:
             starts.append(np.maximum(firsts, piece.first) - piece.first + piece.at)
         return ChunkMap(np.concatenate(starts), self.tokens)
 
-    def inside(self, piece: Piece, tokens: np.ndarray) -> tuple[int, np.ndarray]:
+    def inside(self, piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
         """Which of ascending `tokens` of the row `piece` holds: the first one's index, and their numbers in it."""
         low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
         return int(low), tokens[low:high] - piece.at + piece.first
@@ -53,7 +53,7 @@ class Gathers:
 
     def __init__(self, row: RowPrefix, chosen: np.ndarray) -> None:
         self.row, self.chosen = row, chosen
-        self._of_lane: dict[int, tuple[Lane, Gather]] = {}
+        self._of_group: dict[int, tuple[BlockGroup, Gather]] = {}
 
     def copy(self, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
         """Copy them side by side to `target`, `[kv_heads, tokens, dim]`.
@@ -62,81 +62,87 @@ class Gathers:
             units: hold them, and have arrived.
             name: "key" or "value".
         """
-        new: dict[int, tuple[Lane, Gather]] = {}
+        new: dict[int, tuple[BlockGroup, Gather]] = {}
         for unit in units:
-            if id(unit.lane) not in self._of_lane:
-                gather = new.setdefault(id(unit.lane), (unit.lane, Gather(unit.reader.shape, unit.lane)))[1]
+            if id(unit.block_group) not in self._of_group:
+                gather = new.setdefault(
+                    id(unit.block_group), (unit.block_group, Gather(unit.reader.shape, unit.block_group))
+                )[1]
                 self._add(unit, gather)
-        self._of_lane.update(new)
-        for lane in {id(unit.lane): unit.lane for unit in units}.values():
-            for part in parts_of(lane, layer, name):
+        self._of_group.update(new)
+        for block_group in {id(unit.block_group): unit.block_group for unit in units}.values():
+            for part in parts_of(block_group, layer, name):
                 if part.first_head < len(target):
-                    self._of_lane[id(lane)][1].copy(part, target)
+                    self._of_group[id(block_group)][1].copy(part, target)
 
     def forget(self, units: Iterable[FetchUnit]) -> None:
         """No later layer copies from these: let go of their memory."""
         for unit in units:
-            self._of_lane.pop(id(unit.lane), None)
+            self._of_group.pop(id(unit.block_group), None)
 
     def _add(self, unit: FetchUnit, gather: Gather) -> None:
         for piece in self.row.pieces():
             if unit.reader is not piece.reader:
                 continue
-            for head, tokens in sets_in(self.chosen, unit.lane):
+            for head, tokens in sets_in(self.chosen, unit.block_group):
                 first, inside = self.row.inside(piece, tokens)
                 columns = np.arange(first, first + len(inside))
                 gather.add(unit.reader.shape, unit.blocks, inside, columns, head)
 
-    def wanted(self, layers: Collection[int]) -> Iterator[tuple[Piece, Lane, np.ndarray]]:
-        """The pieces and lanes that hold them for some layers, and int64 `[n]`, ascending: those of any head there."""
+    def wanted(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, np.ndarray]]:
+        """The pieces and block groups that hold them for some layers, and int64 `[n]`, ascending: any head's there."""
         for piece in self.row.pieces():
-            for lane in restoring_lanes(piece.reader.shape, layers):
-                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self.chosen, lane)]
+            for block_group in restoring_groups(piece.reader.shape, layers):
+                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self.chosen, block_group)]
                 tokens = each[0] if len(each) == 1 else np.unique(np.concatenate(each))
                 if len(tokens):
-                    yield piece, lane, tokens
+                    yield piece, block_group, tokens
 
     def note_use(self, units: Sequence[FetchUnit], layers: Collection[int]) -> None:
         """They go into the attention of `layers`."""
         for unit in units:
-            mine = set(layers).intersection(unit.lane.layers)
+            mine = set(layers).intersection(unit.block_group.layers)
             for piece in self.row.pieces() if unit.from_disk else ():
                 if piece.reader is unit.reader:
                     sets = [self.row.inside(piece, tokens)[1] for tokens in self.chosen]
                     unit.use(mine, sets)
 
 
-def sets_in(chosen: np.ndarray, lane: Lane) -> Iterator[tuple[int, np.ndarray]]:
-    """What the heads of `lane` want of sets, int64 `[sets, tokens]`: each head and its set, or -1 and that of all."""
+def sets_in(chosen: np.ndarray, block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
+    """Each head of `block_group` and its set of int64 `[sets, tokens]`, or -1 and the one set of all heads."""
     if len(chosen) == 1:
         yield -1, chosen[0]
         return
-    first = min(part.first_head for part in lane.parts)
-    for head in range(first, min(len(chosen), max(part.first_head + part.heads for part in lane.parts))):
+    first = min(part.first_head for part in block_group.parts)
+    for head in range(first, min(len(chosen), max(part.first_head + part.heads for part in block_group.parts))):
         yield head, chosen[head]
 
 
-def parts_of(lane: Lane, layer: int, name: str) -> Iterator[Part]:
+def parts_of(block_group: BlockGroup, layer: int, name: str) -> Iterator[Part]:
     """Those of one tensor of a layer."""
-    return (part for part in lane.parts if part.layer == layer and part.tensor == name)
+    return (part for part in block_group.parts if part.layer == layer and part.tensor == name)
 
 
-def restoring_lanes(shape: SegmentShape, layers: Collection[int]) -> list[Lane]:
-    """The lanes of a segment that these layers restore from."""
-    return [lane for lane in shape.lanes if not lane.identifies and not set(lane.layers).isdisjoint(layers)]
+def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
+    """The block groups of a segment that these layers restore from."""
+    return [
+        block_group
+        for block_group in shape.block_groups
+        if not block_group.identifies and not set(block_group.layers).isdisjoint(layers)
+    ]
 
 
-def key_lanes(shape: SegmentShape, layer: int, heads: int | None) -> list[Lane]:
-    """The lanes that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
+def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
+    """The block groups that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
     kind = shape.layout.layers[layer]
     assert kind is not None
     wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
     apart, among = [], []
-    for lane in shape.lanes:
-        mine = [p for p in lane.parts if p.layer == layer and p.tensor == "key" and p.first_head < wanted]
-        if mine and lane.identifies:
-            apart.append((sum(p.heads for p in mine), lane))
+    for block_group in shape.block_groups:
+        mine = [p for p in block_group.parts if p.layer == layer and p.tensor == "key" and p.first_head < wanted]
+        if mine and block_group.identifies:
+            apart.append((sum(p.heads for p in mine), block_group))
         elif mine:
-            among.append(lane)
-    whole = [lane for count, lane in apart if count >= wanted]
+            among.append(block_group)
+    whole = [block_group for count, block_group in apart if count >= wanted]
     return whole[:1] or among
