@@ -35,7 +35,7 @@ from transformers.utils import is_hqq_available
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.codecs import CODECS
-from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.geometry import HASH_TOKENS
 
 SUFFIX = 64
 GROUP = 64
@@ -88,7 +88,7 @@ class Bench:
             took = seconds(
                 lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
             )
-        assert cache.stats.tokens_restored == (ids.shape[1] - SUFFIX) // LINK_TOKENS * LINK_TOKENS
+        assert cache.stats.tokens_restored == (ids.shape[1] - SUFFIX) // HASH_TOKENS * HASH_TOKENS
         assert cache.stats.tier == ("host" if place == "host memory" else "disk")
         return took
 
@@ -146,7 +146,7 @@ def ways(model: PreTrainedModel, folder: Path, stack: ExitStack) -> Iterator[tup
 
 
 def questions(folder: Path, tokens: int, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """A context in whole links, the question and answer that follow it, int64 `[1, n]`, and the answer's length."""
+    """A context in multiples of 16 tokens, question and answer after it, int64 `[1, n]`, and the answer's length."""
     from eval.data import Data
     from eval.reference import check
     from eval.reference.language import Language
@@ -156,7 +156,7 @@ def questions(folder: Path, tokens: int, count: int) -> Iterator[tuple[torch.Ten
     text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
     for context, question in check.questions(Language(tokenizer, text), tokens, count, seed=0):
         ids = [token for document in context.documents for token in document]
-        border = len(ids) // LINK_TOKENS * LINK_TOKENS
+        border = len(ids) // HASH_TOKENS * HASH_TOKENS
         ids = torch.tensor([[*ids, *question.prompt, *question.answer]])
         yield ids[:, :border], ids[:, border:], len(question.answer)
 

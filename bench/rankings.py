@@ -29,7 +29,7 @@ from eval.data import Data
 from eval.encode import Prompt, encode
 from eval.tasks import Draw, find_tasks
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.passages import kv_after_context, neighbours
@@ -71,7 +71,7 @@ class Ranker:
         whole, begins = torch.tensor(prompt.whole), int(prompt.whole[0] == sink_token(self.model.config))
         mine = [torch.tensor(passage) for passage in prompt.passages]
         for number, passage in enumerate(mine):
-            if number and len(passage) >= LINK_TOKENS:
+            if number and len(passage) >= HASH_TOKENS:
                 yield self.look_at(passage, whole[begins:at], neighbours(mine, number, self._positions))
             at += len(passage)
 
@@ -92,7 +92,7 @@ class Ranker:
             "context, across passages": by_change["context"],
             "context, across passages, corpus": by_change["corpus"],
         }
-        stored = len(alone[0][0][0]) // LINK_TOKENS * LINK_TOKENS
+        stored = len(alone[0][0][0]) // HASH_TOKENS * HASH_TOKENS
         return Passage(self.rank(alone, "context", there)[:stored], {way: s[:stored] for way, s in scores.items()})
 
     @staticmethod
@@ -135,7 +135,7 @@ def main() -> None:
     room = model.config.max_position_embeddings
     draw = Draw(Data(arguments.data), arguments.limit, 42, min(arguments.prefix_tokens, room * 3 // 4), tokenizer)
     prompts = [encode(e, task, tokenizer, room) for task in find_tasks(arguments.tasks) for e in task.examples(draw)]
-    corpus = [torch.tensor(passage) for prompt in prompts for passage in prompt.passages if len(passage) >= LINK_TOKENS]
+    corpus = [torch.tensor(passage) for prompt in prompts for passage in prompt.passages if len(passage) >= HASH_TOKENS]
     notes = []
     with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
         ranker = Ranker(model, store, corpus)

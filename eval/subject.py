@@ -12,7 +12,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method, RequestStats, TieredCache
-from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import Passages
 
 from .encode import Prompt
@@ -77,7 +77,7 @@ class Subject:
 
     def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
         """Have the KV of passages stored together, if the method reuses such."""
-        long_enough = [list(passage) for passage in passages if len(passage) >= LINK_TOKENS]
+        long_enough = [list(passage) for passage in passages if len(passage) >= HASH_TOKENS]
         if long_enough and self.store is not None and isinstance(self.method, Passages):
             self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 

@@ -60,10 +60,10 @@ class OtherKeyError(NotOursError):
 class IntegrityError(StoreError):
     """The bytes of a block are not those that were written."""
 
-    def __init__(self, message: str, whole_links: int = 0, version: Hashable = None) -> None:
+    def __init__(self, message: str, valid_hashes: int = 0, version: Hashable = None) -> None:
         super().__init__(message)
-        self.whole_links = whole_links
-        """Links of the segment's hash chain that stand before the first bad block."""
+        self.valid_hashes = valid_hashes
+        """The segment's prefix hashes that stand before the first bad block."""
         self.version = version
         """Which bytes were read (see `Stored`); None if that is not known."""
 

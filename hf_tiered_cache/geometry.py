@@ -22,8 +22,8 @@ from .errors import ConfigError, FormatError, NewerFormatError
 ALIGNMENT = 4096
 """Offsets, lengths and memory addresses of blocks are multiples of this, as O_DIRECT and GPUDirect ask."""
 
-LINK_TOKENS = 16
-"""Tokens that one link of the hash chain covers. The index does not depend on the geometry of a segment."""
+HASH_TOKENS = 16
+"""Tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
 
 _MOST = 1 << 18
 """No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""

@@ -144,9 +144,9 @@ class KVStore:
             input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
-                alone, behind a sink token whose KV is left out, and stored as far as whole links of 16 tokens go. The
-                method is then `CacheTune()`, if none is given. With the ranking "context", those of one call stand
-                before one another, so give together what is asked for together; what is stored keeps its ranking.
+                alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
+                then `CacheTune()`, if none is given. With the ranking "context", those of one call stand before one
+                another, so give together what is asked for together; what is stored keeps its ranking.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
             label, tag: as for `TieredCache`.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError
-from .geometry import LINK_TOKENS, TokenOrder
+from .geometry import HASH_TOKENS, TokenOrder
 from .identity import Identity, rope_regime
 from .methods import Method, Passages, make_method
 from .precompute import PrecomputeReport, as_prompts, bar_over, fill
@@ -55,7 +55,7 @@ def precompute_passages(
         for number, passage in enumerate(passages):
             cache = PassageCache(model, storage, method, label, tag)
             restored = cache.passage.stored_tokens(passage)
-            if restored < len(passage) // LINK_TOKENS * LINK_TOKENS:
+            if restored < len(passage) // HASH_TOKENS * HASH_TOKENS:
                 restored = 0
                 if method.ranking in RANKED_IN_CONTEXT:
                     if len(passages) == 1:
@@ -111,8 +111,8 @@ class PassageServing(Serving):
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
         """See `Serving`."""
         method, store = self.method, self.store
-        chain = store.chain(identity.fingerprint, f"{method.passages} {self.sink}", regime)
-        history = History(chain, [pad + len(self.lead) for pad in pads])  # left out like padding
+        hasher = store.hasher(identity.fingerprint, f"{method.passages} {self.sink}", regime)
+        history = History(hasher, [pad + len(self.lead) for pad in pads])  # left out like padding
         submit: Submit = _drop if self._in_context else store.submit
         rank: Rank = self._keep if self._in_context else partial(method.rank, kv_in_context=self.kv_in_context)
         return Recorder(
@@ -173,7 +173,7 @@ def neighbours(passages: list[torch.Tensor], number: int, positions: int) -> tor
     """
     mine = passages[number]
     room = max(0, min(CONTEXT_TOKENS, positions - 1 - len(mine)))
-    drawn = random.Random(number).sample(range(len(passages)), min(len(passages), CONTEXT_TOKENS // LINK_TOKENS))
+    drawn = random.Random(number).sample(range(len(passages)), min(len(passages), CONTEXT_TOKENS // HASH_TOKENS))
     others = [passages[other] for other in reversed(drawn) if other != number] or [mine[len(mine) // 2 :]]
     text = torch.cat(others)
     return text[max(0, len(text) - room) :]

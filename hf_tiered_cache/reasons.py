@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .codecs import RAW, codec_in, coded_provenance
-from .geometry import LINK_TOKENS
+from .geometry import HASH_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
 from .store.format import EXACT
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing is stored that begins with these tokens"
 SWITCHED_OFF = "the cache was made with restore=False"
-SHORT = f"the prompt is shorter than {LINK_TOKENS} tokens, and KV is stored and restored {LINK_TOKENS} at a time"
+SHORT = f"the prompt is shorter than {HASH_TOKENS} tokens, and KV is stored and restored {HASH_TOKENS} at a time"
 NO_ROOM = (
     "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
     "store.stats.dropped_writes"
@@ -84,7 +84,7 @@ def of_a_miss(
         passages: for methods that reuse passages the provenance they look for, and the sink token.
         codec: that was looked for.
     """
-    if len(tokens) < LINK_TOKENS:
+    if len(tokens) < HASH_TOKENS:
         return SHORT
     known = store.disk.index.models()
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
@@ -106,12 +106,12 @@ def of_a_miss(
 
 def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
     """Whether a stored prefix of this model, under this codec, begins with the same tokens."""
-    chain = store.chain(fingerprint, coded_provenance(EXACT, codec), regime)
-    return bool(store.disk.find(chain.links(tokens[:LINK_TOKENS])))
+    hasher = store.hasher(fingerprint, coded_provenance(EXACT, codec), regime)
+    return bool(store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
 
 
 def _other_keys(store: Storage, fingerprint: str) -> str:
-    """Links say nothing without their key: if nothing of a model's is of the store's, that may be why."""
+    """Prefix hashes say nothing without their key: if nothing of a model's is of the store's, that may be why."""
     keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
     if not keys or mine in keys:
         return ""
@@ -123,6 +123,6 @@ def _other_passages(
 ) -> Iterator[str]:
     for other in store.disk.index.provenances(fingerprint):
         if other not in (EXACT, provenance):
-            chain = store.chain(fingerprint, f"{other} {sink}", regime)
-            if find_passages(tokens, chain, store.disk.find):
+            hasher = store.hasher(fingerprint, f"{other} {sink}", regime)
+            if find_passages(tokens, hasher, store.disk.find):
                 yield other

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from .errors import StoreClosedError
-from .geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
 from .reasons import NO_ROOM, ODD_MASK
 from .request import DecodingCheck
 from .restore.history import History
@@ -108,7 +108,7 @@ class Recorder:
         self._first = 0  # column of the first caught token
         self._count = 0  # caught columns
         self._revocable = 0  # columns at the end that the next crop may take back
-        self._sealed = [0] * history.rows  # links of each row up to which segments were made
+        self._sealed = [0] * history.rows  # prefix hashes of each row up to which segments were made
         self._found = [0] * history.rows  # and up to which the last look-up found them stored
         self._ancestors: list[tuple[str, ...]] = [()] * history.rows
         self._catching = False
@@ -181,7 +181,7 @@ class Recorder:
             self._first = min(self._first, self.history.columns)
             self._revocable = 0
             for row, pad in enumerate(self.history.pads):
-                whole = max(0, self.history.columns - pad) // LINK_TOKENS
+                whole = max(0, self.history.columns - pad) // HASH_TOKENS
                 self._sealed[row] = min(self._sealed[row], whole)
                 self._found[row] = min(self._found[row], whole)
 
@@ -196,16 +196,16 @@ class Recorder:
             self._found = [self._found[row] for row in order]
             self._ancestors = [self._ancestors[row] for row in order]
 
-    def found(self, row: int, held: int, links: int, segments: tuple[str, ...]) -> None:
-        """Behind the `held` first links of a row, which the cache has, just those up to number `links` are stored."""
-        self._found[row] = links if links > held else min(self._found[row], held)
+    def found(self, row: int, held: int, num_hashes: int, segments: tuple[str, ...]) -> None:
+        """Note that a row's prefix hashes from `held` on, which the cache lacks, are stored up to `num_hashes`."""
+        self._found[row] = num_hashes if num_hashes > held else min(self._found[row], held)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if held else []
         self._ancestors[row] = (*before, *segments)
 
-    def begins_with(self, link: bytes) -> bool:
-        """Whether a row's first link is this one."""
+    def begins_with(self, prefix_hash: bytes) -> bool:
+        """Whether a row's first prefix hash is this one."""
         with self._lock:
-            return any(self.history.links(row)[:1] == [link] for row in range(self.history.rows))
+            return any(self.history.prefix_hashes(row)[:1] == [prefix_hash] for row in range(self.history.rows))
 
     # --- making segments
 
@@ -215,7 +215,7 @@ class Recorder:
         return self._count
 
     def seal(self, wait: bool = True) -> int:
-        """Hand every full link that is caught and not stored to the writer, unless a pass is under way.
+        """Hand all tokens in multiples of 16 that are caught and not stored to the writer, unless a pass is under way.
 
         Args:
             wait: whether to wait while the writer's queue is full.
@@ -244,23 +244,23 @@ class Recorder:
         layout = self._layout()
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
-        made: dict[bytes, str] = {}  # links that are sealed here, and where: rows may share a beginning
+        made: dict[bytes, str] = {}  # what is sealed here, by prefix hash: rows may share a beginning
         for row, pad in enumerate(self.history.pads):
-            links = self.history.links(row)[: max(0, end - pad) // LINK_TOKENS]
+            prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             first = max(self._sealed[row], self._found[row])
-            while first < len(links) and (segment := made.get(links[first])):
+            while first < len(prefix_hashes) and (segment := made.get(prefix_hashes[first])):
                 first += 1
                 if segment not in self._ancestors[row]:
                     self._ancestors[row] = (*self._ancestors[row], segment)
             self._sealed[row] = first
-            if first >= len(links) or first * LINK_TOKENS < self._first - pad:
+            if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or a gap before it: nothing would lead to such a segment
-            pending = self._pending_segment(row, first, links, layout)
+            pending = self._pending_segment(row, first, prefix_hashes, layout)
             pending_segments.append(pending)
-            made |= dict.fromkeys(pending.links, pending.header.id)
+            made |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
-            self._sealed[row] = len(links)
-        starts = [pad + n * LINK_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
+            self._sealed[row] = len(prefix_hashes)
+        starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
         self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
         self._mark()
         return pending_segments
@@ -351,11 +351,11 @@ class Recorder:
         kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
         return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
 
-    def _pending_segment(self, row: int, first: int, links: list[bytes], layout: KVLayout) -> PendingSegment:
-        mine = links[first:]
-        parent = links[first - 1] if first else self.history.chain.root
-        tokens = len(mine) * LINK_TOKENS
-        start = first * LINK_TOKENS + self.history.pads[row] - self._first
+    def _pending_segment(self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout) -> PendingSegment:
+        mine = prefix_hashes[first:]
+        parent = prefix_hashes[first - 1] if first else self.history.hasher.root
+        tokens = len(mine) * HASH_TOKENS
+        start = first * HASH_TOKENS + self.history.pads[row] - self._first
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
         order = None if self.rank is None else self._order(self.rank, sources, row, start, tokens, layout)
         shape = SegmentShape(layout, self.geometry, tokens, order)
@@ -365,7 +365,7 @@ class Recorder:
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
-            position=first * LINK_TOKENS,
+            position=first * HASH_TOKENS,
             created=now,
             expires=None if self._ttl is None else now + self._ttl,
             provenance=self.provenance,

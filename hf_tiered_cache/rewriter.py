@@ -85,9 +85,9 @@ class SegmentRewriter:
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
         if reader is None:
             return False
-        header, links, block_groups = relayout_segment(reader, geometry, order)
+        header, prefix_hashes, block_groups = relayout_segment(reader, geometry, order)
         try:
-            if not self._disk.publish(header, links, block_groups):
+            if not self._disk.publish(header, prefix_hashes, block_groups):
                 return False
         except (IntegrityError, OSError) as error:
             self._disk.report(old, error)

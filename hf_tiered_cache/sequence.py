@@ -94,7 +94,7 @@ class SequenceState:
             )
         for rows in found:
             for row in rows.rows:
-                self.recorder.found(row, rows.held, rows.links, rows.segments)
+                self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
         return plan if plan is None or self._selects else replace(plan, budget_tokens=None)
 
     def _finder(self) -> PassageFinder:
@@ -175,8 +175,8 @@ def passage_finder(
     """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
     sink = sink_token(config)
     regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
-    chains = tuple(store.chain(fingerprint, f"{method.passages} {sink}", each) for each in regimes)
-    return PassageFinder(chains, sink, store.find, store.disk.found, begins)
+    hashers = tuple(store.hasher(fingerprint, f"{method.passages} {sink}", each) for each in regimes)
+    return PassageFinder(hashers, sink, store.find, store.disk.found, begins)
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:

@@ -16,7 +16,7 @@ from . import reasons
 from .calibrations import calibrated_ratio
 from .errors import CacheMismatchError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
-from .geometry import LINK_TOKENS
+from .geometry import HASH_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
 from .patches.attach import Attachment
@@ -247,7 +247,7 @@ class Serving:
         """Of what a sequence with these columns of left padding computes."""
         method, store = self.method, self.store
         return Recorder(
-            History(store.chain(identity.fingerprint, method.provenance, regime), pads),
+            History(store.hasher(identity.fingerprint, method.provenance, regime), pads),
             identity.fingerprint,
             method.geometry,
             store.submit,
@@ -275,7 +275,7 @@ class Serving:
         if asks_for_all(request.kwargs, self.attachment.model.config):
             return reasons.ALL_STATES
         if request.must_compute >= request.columns:
-            return reasons.SHORT if request.columns < LINK_TOKENS else reasons.ALL_LOGITS
+            return reasons.SHORT if request.columns < HASH_TOKENS else reasons.ALL_LOGITS
         return ""
 
     # --- between passes

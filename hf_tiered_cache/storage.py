@@ -19,8 +19,8 @@ from tqdm.auto import tqdm
 
 from .errors import ConfigError, StoreClosedError
 from .methods import Method
-from .restore.chain import Chain
 from .restore.match import MatchedRun, longest_prefix
+from .restore.prefix_hasher import PrefixHasher
 from .rewriter import SegmentRewriter
 from .stats import StoreStats
 from .store import maintain
@@ -100,26 +100,26 @@ class Storage:
 
     # --- looking up
 
-    def chain(self, fingerprint: str, provenance: str, regime: str) -> Chain:
-        """The hash chain of KV made by this model, in this way, under these RoPE frequencies."""
-        return Chain((fingerprint, provenance, regime), self._secret)
+    def hasher(self, fingerprint: str, provenance: str, regime: str) -> PrefixHasher:
+        """The prefix hasher of KV made by this model, in this way, under these RoPE frequencies."""
+        return PrefixHasher((fingerprint, provenance, regime), self._secret)
 
     def match(
-        self, links: list[bytes], start: int = 0, asking: Recorder | None = None
+        self, prefix_hashes: list[bytes], start: int = 0, asking: Recorder | None = None
     ) -> list[tuple[MatchedRun, SegmentReader]]:
-        """The longest stored prefix of a sequence, from link number `start` on: runs of segments, opened.
+        """The longest stored prefix of a sequence, from prefix hash number `start` on: runs of segments, opened.
 
         What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
         as it matters.
         """
         self.check_open()
-        if start >= len(links):
+        if start >= len(prefix_hashes):
             return []
-        self.seal(links[0], asking)
-        self.writer.wait_for(links[start:])
-        rows = self.disk.find(links)
+        self.seal(prefix_hashes[0], asking)
+        self.writer.wait_for(prefix_hashes[start:])
+        rows = self.disk.find(prefix_hashes)
         while True:
-            runs = longest_prefix(links, rows, start)
+            runs = longest_prefix(prefix_hashes, rows, start)
             readers = [self.disk.found(run.row) for run in runs]
             found = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
             if len(found) == len(runs):
@@ -129,10 +129,10 @@ class Storage:
         self._looked_up([run.row.id for run, _ in found])
         return found
 
-    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
-        """The stored segments that begin with one of `links`."""
+    def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
+        """The stored segments that begin with one of `prefix_hashes`."""
         self.check_open()
-        rows = self.disk.find(links)
+        rows = self.disk.find(prefix_hashes)
         self._looked_up([row.id for row in rows])
         return rows
 
@@ -156,7 +156,7 @@ class Storage:
         """Queue what live caches have computed and not stored, between their passes.
 
         Args:
-            beginning: if given, only of caches that hold a sequence with this first link.
+            beginning: if given, only of caches that hold a sequence with this first prefix hash.
             but: is left alone.
         """
         with self._lock:

@@ -1,4 +1,4 @@
-"""Segments without a model: random blocks under made-up links."""
+"""Segments without a model: random blocks under made-up prefix hashes."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_tiered_cache.geometry import LINK_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
 from hf_tiered_cache.stats import Counters
 from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend, head_of_file
-from hf_tiered_cache.store.format import LINK_BYTES, SegmentHeader
+from hf_tiered_cache.store.format import HASH_BYTES, SegmentHeader
 from hf_tiered_cache.store.quota import Limits
 from hf_tiered_cache.store.segment import Head, read_head
 
 LAYOUT = KVLayout((LayerKV(2, 8, 2, 8),) * 5, torch.float32)
 
 
-def links(count: int, seed: str = "a", parent: bytes = b"") -> list[bytes]:
-    """`count` links of a made-up chain."""
+def hashes(count: int, seed: str = "a", parent: bytes = b"") -> list[bytes]:
+    """`count` prefix hashes of a made-up chain."""
     result = []
     for i in range(count):
-        parent = hashlib.blake2b(parent + f"{seed}{i}".encode(), digest_size=LINK_BYTES).digest()
+        parent = hashlib.blake2b(parent + f"{seed}{i}".encode(), digest_size=HASH_BYTES).digest()
         result.append(parent)
     return result
 
@@ -45,13 +45,13 @@ def segment(
     fill: int | None = None,
     **names: Any,
 ) -> tuple[SegmentHeader, list[bytes], list[torch.Tensor]]:
-    """Header, links and blocks (one tensor a block group) of a segment; `names` are its `model` and `label`."""
-    shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * LINK_TOKENS)
+    """Header, prefix hashes and blocks (one tensor a block group) of a segment; `names` are its `model` and `label`."""
+    shape = SegmentShape(LAYOUT, geometry or Geometry(), len(chain) * HASH_TOKENS)
     header = SegmentHeader(
-        id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=LINK_BYTES).hexdigest(),
+        id=hashlib.blake2b(b"".join(chain) + fingerprint.encode(), digest_size=HASH_BYTES).hexdigest(),
         fingerprint=fingerprint,
         shape=shape,
-        parent=b"\0" * LINK_BYTES,
+        parent=b"\0" * HASH_BYTES,
         position=position,
         created=time.time() if created is None else created,
         expires=expires,

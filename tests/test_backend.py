@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from memory_backend import MemoryBackend
-from segments import links, read_back, segment, store_over
+from segments import hashes, read_back, segment, store_over
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, StoreBusyError, StoreClosedError
 from hf_tiered_cache.store import folder, maintain
@@ -235,7 +235,7 @@ def test_a_closed_backend_reads_no_more(backend):
 
 
 def publish(store, seed="a", count=4, **changes):
-    header, chain, blocks = segment(links(count, seed), **changes)
+    header, chain, blocks = segment(hashes(count, seed), **changes)
     assert store.publish(header, chain, blocks)
     return header, blocks
 
@@ -243,19 +243,19 @@ def publish(store, seed="a", count=4, **changes):
 def test_a_store_serves_segments_from_it(backend):
     store = store_over(backend)
     header, blocks = publish(store)
-    assert [row.id for row in store.find(links(4))] == [header.id]
-    assert store.found(store.find(links(4))[0]) is not None
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
+    assert store.found(store.find(hashes(4))[0]) is not None
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
-    assert store.publish(header, links(4), blocks)
+    assert store.publish(header, hashes(4), blocks)
     assert store.counters.snapshot().duplicate_writes == 1
     report = maintain.verify(store)
     assert (report.segments, report.ok) == (1, True)
     other = store_over(backend)  # another process: its catalogue is made of what is there
-    assert [row.id for row in other.find(links(4))] == [header.id]
+    assert [row.id for row in other.find(hashes(4))] == [header.id]
     assert other.remove([header.id]) == 1
     assert store.reader(header.id) is None
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     other.sync()
 
 
@@ -269,7 +269,7 @@ def test_damage_in_it_is_a_miss_and_the_segment_is_stored_anew(backend):
         read_back(store, header.id)
     store.report(header.id, error.value)
     assert store.counters.snapshot().verification_failures == 1
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     assert backend.find(header.id) is None
     publish(store)
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
@@ -280,9 +280,9 @@ def test_a_read_error_hides_a_segment_of_it(backend):
     store = store_over(backend)
     header, _ = publish(store)
     store.report(header.id, OSError(errno.EIO, "a cable"))
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     publish(store)
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -312,6 +312,6 @@ def test_a_full_place_drops_the_write_and_evicts_for_the_floor():
     assert made[0] not in store.backend.names()
     assert made[-1] in store.backend.names()
     assert store.counters.snapshot().evicted_segments >= 1
-    assert not store.publish(*segment(links(40, "too large")))
+    assert not store.publish(*segment(hashes(40, "too large")))
     assert store.counters.snapshot().dropped_writes == 1
     assert made[-1] in store.backend.names()

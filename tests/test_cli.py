@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from segments import links, open_store, segment
+from segments import hashes, open_store, segment
 
 import hf_tiered_cache
 from hf_tiered_cache import cli
@@ -36,7 +36,7 @@ def store(tmp_path):
         "b": {"model": QWEN, "expires": time.time() - 5},
         "c": {"fingerprint": "ffff"},
     }.items():
-        header, chain, blocks = segment(links(4, seed), **changes)
+        header, chain, blocks = segment(hashes(4, seed), **changes)
         opened.publish(header, chain, blocks)
         headers[seed] = header
     opened.pin([headers["a"].id])
@@ -116,7 +116,7 @@ def test_ids_stay_whole_at_80_columns_and_what_ls_shows_is_what_stat_takes(run, 
     opened = open_store(tmp_path)
     label = "A title that is much too long for what is left of a line of eighty columns"
     for number in range(3):
-        header, chain, blocks = segment(links(4, str(number)), position=123_456, label=label, expires=1.0, model=QWEN)
+        header, chain, blocks = segment(hashes(4, str(number)), position=123_456, label=label, expires=1.0, model=QWEN)
         opened.publish(header, chain, blocks)
         opened.index.catalogue.touch([header.id], now=time.time() - 400 * 86400)
         opened.pin([header.id])
@@ -140,7 +140,7 @@ def test_ids_are_shown_as_long_as_it_takes_to_tell_them_apart():
 
 def test_labels_cannot_command_the_terminal(run, tmp_path):
     opened = open_store(tmp_path)
-    header, chain, blocks = segment(links(2), label="a\x1b[31mred\nline [bold]x[/bold]")
+    header, chain, blocks = segment(hashes(2), label="a\x1b[31mred\nline [bold]x[/bold]")
     opened.publish(header, chain, blocks)
     opened.close()
     out = run("ls", tmp_path)[1]
@@ -194,7 +194,7 @@ def test_a_catalogue_that_is_out_of_line_or_gone_is_not_believed(run, store):
 def test_looking_into_a_store_leaves_its_writers_alone(run, tmp_path):
     writer = open_store(tmp_path)
     for number in range(8):
-        header, chain, blocks = segment(links(2, str(number)))
+        header, chain, blocks = segment(hashes(2, str(number)))
         writer.publish(header, chain, blocks)
         done = subprocess.run([*COMMAND, "ls", tmp_path], capture_output=True, text=True, timeout=60)
         assert done.stdout.splitlines()[-1].startswith(f"total: {number + 1} segment")
@@ -236,7 +236,7 @@ def test_stat_of_a_segment(run, store):
 def test_stat_knows_every_geometry_and_speaks_no_python(run, tmp_path, method):
     geometry = METHODS[method]().geometry
     opened = open_store(tmp_path)
-    header, chain, blocks = segment(links(8), geometry=geometry)
+    header, chain, blocks = segment(hashes(8), geometry=geometry)
     opened.publish(header, chain, blocks)
     opened.close()
     status, out, _ = run("stat", tmp_path, header.id)

@@ -14,7 +14,7 @@ from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import KV, Remembering, prefilled
-from segments import links, open_store, read_back, segment
+from segments import hashes, open_store, read_back, segment
 from test_forged import forge, page_of
 from test_geometry import geometries, layouts
 
@@ -510,7 +510,7 @@ def test_reordered_tokens_stay_what_they_were(codec, root):
 
 
 def coded_segment(codec="int8", **changes):
-    return segment(links(4), geometry=Geometry(codec=codec), provenance=coded_provenance("exact", codec), **changes)
+    return segment(hashes(4), geometry=Geometry(codec=codec), provenance=coded_provenance("exact", codec), **changes)
 
 
 def without_catalogue(root):
@@ -565,7 +565,7 @@ def test_a_header_whose_codec_and_provenance_disagree_is_a_counted_miss(codec, p
 
 def test_a_lossy_segment_under_an_exact_name_is_not_written(tmp_path):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(4), geometry=Geometry(codec="int8"))
+    header, chain, blocks = segment(hashes(4), geometry=Geometry(codec="int8"))
     with pytest.raises(FormatError, match="int8"):
         store.publish(header, chain, blocks)
     assert not store.find(chain) and not list((tmp_path / "segments").iterdir()) + list((tmp_path / "tmp").iterdir())
@@ -596,6 +596,6 @@ def test_the_command_line_names_the_codec(root, run):
 
 @every_codec
 def test_what_waits_to_be_written_counts_as_it_was_computed(codec):
-    header, chain, blocks = segment(links(64), geometry=Geometry(64, codec=codec))
+    header, chain, blocks = segment(hashes(64), geometry=Geometry(64, codec=codec))
     waiting = PendingSegment(header, chain, lambda: iter(blocks))
     assert waiting.nbytes >= header.shape.tokens * header.shape.layout.bytes_per_token

@@ -20,20 +20,20 @@ from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import kv_of, prefilled
-from segments import links, open_store, read_back, read_file, segment
+from segments import hashes, open_store, read_back, read_file, segment
 from test_forged import ODD, places
 from test_relayout import geometries
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, FormatError
-from hf_tiered_cache.geometry import LINK_TOKENS
+from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import H2O, AttentionStore, CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import _PREFIX as PREFIX
-from hf_tiered_cache.store.format import HEADER_BYTES, LINK_BYTES, MAGIC, TAG_BYTES, decode_header
+from hf_tiered_cache.store.format import HASH_BYTES, HEADER_BYTES, MAGIC, TAG_BYTES, decode_header
 from hf_tiered_cache.store.memory import aligned_bytes
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
@@ -256,7 +256,7 @@ def test_segments_are_laid_out_anew_under_another_key_of_their_own(root, model):
 def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_factory, data):
     """Single blocks, runs, and whole block groups."""
     store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(KEY))
-    header, chain, block_groups = segment(links(4), geometry=data.draw(geometries))
+    header, chain, block_groups = segment(hashes(4), geometry=data.draw(geometries))
     assert store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
     for _ in range(4):
@@ -274,7 +274,7 @@ def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_facto
 def test_large_block_groups_are_encrypted_in_pieces(tmp_path, monkeypatch):
     monkeypatch.setattr("hf_tiered_cache.store.cipher._PIECE_BYTES", 3 * 4096)
     store = open_store(tmp_path, cipher=StoreCipher(KEY))
-    header, chain, block_groups = segment(links(7))
+    header, chain, block_groups = segment(hashes(7))
     assert store.publish(header, chain, block_groups)
     for found, block_group in zip(read_back(store, header.id), block_groups, strict=True):
         assert torch.equal(found, block_group)
@@ -294,7 +294,7 @@ def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
 
 def test_files_hold_no_block_and_repeat_nothing(tmp_path, model):
     """Not a single row of a block: of the same KV, stored three times, no 16 bytes are found in two files."""
-    header, chain, block_groups = segment(links(6), fill=7)
+    header, chain, block_groups = segment(hashes(6), fill=7)
     contents = []
     for number in range(2):
         store = open_store(tmp_path / str(number), cipher=StoreCipher(KEY))
@@ -341,7 +341,7 @@ def test_who_has_the_model_reads_tokens_out_of_a_salted_store_but_not_out_of_an_
     assert (told == IDS[0, :96]).sum() < 8
 
 
-def test_links_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
+def test_prefix_hashes_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
     chains = {}
     for name, options in {
         "none": {},
@@ -352,7 +352,7 @@ def test_links_say_nothing_without_the_key_and_both_secrets_count(tmp_path):
         "other salt": {"key": KEY, "salt": "t"},
     }.items():
         with KVStore(tmp_path / name, **options) as store:
-            chains[name] = tuple(store._storage.chain("model", "exact", "").links(IDS[0].numpy()))
+            chains[name] = tuple(store._storage.hasher("model", "exact", "").hashes(IDS[0].numpy()))
     assert len(set(chains.values())) == len(chains)
     assert set(map(len, chains.values())) == {6}
 
@@ -453,7 +453,7 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
         offset = reader.header.blocks.offset + reader.shape.group_offsets[0] + 3 * block_group.block_bytes + 100
         flip(path, offset)
         stats = ask(model, store, record=False)
-        assert (stats.tokens_restored, stats.verification_failures) == (3 * LINK_TOKENS, 1)
+        assert (stats.tokens_restored, stats.verification_failures) == (3 * HASH_TOKENS, 1)
         assert path.exists()
         assert list(store.verify().bad) == [row.id]
 
@@ -461,7 +461,7 @@ def test_what_stands_before_the_damage_is_served(root, model, verify):
 def chain_of(store, model, ids):
     cache = TieredCache(model, store, record=False)
     cache.look_up(ids)
-    return cache._serving.sequence.history.chain.links(ids[0].numpy())
+    return cache._serving.sequence.history.hasher.hashes(ids[0].numpy())
 
 
 def flip(path, offset, bits=16):
@@ -670,7 +670,7 @@ def test_a_row_that_says_what_its_file_does_not_is_set_right(root, model):
         (first, second) = files(path)
         with sqlite3.connect(path / "catalogue.sqlite") as db:
             chain = db.execute("SELECT chain FROM segments WHERE id = ?", (second.stem,)).fetchone()[0]
-            db.execute("UPDATE segments SET chain = ?, first = ? WHERE id = ?", (chain, chain[:LINK_BYTES], first.stem))
+            db.execute("UPDATE segments SET chain = ?, first = ? WHERE id = ?", (chain, chain[:HASH_BYTES], first.stem))
             db.execute("DELETE FROM segments WHERE id = ?", (second.stem,))
         db.close()
         second.unlink()

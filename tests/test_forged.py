@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, read_back, read_file, segment
+from segments import hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.store import maintain
@@ -55,7 +55,7 @@ def places(data, found=()):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     store = open_store(tmp_path_factory.mktemp("forged"))
-    header, chain, blocks = segment(links(4), model={"name": "small"}, label="a text")
+    header, chain, blocks = segment(hashes(4), model={"name": "small"}, label="a text")
     assert store.publish(header, chain, blocks)
     whole = store.path(header.id).read_bytes()
     store.close()
@@ -80,7 +80,7 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
         (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
     started = time.monotonic()
     store = open_store(root)
-    rows = store.find(links(4))
+    rows = store.find(hashes(4))
     if rows:
         read_back(store, name)  # what still serves is what was there
     else:
@@ -102,7 +102,7 @@ def test_json_that_is_nested_deeply_is_no_header(tmp_path, opening):
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link to a segment", "link to nothing", "device", "socket"])
 def test_what_is_no_regular_file_is_not_opened(tmp_path, monkeypatch, kind):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(4))
+    header, chain, blocks = segment(hashes(4))
     assert store.publish(header, chain, blocks)
     store.close()
     path = tmp_path / "segments" / f"{NAME}.kv"
@@ -141,8 +141,8 @@ print((after - before) >> 10, counted.read_errors + counted.damaged_files)
 def test_a_sparse_file_takes_no_memory(tmp_path):
     """A page of 4 KiB that promises tables of gigabytes."""
     store = open_store(tmp_path)
-    header, _chain, _blocks = segment(links(4))
-    assert store.publish(*segment(links(4)))
+    header, _chain, _blocks = segment(hashes(4))
+    assert store.publish(*segment(hashes(4)))
     path = store.path(header.id)
     page = page_of(path)
     store.close()

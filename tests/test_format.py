@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import LAYOUT, links, open_store, read_back, read_file, segment
+from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, SegmentShape, TokenOrder
@@ -38,7 +38,7 @@ from hf_tiered_cache.store.segment import SegmentReader
 def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     store = open_store(tmp_path_factory.mktemp("store"))
     geometry = Geometry(chunk, 2, heads, split)
-    header, chain, blocks = segment(links(count), geometry=geometry)
+    header, chain, blocks = segment(hashes(count), geometry=geometry)
     assert store.publish(header, chain, blocks)
     found, table, digests, nbytes, *_ = read_file(store.path(header.id))
     assert found.shape == header.shape
@@ -66,7 +66,7 @@ def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(t
     layout = KVLayout((kind, kind, kind, LayerKV(1, 8, 3, 8, window=32), None, kind), torch.bfloat16)
     importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 64)
     order = TokenOrder.by_importance(importance) if ordered else None
-    shape, chain, parent = SegmentShape(layout, geometry, 64, order), links(4), b"\0" * 16
+    shape, chain, parent = SegmentShape(layout, geometry, 64, order), hashes(4), b"\0" * 16
     name = segment_id(parent, chain[-1], geometry, "exact", order)
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
     blocks, put = [], {}
@@ -86,7 +86,7 @@ def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(t
 
 def test_files_are_their_owners_alone(tmp_path):
     store = open_store(tmp_path / "store")
-    header, chain, blocks = segment(links(3))
+    header, chain, blocks = segment(hashes(3))
     store.publish(header, chain, blocks)
     for path in (tmp_path / "store").rglob("*"):
         mode = stat.S_IMODE(path.stat().st_mode)
@@ -95,7 +95,7 @@ def test_files_are_their_owners_alone(tmp_path):
 
 def test_the_file_is_aligned_and_its_header_can_be_read_by_people(tmp_path):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(5))
+    header, chain, blocks = segment(hashes(5))
     store.publish(header, chain, blocks)
     data = store.path(header.id).read_bytes()
     assert len(data) % ALIGNMENT == 0
@@ -131,7 +131,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
         torch.randint(0, 256, (shape.chunks, block_group.block_bytes), dtype=torch.uint8)
         for block_group in shape.block_groups
     ]
-    store.publish(header, links(3), blocks)
+    store.publish(header, hashes(3), blocks)
     path = store.path(header.id)
     laid = lay_out(header, 3)
     offset = {
@@ -157,7 +157,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
 @pytest.mark.parametrize("cut", [0, 100, 4096, 8000, -1, -4096])
 def test_a_file_cut_short_is_seen(tmp_path, cut):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(4))
+    header, chain, blocks = segment(hashes(4))
     store.publish(header, chain, blocks)
     path = store.path(header.id)
     data = path.read_bytes()
@@ -167,7 +167,7 @@ def test_a_file_cut_short_is_seen(tmp_path, cut):
 
 
 def test_a_newer_format_says_so(tmp_path):
-    header, chain, blocks = segment(links(2))
+    header, chain, blocks = segment(hashes(2))
     page = bytearray(
         encode_head(lay_out(header, 2), chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())[:4096]
     )
@@ -177,7 +177,7 @@ def test_a_newer_format_says_so(tmp_path):
 
 
 def test_a_header_whose_offsets_do_not_fit_is_refused():
-    header, chain, blocks = segment(links(2))
+    header, chain, blocks = segment(hashes(2))
     from dataclasses import replace
 
     laid = lay_out(header, 2)
@@ -195,7 +195,7 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
         "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
     )
     laid = lay_out(header, 1)
-    head = encode_head(laid, links(1), np.zeros(laid.block_count, DIGEST_DTYPE), Checksums())
+    head = encode_head(laid, hashes(1), np.zeros(laid.block_count, DIGEST_DTYPE), Checksums())
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 
@@ -204,7 +204,7 @@ MODEL = {"name": "Qwen/Qwen2.5-0.5B", "class": "Qwen2ForCausalLM", "dtype": "bfl
 
 def test_the_header_names_the_model_and_the_text(tmp_path):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(2), model=MODEL, label="Jahresbericht 二〇二五")
+    header, chain, blocks = segment(hashes(2), model=MODEL, label="Jahresbericht 二〇二五")
     store.publish(header, chain, blocks)
     found, *_ = read_file(store.path(header.id))
     assert (found.model, found.label) == (MODEL, "Jahresbericht 二〇二五")
@@ -212,7 +212,7 @@ def test_the_header_names_the_model_and_the_text(tmp_path):
 
 def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(2))
+    header, chain, blocks = segment(hashes(2))
     store.publish(header, chain, blocks)
     page = store.path(header.id).read_bytes()[:4096]
     assert b'"model":' not in page
@@ -223,7 +223,7 @@ def test_a_header_without_names_is_read_and_says_nothing_of_them(tmp_path):
 
 @given(st.text(max_size=9000), st.dictionaries(st.text(min_size=1, max_size=300), st.text(max_size=3000), max_size=20))
 def test_names_too_long_for_the_page_are_cut(label, model):
-    header, chain, blocks = segment(links(2), model=model, label=label)
+    header, chain, blocks = segment(hashes(2), model=model, label=label)
     laid = lay_out(header, 2)
     head = encode_head(laid, chain, np.concatenate([block_digests(b) for b in blocks]), Checksums())
     found, _ = decode_header(head[:4096])

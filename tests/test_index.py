@@ -8,35 +8,35 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.geometry import LINK_TOKENS
-from hf_tiered_cache.restore.chain import Chain
+from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.restore.history import History
 from hf_tiered_cache.restore.match import longest_prefix
+from hf_tiered_cache.restore.prefix_hasher import PrefixHasher
 from hf_tiered_cache.store.catalogue import SegmentRow
 
-CHAIN = Chain(("model", "exact", ""))
+HASHER = PrefixHasher(("model", "exact", ""))
 words = st.lists(st.integers(0, 1), max_size=8)  # each letter stands for a group of tokens
 
 
 def tokens(word) -> np.ndarray:
-    return np.repeat(np.array(word, np.int64), LINK_TOKENS)
+    return np.repeat(np.array(word, np.int64), HASH_TOKENS)
 
 
-def row(number: int, links: list[bytes], usable: int | None = None) -> SegmentRow:
+def row(number: int, hashes: list[bytes], usable: int | None = None) -> SegmentRow:
     return SegmentRow(
         str(number),
         "model",
         "exact",
-        links[0],
-        len(links) if usable is None else usable,
-        len(links) * LINK_TOKENS,
+        hashes[0],
+        len(hashes) if usable is None else usable,
+        len(hashes) * HASH_TOKENS,
         0,
         0,
         0.0,
         None,
         0.0,
         0,
-        b"".join(links),
+        b"".join(hashes),
     )
 
 
@@ -44,61 +44,61 @@ def row(number: int, links: list[bytes], usable: int | None = None) -> SegmentRo
 
 
 @given(words, words)
-def test_links_are_equal_exactly_as_far_as_tokens_are(a, b):
-    first, second = CHAIN.links(tokens(a)), CHAIN.links(tokens(b))
+def test_prefix_hashes_are_equal_exactly_as_far_as_tokens_are(a, b):
+    first, second = HASHER.hashes(tokens(a)), HASHER.hashes(tokens(b))
     common = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     shared = next((i for i, (x, y) in enumerate(zip(first, second, strict=False)) if x != y), min(len(a), len(b)))
     assert shared == common
 
 
-@given(words, words, st.integers(0, LINK_TOKENS - 1))
-def test_a_chain_goes_on_from_any_link_and_leaves_a_ragged_end_out(a, b, ragged):
-    whole = CHAIN.links(np.concatenate([tokens(a + b), np.zeros(ragged, np.int64)]))
-    first = CHAIN.links(tokens(a))
-    rest = CHAIN.links(tokens(b), first[-1] if first else None)
+@given(words, words, st.integers(0, HASH_TOKENS - 1))
+def test_hashing_goes_on_from_any_prefix_hash_and_leaves_a_ragged_end_out(a, b, ragged):
+    whole = HASHER.hashes(np.concatenate([tokens(a + b), np.zeros(ragged, np.int64)]))
+    first = HASHER.hashes(tokens(a))
+    rest = HASHER.hashes(tokens(b), first[-1] if first else None)
     assert whole == first + rest
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        Chain(("other", "exact", "")),
-        Chain(("model", "approximate", "")),
-        Chain(("model", "exact", "long")),
-        Chain(("model", "exact", ""), "salt"),
+        PrefixHasher(("other", "exact", "")),
+        PrefixHasher(("model", "approximate", "")),
+        PrefixHasher(("model", "exact", "long")),
+        PrefixHasher(("model", "exact", ""), "salt"),
     ],
 )
 def test_chains_of_other_models_methods_regimes_and_salts_share_nothing(other):
     ids = tokens([0, 1, 1])
-    assert not set(CHAIN.links(ids)) & set(other.links(ids))
+    assert not set(HASHER.hashes(ids)) & set(other.hashes(ids))
 
 
-def test_every_link_is_keyed_by_the_salt():
-    """Whoever knows a link, but not the salt, cannot test guesses of the tokens that follow it."""
-    a, b = Chain(("model",), "salt a"), Chain(("model",), b"salt b")
-    parent = a.links(tokens([0]))[0]
-    assert a.links(tokens([1]), parent) != b.links(tokens([1]), parent)
-    assert a.links(tokens([1]), parent) != Chain(("model",)).links(tokens([1]), parent)
+def test_every_prefix_hash_is_keyed_by_the_salt():
+    """Whoever knows a prefix hash, but not the salt, cannot test guesses of the tokens that follow it."""
+    a, b = PrefixHasher(("model",), "salt a"), PrefixHasher(("model",), b"salt b")
+    parent = a.hashes(tokens([0]))[0]
+    assert a.hashes(tokens([1]), parent) != b.hashes(tokens([1]), parent)
+    assert a.hashes(tokens([1]), parent) != PrefixHasher(("model",)).hashes(tokens([1]), parent)
 
 
-def test_links_do_not_depend_on_the_kind_of_integers():
+def test_prefix_hashes_do_not_depend_on_the_kind_of_integers():
     ids = torch.arange(64)
-    assert CHAIN.links(ids.numpy()) == CHAIN.links(ids.to(torch.int32).numpy()) == CHAIN.links(np.arange(64))
+    assert HASHER.hashes(ids.numpy()) == HASHER.hashes(ids.to(torch.int32).numpy()) == HASHER.hashes(np.arange(64))
 
 
 # --- the longest prefix
 
 
-def brute_force(links, rows):
-    """How many links can be covered by segments that begin anywhere within what is covered."""
+def brute_force(hashes, rows):
+    """How many prefix hashes can be covered by segments that begin anywhere within what is covered."""
     covered = 0
     while True:
         reach = covered
         for start in range(covered + 1):
             for r in rows:
-                chain = [r.chain[i : i + 16] for i in range(0, r.usable_links * 16, 16)]
+                chain = [r.chain[i : i + 16] for i in range(0, r.valid_hashes * 16, 16)]
                 n = 0
-                while n < len(chain) and start + n < len(links) and chain[n] == links[start + n]:
+                while n < len(chain) and start + n < len(hashes) and chain[n] == hashes[start + n]:
                     n += 1
                 if n:
                     reach = max(reach, start + n)
@@ -112,36 +112,36 @@ segments = st.lists(st.tuples(words.filter(bool), st.integers(0, 7), st.integers
 
 @given(words, segments)
 def test_the_longest_prefix_is_found(prompt, stored):
-    """Segments are cut from random sequences at random places, some damaged behind some link."""
-    links = CHAIN.links(tokens(prompt))
+    """Segments are cut from random sequences at random places, some damaged behind some prefix hash."""
+    hashes = HASHER.hashes(tokens(prompt))
     rows = []
     for number, (word, cut, usable) in enumerate(stored):
-        mine = CHAIN.links(tokens(word))[cut:]
+        mine = HASHER.hashes(tokens(word))[cut:]
         if mine:
             rows.append(row(number, mine, min(usable, len(mine))))
-    runs = longest_prefix(links, [r for r in rows if r.first in links and r.usable_links])
+    runs = longest_prefix(hashes, [r for r in rows if r.first in hashes and r.valid_hashes])
     at = 0
     for run in runs:
         assert run.start == at
-        assert 0 < run.links <= run.row.usable_links
-        assert run.row.chain[: run.links * 16] == b"".join(links[at : at + run.links])
+        assert 0 < run.num_hashes <= run.row.valid_hashes
+        assert run.row.chain[: run.num_hashes * 16] == b"".join(hashes[at : at + run.num_hashes])
         at = run.stop
-    assert at == brute_force(links, rows)
+    assert at == brute_force(hashes, rows)
 
 
 def test_a_tree_of_prompts_shares_its_trunk():
     trunk, left, right = [0, 1, 0], [1, 1], [0, 0, 0]
     rows = [
-        row(0, CHAIN.links(tokens(trunk + left))),
-        row(1, CHAIN.links(tokens(trunk + right))[3:]),  # stored when the trunk was there
+        row(0, HASHER.hashes(tokens(trunk + left))),
+        row(1, HASHER.hashes(tokens(trunk + right))[3:]),  # stored when the trunk was there
     ]
-    runs = longest_prefix(CHAIN.links(tokens([*trunk, *right, 1])), rows)
-    assert [(run.row.id, run.start, run.links) for run in runs] == [("0", 0, 3), ("1", 3, 3)]
+    runs = longest_prefix(HASHER.hashes(tokens([*trunk, *right, 1])), rows)
+    assert [(run.row.id, run.start, run.num_hashes) for run in runs] == [("0", 0, 3), ("1", 3, 3)]
 
 
 def test_nothing_stored_is_nothing_found():
-    assert longest_prefix(CHAIN.links(tokens([0, 1])), []) == []
-    assert longest_prefix([], [row(0, CHAIN.links(tokens([0])))]) == []
+    assert longest_prefix(HASHER.hashes(tokens([0, 1])), []) == []
+    assert longest_prefix([], [row(0, HASHER.hashes(tokens([0])))]) == []
 
 
 # --- the history of a cache
@@ -158,9 +158,9 @@ steps = st.lists(
 
 
 @given(steps, st.lists(st.integers(0, 20), min_size=3, max_size=3), st.booleans())
-def test_a_history_knows_its_tokens_and_links_through_everything(steps, pads, look):
+def test_a_history_knows_its_tokens_and_prefix_hashes_through_everything(steps, pads, look):
     """Against the rectangle of ids that the same steps give."""
-    history = History(CHAIN, list(pads))
+    history = History(HASHER, list(pads))
     rectangle = torch.empty(3, 0, dtype=torch.int64)
     offsets = list(pads)
     for number, (verb, argument) in enumerate(steps):
@@ -177,22 +177,22 @@ def test_a_history_knows_its_tokens_and_links_through_everything(steps, pads, lo
             rectangle = rectangle[argument]
             offsets = [offsets[i] for i in argument]
         if look:
-            history.links(0)
+            history.prefix_hashes(0)
     assert history.columns == rectangle.shape[1]
     assert (history.ids() == rectangle.numpy()).all()
     more = np.arange(40)
     for r in range(3):
         row_ids = rectangle[r].numpy()
-        assert history.links(r) == CHAIN.links(row_ids[offsets[r] :])
-        assert history.links_with(r, more) == CHAIN.links(np.concatenate([row_ids, more])[offsets[r] :])
+        assert history.prefix_hashes(r) == HASHER.hashes(row_ids[offsets[r] :])
+        assert history.prefix_hashes_with(r, more) == HASHER.hashes(np.concatenate([row_ids, more])[offsets[r] :])
 
 
 def test_a_forked_history_goes_its_own_way():
-    history = History(CHAIN, [0])
+    history = History(HASHER, [0])
     history.append(torch.zeros(1, 20, dtype=torch.int64))
     twin = history.fork()
     history.append(torch.ones(1, 20, dtype=torch.int64))
     twin.crop(5)
     assert (history.columns, twin.columns) == (40, 15)
-    assert history.links(0) == CHAIN.links(np.r_[np.zeros(20), np.ones(20)])
-    assert twin.links(0) == []
+    assert history.prefix_hashes(0) == HASHER.hashes(np.r_[np.zeros(20), np.ones(20)])
+    assert twin.prefix_hashes(0) == []

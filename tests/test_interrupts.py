@@ -20,7 +20,7 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, runs_of, segment
+from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
@@ -52,7 +52,7 @@ def stored(tmp_path_factory):
     """Two segments of ten chunks, and their blocks by segment and block group."""
     store, blocks = open_store(tmp_path_factory.mktemp("store")), {}
     for seed in "ab":
-        header, chain, block_groups = segment(links(CHUNKS, seed))
+        header, chain, block_groups = segment(hashes(CHUNKS, seed))
         store.publish(header, chain, block_groups)
         blocks |= {(header.id, block_group): data for block_group, data in enumerate(block_groups)}
     return [store.reader(name) for name in sorted({name for name, _ in blocks})], blocks
@@ -426,7 +426,7 @@ def test_a_segment_whose_publication_is_interrupted_has_a_row_or_no_file(tmp_pat
 
     monkeypatch.setattr(Catalogue, "add", interrupted_add)
     with pytest.raises(Interrupt):
-        store.publish(*segment(links(4, "a")))
+        store.publish(*segment(hashes(4, "a")))
     files = {path.stem for path in (tmp_path / "segments").iterdir()}
     assert files == store.index.catalogue.ids()
     assert len(files) == (when == "after the row")

@@ -17,8 +17,8 @@ from test_plans import SCALINGS
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
-from hf_tiered_cache.restore.chain import Chain
 from hf_tiered_cache.restore.passages import find_passages
+from hf_tiered_cache.restore.prefix_hasher import PrefixHasher
 from hf_tiered_cache.restore.spectral import RANKINGS
 from hf_tiered_cache.store.catalogue import SegmentRow
 
@@ -273,12 +273,12 @@ words = st.lists(st.integers(0, 2), min_size=16, max_size=80)
 @given(st.lists(words, min_size=1, max_size=4), st.data())
 def test_found_against_trying_everything(passages, data):
     """Few different tokens, so that passages repeat, overlap and contain one another."""
-    chain = Chain(("model", "passage", ""))
-    rows = [row_of(chain, np.array(passage)) for passage in passages]
+    hasher = PrefixHasher(("model", "passage", ""))
+    rows = [row_of(hasher, np.array(passage)) for passage in passages]
     parts = data.draw(st.lists(st.sampled_from(passages) | st.lists(st.integers(0, 2), max_size=20), max_size=5))
     tokens = np.array([token for part in parts for token in part], np.int64)
     start = data.draw(st.integers(0, 20))
-    matches = find_passages(tokens, chain, lambda links: [row for row in rows if row.first in links], start)
+    matches = find_passages(tokens, hasher, lambda hashes: [row for row in rows if row.first in hashes], start)
     whole = [np.array(passage[: len(passage) // 16 * 16]) for passage in passages]
     for match in matches:  # each is there
         assert match.at >= start
@@ -294,20 +294,20 @@ def test_found_against_trying_everything(passages, data):
             count = min(len(passage), len(tokens) - at)
             same = tokens[at : at + count] == passage[:count]
             longest = max(longest, (count if same.all() else int(np.argmin(same))) // 16)
-    assert max((match.links for match in matches), default=0) == longest
+    assert max((match.num_hashes for match in matches), default=0) == longest
 
 
-def row_of(chain, tokens):
-    links = chain.links(tokens)
+def row_of(hasher, tokens):
+    hashes = hasher.hashes(tokens)
     name = hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()
     return SegmentRow(
         id=name,
         fingerprint="model",
         provenance="passage",
-        first=links[0],
-        chain=b"".join(links),
-        tokens=16 * len(links),
-        usable_links=len(links),
+        first=hashes[0],
+        chain=b"".join(hashes),
+        tokens=16 * len(hashes),
+        valid_hashes=len(hashes),
         position=0,
         nbytes=0,
         created=0.0,

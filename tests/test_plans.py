@@ -92,16 +92,16 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
     with KVStore(tmp_path / "wrong") as store:
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
-        storage, other = store._storage, partial(other_links, store, cache)
-        storage.match = lambda links, start, asking, honest=storage.match: honest(other(), start, asking)
+        storage, other = store._storage, partial(other_hashes, store, cache)
+        storage.match = lambda hashes, start, asking, honest=storage.match: honest(other(), start, asking)
         with torch.no_grad():
             ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0
     assert (ours - full).abs().max() > 1e-3 * full.abs().max()
 
 
-def other_links(store, cache):
-    return cache._serving.sequence.history.chain.links(prompt(TOKENS, seed=99)[0].numpy())
+def other_hashes(store, cache):
+    return cache._serving.sequence.history.hasher.hashes(prompt(TOKENS, seed=99)[0].numpy())
 
 
 @settings(max_examples=15)

@@ -7,7 +7,7 @@ import torch
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import LAYOUT, links, open_store, read_back, segment
+from segments import LAYOUT, hashes, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.geometry import Geometry, KeyIndex
@@ -44,14 +44,14 @@ def tensors(reader, blocks):
 @given(geometries.filter(lambda geometry: geometry.index is None), geometries, st.integers(1, 7))
 def test_any_geometry_becomes_any_other(tmp_path_factory, before, after, count):
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, block_groups = segment(links(count), geometry=before, model={"name": "small"}, label="a text")
+    header, chain, block_groups = segment(hashes(count), geometry=before, model={"name": "small"}, label="a text")
     assert store.publish(header, chain, block_groups)
     old = store.reader(header.id)
-    new_header, new_links, blocks = relayout_segment(old, after)
-    assert store.publish(new_header, new_links, blocks)
+    new_header, new_hashes, blocks = relayout_segment(old, after)
+    assert store.publish(new_header, new_hashes, blocks)
     new = store.reader(new_header.id)
     assert new.shape.geometry == after
-    assert new_links == chain
+    assert new_hashes == chain
     assert (new.header.parent, new.header.fingerprint) == (header.parent, header.fingerprint)
     assert (new.header.model, new.header.label) == ({"name": "small"}, "a text")
     theirs, ours = tensors(old, read_back(store, old.id)), tensors(new, read_back(store, new.id))
@@ -95,7 +95,7 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
         assert store.relayout(Geometry(32, 1), progress=False) == 0
         assert store.stats.verification_failures == 1
         (row,) = store.segments()
-        assert row.usable_links == 5  # what stands before the fault still serves
+        assert row.valid_hashes == 5  # what stands before the fault still serves
         assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []
 
 

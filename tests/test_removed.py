@@ -8,7 +8,7 @@ import torch
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segments import links, open_store, runs_of, segment
+from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
@@ -135,7 +135,7 @@ def test_a_dropped_write_leaves_nothing_in_memory(model, tmp_path):
 def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
     """Its own blocks, admitted before it lost, are of other content."""
     store, residency = open_store(tmp_path), Residency(1 << 20)
-    header, chain, block_groups = segment(links(6))
+    header, chain, block_groups = segment(hashes(6))
     mine = torch.zeros_like(block_groups[0])
     residency.admit((header.id, 0, 123), mine)
     store.publish(header, chain, block_groups)
@@ -150,7 +150,7 @@ def test_the_loser_of_a_race_serves_what_is_on_the_disk(tmp_path):
 def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
     store, residency = open_store(tmp_path), Residency(1 << 20)
     store.on_gone.append(residency.forget)
-    header, chain, block_groups = segment(links(6))
+    header, chain, block_groups = segment(hashes(6))
     store.publish(header, chain, block_groups)
     reader = store.reader(header.id)
     before = residency.fetch([BlockRequest(reader, 0, np.arange(6))], CPU, StatsCollector())
@@ -169,7 +169,7 @@ def test_a_request_under_way_reads_on_and_leaves_nothing(tmp_path):
 
 def test_a_file_that_was_replaced_is_opened_anew(tmp_path):
     mine, other = open_store(tmp_path), open_store(tmp_path)
-    header, chain, block_groups = segment(links(6), fill=1)
+    header, chain, block_groups = segment(hashes(6), fill=1)
     mine.publish(header, chain, block_groups)
     before = mine.reader(header.id)
     other.remove([header.id])

@@ -13,7 +13,7 @@ import torch
 from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import LAYOUT, links, open_store, read_back, segment
+from segments import LAYOUT, hashes, open_store, read_back, segment
 from test_relayout import geometries, tensors
 from test_selective import ask, fill, question, same
 
@@ -62,15 +62,15 @@ def test_the_most_important_come_first_and_equals_as_they_were():
 @given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 99))
 def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, count, seed):
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, block_groups = segment(links(count), geometry=before)
+    header, chain, block_groups = segment(hashes(count), geometry=before)
     assert store.publish(header, chain, block_groups)
     plain = store.reader(header.id)
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
     scored = replace(random_order(LAYERS, 16 * count, seed + 1), importance=np.arange(16 * count, dtype=np.float32))
     for order in (random_order(LAYERS, 16 * count, seed), scored, None):
-        new_header, new_links, blocks = relayout_segment(last, after, order)
-        assert store.publish(new_header, new_links, blocks)
+        new_header, new_hashes, blocks = relayout_segment(last, after, order)
+        assert store.publish(new_header, new_hashes, blocks)
         last = store.reader(new_header.id)
         assert (last.shape.order is None) == (order is None)
         if order is not None:
@@ -280,10 +280,10 @@ def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
 
 def test_a_version_that_knows_no_order_would_leave_such_a_file_alone(tmp_path):
     store = open_store(tmp_path)
-    header, chain, block_groups = segment(links(3))
+    header, chain, block_groups = segment(hashes(3))
     store.publish(header, chain, block_groups)
-    new, new_links, blocks = relayout_segment(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
-    store.publish(new, new_links, blocks)
+    new, new_hashes, blocks = relayout_segment(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
+    store.publish(new, new_hashes, blocks)
     versions = {i: int.from_bytes(store.path(i).read_bytes()[8:12], "little") for i in (header.id, new.id)}
     assert versions == {header.id: 1, new.id: 2}
     assert store.reader(new.id).header.order.offset % ALIGNMENT == 0

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from segments import links, open_store, runs_of, segment
+from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
 from hf_tiered_cache.stats import StatsCollector
@@ -37,7 +37,7 @@ def stored(tmp_path):
     store = open_store(tmp_path)
     blocks = {}
     for seed in "ab":
-        header, chain, block_groups = segment(links(CHUNKS, seed))
+        header, chain, block_groups = segment(hashes(CHUNKS, seed))
         store.publish(header, chain, block_groups)
         for block_group, data in enumerate(block_groups):
             blocks[header.id, block_group] = data
@@ -279,7 +279,7 @@ def test_a_damaged_block_fails_the_lease_and_frees_its_slots(stored):
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector)
     with pytest.raises(IntegrityError) as caught:
         lease.wait()
-    assert caught.value.whole_links == 4
+    assert caught.value.valid_hashes == 4
     lease.release()
     assert (collector.stats.disk.hits, collector.stats.disk.misses) == (0, CHUNKS)
     assert tiers_of(residency, reader, 0) == [set()] * CHUNKS

@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from segments import links, open_store, read_back, segment
+from segments import hashes, open_store, read_back, segment
 
 from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
 from hf_tiered_cache.store import folder, maintain
@@ -23,7 +23,7 @@ from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 
 
 def publish(store, count=4, seed="a", **changes):
-    header, chain, blocks = segment(links(count, seed), **changes)
+    header, chain, blocks = segment(hashes(count, seed), **changes)
     assert store.publish(header, chain, blocks)
     return header
 
@@ -36,24 +36,24 @@ def du(root) -> int:
 # --- publishing and finding
 
 
-def test_a_segment_is_found_under_its_first_link_alone(tmp_path):
+def test_a_segment_is_found_under_its_first_prefix_hash_alone(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    assert [row.id for row in store.find(links(4)[:1])] == [header.id]
-    assert store.find(links(4)[1:]) == []
-    assert store.find(links(4, "other")) == []
+    assert [row.id for row in store.find(hashes(4)[:1])] == [header.id]
+    assert store.find(hashes(4)[1:]) == []
+    assert store.find(hashes(4, "other")) == []
 
 
 def test_another_process_sees_it_at_once(tmp_path):
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
     header = publish(ours)
-    assert [row.id for row in theirs.find(links(4))] == [header.id]
+    assert [row.id for row in theirs.find(hashes(4))] == [header.id]
     assert read_back(theirs, header.id)
 
 
 def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
     first, second = open_store(tmp_path), open_store(tmp_path)
-    header, chain, blocks = segment(links(3))
+    header, chain, blocks = segment(hashes(3))
     assert first.publish(header, chain, blocks)
     inode = first.path(header.id).stat().st_ino
     assert second.publish(header, chain, [b + 1 for b in blocks])
@@ -65,7 +65,7 @@ def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
 
 def test_two_writers_at_the_same_moment(tmp_path):
     stores = [open_store(tmp_path) for _ in range(4)]
-    header, chain, blocks = segment(links(6))
+    header, chain, blocks = segment(hashes(6))
     barrier = threading.Barrier(4)
     results = []
 
@@ -87,8 +87,8 @@ def test_expired_segments_are_not_found(tmp_path):
     store = open_store(tmp_path)
     publish(store, seed="old", expires=time.time() - 1)
     publish(store, seed="new", expires=time.time() + 100)
-    assert store.find(links(4, "old")) == []
-    assert len(store.find(links(4, "new"))) == 1
+    assert store.find(hashes(4, "old")) == []
+    assert len(store.find(hashes(4, "new"))) == 1
 
 
 # --- the catalogue is never the truth
@@ -106,8 +106,8 @@ def test_a_lost_catalogue_is_rebuilt_from_the_headers(tmp_path):
         path.unlink(missing_ok=True)
     again = open_store(tmp_path)
     assert again.index.catalogue.ids() == wanted
-    row = again.find(links(4, "b"))[0]
-    assert (row.tokens, row.usable_links, row.position, row.label) == (64, 4, 0, "text b")
+    row = again.find(hashes(4, "b"))[0]
+    assert (row.tokens, row.valid_hashes, row.position, row.label) == (64, 4, 0, "text b")
     assert again.index.catalogue.models() == {"model": {"name": "small"}}
     assert row.nbytes == again.path(row.id).stat().st_blocks * 512
 
@@ -124,7 +124,7 @@ def test_a_damaged_catalogue_is_rebuilt(tmp_path, damage):
         damage = bytes(data)
     path.write_bytes(damage)
     again = open_store(tmp_path)
-    assert [row.id for row in again.find(links(4))] == [header.id]
+    assert [row.id for row in again.find(hashes(4))] == [header.id]
 
 
 def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
@@ -134,7 +134,7 @@ def test_a_catalogue_damaged_while_open_is_rebuilt_and_counted(tmp_path):
     with open(tmp_path / "catalogue.sqlite", "r+b") as file:
         file.write(b"\xff" * 16384)
     store.index.catalogue._run(lambda db: db.execute("PRAGMA shrink_memory"))
-    found = store.find(links(4)[:1]) or store.find(links(4)[:1])
+    found = store.find(hashes(4)[:1]) or store.find(hashes(4)[:1])
     assert [row.id for row in found] == [header.id]
     assert store.counters.snapshot().catalogue_errors >= 1
 
@@ -172,7 +172,7 @@ def test_rows_survive_a_round_trip(tmp_path):
     assert (catalogue.get("id").used, catalogue.get("id").uses) == (9.0, 4)
     catalogue.limit("id", 1)
     catalogue.limit("id", 5)
-    assert catalogue.get("id").usable_links == 1
+    assert catalogue.get("id").valid_hashes == 1
 
 
 def test_the_catalogue_names_the_models_whose_segments_are_stored(tmp_path):
@@ -190,7 +190,7 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path):
     code = (
         "import sys; sys.path[:0] = [sys.argv[2]]\n"
         "from pathlib import Path; from segments import *\n"
-        "s = open_store(Path(sys.argv[1])); h, c, b = segment(links(2, sys.argv[3])); assert s.publish(h, c, b)\n"
+        "s = open_store(Path(sys.argv[1])); h, c, b = segment(hashes(2, sys.argv[3])); assert s.publish(h, c, b)\n"
     )
     here = os.path.dirname(__file__)
     processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "new"), here, str(i)]) for i in range(4)]
@@ -227,10 +227,10 @@ def test_an_unwritable_folder_is_read_and_drops_are_counted(tmp_path, monkeypatc
     monkeypatch.setattr(os, "open", refusing)
     readonly = open_store(tmp_path)
     assert not readonly.backend.writable
-    assert [row.id for row in readonly.find(links(4))] == [header.id]
+    assert [row.id for row in readonly.find(hashes(4))] == [header.id]
     assert read_back(readonly, header.id)
     for seed in "xy":
-        header, chain, blocks = segment(links(2, seed))
+        header, chain, blocks = segment(hashes(2, seed))
         assert not readonly.publish(header, chain, blocks)
     assert readonly.counters.snapshot().dropped_writes == 2
     assert sum("cannot be written" in r.message for r in caplog.records) == 1
@@ -248,7 +248,7 @@ def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(os, name, full)
         for seed in "bc":
-            header, chain, blocks = segment(links(2, seed))
+            header, chain, blocks = segment(hashes(2, seed))
             assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 2
     assert sum("was not stored" in r.message for r in caplog.records) == 1
@@ -262,7 +262,7 @@ def test_an_interrupted_write_goes_on(tmp_path, monkeypatch):
     store = open_store(tmp_path)
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, bytes(data)[:5000], offset))
-    header, chain, blocks = segment(links(3))
+    header, chain, blocks = segment(hashes(3))
     assert store.publish(header, chain, blocks)
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
@@ -297,7 +297,7 @@ from hf_tiered_cache.store.catalogue import Catalogue
 die = lambda: os.kill(os.getpid(), signal.SIGKILL)
 step = {step!r}
 store = open_store(Path({str(tmp_path)!r}))
-header, chain, blocks = segment(links(3, "new"))
+header, chain, blocks = segment(hashes(3, "new"))
 writes, pwrite, link, add = 0, os.pwrite, os.link, Catalogue.add
 def counting(fd, data, offset):
     global writes
@@ -320,7 +320,7 @@ store.publish(header, chain, blocks)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
     again = open_store(tmp_path)
-    header, _chain, blocks = segment(links(3, "new"))
+    header, _chain, blocks = segment(hashes(3, "new"))
     whole = step in ("linked", "catalogued")
     assert again.index.catalogue.ids() == ({kept.id, header.id} if whole else {kept.id})
     assert read_back(again, kept.id)
@@ -328,7 +328,7 @@ store.publish(header, chain, blocks)
         for written, read in zip(blocks, read_back(again, header.id), strict=True):
             assert torch.equal(written, read)
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1  # the orphan
-    assert again.publish(*segment(links(1, "next")))
+    assert again.publish(*segment(hashes(1, "next")))
     assert not list((tmp_path / "tmp").iterdir())
     assert maintain.verify(again).ok
 
@@ -388,7 +388,7 @@ def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_
     monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.3)
     store, other = open_store(tmp_path), holder("the store")
     started = time.monotonic()
-    assert not store.publish(*segment(links(2)))
+    assert not store.publish(*segment(hashes(2)))
     assert 0.3 <= time.monotonic() - started < 10
     assert store.counters.snapshot().dropped_writes == 1
     assert sum("was not free within 0.3 s" in r.message for r in caplog.records) == 1
@@ -396,7 +396,7 @@ def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_
         maintain.gc(store)
     other.kill()
     other.wait()
-    assert store.publish(*segment(links(2)))
+    assert store.publish(*segment(hashes(2)))
 
 
 def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, monkeypatch):
@@ -481,7 +481,7 @@ def test_several_processes_share_one_quota(tmp_path):
         "import sys; sys.path[:0] = [sys.argv[2]]\n"
         "from pathlib import Path; from segments import *\n"
         "s = open_store(Path(sys.argv[1]), quota=int(sys.argv[4]))\n"
-        "for i in range(12): s.publish(*segment(links(4, sys.argv[3] + str(i))))\n"
+        "for i in range(12): s.publish(*segment(hashes(4, sys.argv[3] + str(i))))\n"
     )
     arguments = [str(tmp_path / "store"), os.path.dirname(__file__)]
     processes = [subprocess.Popen([sys.executable, "-c", code, *arguments, str(i), str(limit)]) for i in range(3)]
@@ -497,7 +497,7 @@ def test_several_processes_share_one_quota(tmp_path):
 def test_a_segment_over_the_whole_quota_is_dropped_and_evicts_nothing(tmp_path):
     store = open_store(tmp_path, quota=1_000_000)
     kept = publish(store)
-    header, chain, blocks = segment(links(100))
+    header, chain, blocks = segment(hashes(100))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
     assert store.index.catalogue.ids() == {kept.id}
@@ -526,7 +526,7 @@ def test_a_child_is_evicted_before_its_parent(tmp_path):
     size = du_of_one(tmp_path / "probe")
     store = open_store(tmp_path / "store", quota=100 * size)
     parent = publish(store, seed="parent", position=0)
-    header, chain, blocks = segment(links(4, "child"), position=64)
+    header, chain, blocks = segment(hashes(4, "child"), position=64)
     store.publish(header, chain, blocks, ancestors=[parent.id])
     store.evict(store.victims(1))
     assert store.index.catalogue.ids() == {parent.id}
@@ -546,12 +546,12 @@ def test_the_free_space_floor_is_kept(tmp_path, monkeypatch):
     kept = publish(store, seed="kept")
     real = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 200_000))
-    header, chain, blocks = segment(links(4, "too much"))
+    header, chain, blocks = segment(hashes(4, "too much"))
     assert not store.publish(header, chain, blocks)
     assert store.counters.snapshot().dropped_writes == 1
     assert store.index.catalogue.ids() == {kept.id}  # giving it up would not have been enough
     monkeypatch.setattr(shutil, "disk_usage", lambda _: real._replace(free=(1 << 30) - 100_000))
-    assert not store.publish(*segment(links(1, "little")))
+    assert not store.publish(*segment(hashes(1, "little")))
 
 
 # --- damage
@@ -574,7 +574,7 @@ def test_of_a_damaged_segment_what_stands_before_the_damage_stays_usable(tmp_pat
     with pytest.raises(IntegrityError) as error:
         read_back(store, header.id)
     store.report(header.id, error.value)
-    assert store.find(links(6))[0].usable_links == 3
+    assert store.find(hashes(6))[0].valid_hashes == 3
     assert store.counters.snapshot().verification_failures == 1
 
 
@@ -589,7 +589,7 @@ def test_verify_changes_nothing_and_repair_removes_what_is_damaged(tmp_path, at)
         report = maintain.verify(store)
         assert (list(report.bad), report.removed, report.ok) == ([header.id], [], False)
         assert {name: store.path(name).read_bytes() for name in store.backend.names()} == before
-        assert store.find(links(6))[0].usable_links == 6
+        assert store.find(hashes(6))[0].valid_hashes == 6
     report = maintain.verify(store, repair=True)
     assert (list(report.bad), report.removed, report.ok) == ([header.id], [header.id], True)
     report = maintain.verify(store)
@@ -680,7 +680,7 @@ def test_removing_a_segment_takes_its_pin_along(tmp_path):
     store.pin([header.id])
     assert store.remove([header.id, "f" * 32]) == 1
     assert store.pinned() == set()
-    assert store.find(links(4)[:1]) == []
+    assert store.find(hashes(4)[:1]) == []
 
 
 def test_sync_makes_data_durable_before_names(tmp_path, monkeypatch):
@@ -706,9 +706,9 @@ def test_an_expired_segment_is_written_anew(tmp_path):
     header = publish(store, expires=time.time() + 0.2)
     store.pin([header.id])
     time.sleep(0.3)
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     publish(store, expires=time.time() + 60)
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert store.counters.snapshot().duplicate_writes == 0
     assert store.pinned() == {header.id}
 
@@ -717,9 +717,9 @@ def test_a_segment_that_failed_to_read_is_written_anew(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
     store.report(header.id, OSError(errno.EIO, "a bad sector"))
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     publish(store)
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert read_back(store, header.id)
 
 
@@ -733,7 +733,7 @@ def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, m
     monkeypatch.setattr(type(tmp_path), "unlink", refuse)
     flip(store.path(header.id), 100)
     assert store.reader(header.id) is None
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
 
 
 def test_without_a_shared_catalogue_the_quota_is_kept_by_looking_at_the_files(tmp_path, monkeypatch):
@@ -784,4 +784,4 @@ def test_a_segment_that_is_evicted_while_others_are_verified_is_not_damaged(tmp_
     monkeypatch.setattr(store.backend, "names", lambda: names)
     report = maintain.verify(store)
     assert (report.ok, report.segments) == (True, 1)
-    assert store.find(links(4, "b"))[0].id == stays.id
+    assert store.find(hashes(4, "b"))[0].id == stays.id

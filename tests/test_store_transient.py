@@ -15,7 +15,7 @@ from sqlite3 import DatabaseError, OperationalError, connect
 
 import pytest
 import torch
-from segments import links, open_store, read_back, segment
+from segments import hashes, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import IntegrityError, QuotaError, StoreBusyError, StoreError
@@ -28,7 +28,7 @@ OF_THE_PROCESS = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.E
 
 
 def publish(store, count=4, seed="a", **changes):
-    header, chain, blocks = segment(links(count, seed), **changes)
+    header, chain, blocks = segment(hashes(count, seed), **changes)
     assert store.publish(header, chain, blocks)
     return header
 
@@ -54,21 +54,21 @@ def failing(name, error, where):
 @pytest.mark.parametrize("error", OF_THE_PROCESS)
 def test_a_segment_that_could_not_be_opened_is_neither_hidden_nor_replaced(tmp_path, error):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(4))
+    header, chain, blocks = segment(hashes(4))
     assert store.publish(header, chain, blocks)
     inode = store.path(header.id).stat().st_ino
     with failing("open", error, ".kv"):
         assert store.reader(header.id) is None
         assert not store.publish(header, chain, blocks)
     assert store.path(header.id).stat().st_ino == inode
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
     assert read_back(store, header.id)
     assert store.counters.snapshot().read_errors == 1
 
 
 def test_a_failing_segment_stays_until_another_takes_its_place(tmp_path):
     store = open_store(tmp_path)
-    header, chain, blocks = segment(links(4))
+    header, chain, blocks = segment(hashes(4))
     assert store.publish(header, chain, blocks)
     store.report(header.id, OSError(errno.EIO, "a bad sector"))
     with failing("rename", errno.ENOSPC, str(tmp_path)):
@@ -83,15 +83,15 @@ def test_a_read_error_hides_a_segment_for_a_while(tmp_path, monkeypatch):
     header = publish(store)
     monkeypatch.setattr(disk, "_HIDDEN_SECONDS", 0.1)
     store.report(header.id, OSError(errno.EIO, "a cable"))
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     time.sleep(0.15)
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
 
 
 def test_a_whole_segment_that_took_the_place_of_a_damaged_one_is_kept(tmp_path):
     """Another process has stored anew what this one still has open, and finds wrong."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
-    header, chain, blocks = segment(links(4))
+    header, chain, blocks = segment(hashes(4))
     assert ours.publish(header, chain, blocks)
     damaged = ours.reader(header.id)
     offset = damaged.header.blocks.offset
@@ -115,9 +115,9 @@ def test_files_that_could_not_be_read_at_opening_are_entered_later(tmp_path, mon
     (tmp_path / "catalogue.sqlite").unlink()
     with failing("open", errno.EMFILE, ".kv"):
         store = open_store(tmp_path)
-    assert store.find(links(4)) == []
+    assert store.find(hashes(4)) == []
     publish(store, seed="another")
-    assert [row.id for row in store.find(links(4))] == [header.id]
+    assert [row.id for row in store.find(hashes(4))] == [header.id]
 
 
 def test_open_segments_are_bounded_by_process_and_descriptors(tmp_path):
@@ -167,7 +167,7 @@ def test_what_is_pinned_stays_when_pins_cannot_be_listed(tmp_path):
     store.pin([header.id])
     with failing("listdir", errno.EIO, "pins"):
         for i in range(20):
-            store.publish(*segment(links(4, f"s{i}")))
+            store.publish(*segment(hashes(4, f"s{i}")))
     assert store.path(header.id).exists()
 
 
@@ -190,7 +190,7 @@ def test_nothing_opens_a_database_that_is_open(tmp_path, monkeypatch):
         second.verify()
         repr(second.stats)
     assert opened == []  # of a new one the first is the only one that makes it
-    assert first.find(links(4))
+    assert first.find(hashes(4))
 
 
 def test_stores_of_one_folder_share_a_connection_that_the_last_one_closes(tmp_path):
@@ -215,7 +215,7 @@ from pathlib import Path
 from segments import *
 for i in range(int(sys.argv[3])):
     store = open_store(Path(sys.argv[2]), quota=int(sys.argv[4]))
-    assert store.publish(*segment(links(4, f"theirs{i}")))
+    assert store.publish(*segment(hashes(4, f"theirs{i}")))
     store.close()
 """
 
@@ -273,14 +273,14 @@ def test_a_catalogue_lost_under_open_processes_heals_into_one(tmp_path, how):
             path.with_name(f"{path.name}{suffix}").unlink()
     other = other_process(tmp_path, 6, limit)
     for i in range(12):
-        assert ours.publish(*segment(links(4, f"ours{i}")))
+        assert ours.publish(*segment(hashes(4, f"ours{i}")))
         assert sum(p.stat().st_blocks * 512 for p in tmp_path.rglob("*.kv")) <= limit
     assert other.wait(timeout=60) == 0
     with KVStore(tmp_path) as fresh:
         assert {row.id for row in fresh.segments()} == {p.stem for p in (tmp_path / "segments").iterdir()}
         assert ours.index.catalogue.ids() == {row.id for row in fresh.segments()}
-    assert ours.find(links(4, "theirs5"))
-    assert ours.path(before.id).exists() == bool(ours.find(links(4, "before")))
+    assert ours.find(hashes(4, "theirs5"))
+    assert ours.path(before.id).exists() == bool(ours.find(hashes(4, "before")))
 
 
 def test_the_log_does_not_outgrow_the_room_that_is_left_for_it(tmp_path):
@@ -349,14 +349,14 @@ def test_asking_never_raises_nor_recurses_and_rebuilds_at_most_once(tmp_path, mo
     monkeypatch.setattr(database.Database, "run", run)
     monkeypatch.setattr(database.Database, "rebuild", lambda *a: (rebuilt.append(a), real(*a)))
     for _ in range(5):
-        assert store.find(links(4)) == []
+        assert store.find(hashes(4)) == []
         store.index.touch(["x"])
-        assert not store.publish(*segment(links(2, "new")))
+        assert not store.publish(*segment(hashes(2, "new")))
     assert len(rebuilt) == isinstance(error, DatabaseError) - isinstance(error, OperationalError)
     assert len(asked) < 100
     monkeypatch.undo()
     store.index.scan()
-    assert store.find(links(4))
+    assert store.find(hashes(4))
 
 
 def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, monkeypatch):
@@ -365,13 +365,13 @@ def test_a_segment_that_the_catalogue_cannot_be_told_of_is_not_stored(tmp_path, 
     db = connect(tmp_path / "catalogue.sqlite", isolation_level=None)
     db.execute("BEGIN IMMEDIATE")
     for i in range(5):
-        assert not store.publish(*segment(links(4, f"s{i}")))
+        assert not store.publish(*segment(hashes(4, f"s{i}")))
     assert store.backend.names() == []
     assert store.counters.snapshot().dropped_writes == 5
     db.execute("ROLLBACK")
     db.close()
     publish(store)
-    assert len(store.find(links(4))) == 1
+    assert len(store.find(hashes(4))) == 1
 
 
 def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypatch):
@@ -381,8 +381,8 @@ def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database.Database, "shared", lambda *_: (_ for _ in ()).throw(OperationalError("locked")))
         store = open_store(tmp_path)
-        assert [row.id for row in store.find(links(4))] == [kept.id]  # reading goes on
-        assert not store.publish(*segment(links(2, "b")))
+        assert [row.id for row in store.find(hashes(4))] == [kept.id]  # reading goes on
+        assert not store.publish(*segment(hashes(2, "b")))
     mine = publish(store, seed="c")
     assert theirs.index.catalogue.ids() == {kept.id, mine.id}
 
@@ -391,7 +391,7 @@ def test_a_catalogue_that_could_not_be_opened_is_tried_again(tmp_path, monkeypat
 
 
 def pending(seed, refused=lambda: None):
-    header, chain, blocks = segment(links(4, seed))
+    header, chain, blocks = segment(hashes(4, seed))
     return PendingSegment(header, chain, lambda: iter(blocks), (), refused)
 
 
@@ -404,10 +404,10 @@ def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
     first, second, refused = pending("a"), pending("b"), []
     writing.submit(first)
     started = time.monotonic()
-    writing.wait_for(first.links)
+    writing.wait_for(first.prefix_hashes)
     assert 0.15 < time.monotonic() - started < 5
     writing.submit(pending("b", lambda: refused.append(1)))  # no room, and none to be expected
-    writing.wait_for(second.links)
+    writing.wait_for(second.prefix_hashes)
     with pytest.raises(StoreBusyError, match="nothing gets written"):
         writing.flush()
     writing.close()
@@ -424,7 +424,7 @@ def test_who_waits_for_a_slow_writer_waits_as_long_as_it_gets_on(tmp_path, monke
     monkeypatch.setattr(store, "publish", lambda *a: (time.sleep(0.25), real(*a))[1])
     for i in range(5):
         writing.submit(pending(f"s{i}"))
-    writing.wait_for(links(4, "s4"))
+    writing.wait_for(hashes(4, "s4"))
     writing.close()
     assert len(store.index.catalogue.ids()) == 5
     assert store.counters.snapshot().dropped_writes == 0
@@ -463,15 +463,15 @@ def test_what_a_clock_that_was_ahead_has_stored_expires_in_time_and_can_be_store
     now, ahead = time.time(), time.time() + 1e8
     store = open_store(tmp_path, quota=1_400_000)
     publish(store, seed="future", created=ahead, expires=ahead + 100)
-    assert now + 90 < store.find(links(4, "future"))[0].expires < now + 130
-    row = store.find(links(4, "future"))[0]
+    assert now + 90 < store.find(hashes(4, "future"))[0].expires < now + 130
+    row = store.find(hashes(4, "future"))[0]
     assert row.created <= time.time() >= row.used
     store.index.catalogue._run(lambda db: db.execute("UPDATE segments SET expires = 1"))
     publish(store, seed="future", expires=now + 1000)
-    assert store.find(links(4, "future"))[0].expires == now + 1000
+    assert store.find(hashes(4, "future"))[0].expires == now + 1000
     for i in range(20):
         publish(store, seed=f"s{i}")
-    assert store.find(links(4, "future")) == []  # and makes room when it is its turn
+    assert store.find(hashes(4, "future")) == []  # and makes room when it is its turn
 
 
 def test_paths_to_be_made_durable_are_bounded(tmp_path, monkeypatch):

@@ -30,7 +30,7 @@ class Contents:
 
     def describe(self, row: SegmentRow) -> dict[str, Any]:
         """A segment, JSON-ready."""
-        links = len(row.chain) // len(row.first)
+        num_hashes = len(row.chain) // len(row.first)
         return {
             "id": row.id,
             "label": row.label,
@@ -38,7 +38,7 @@ class Contents:
             "model": self.models.get(row.fingerprint, {}),
             "provenance": row.provenance,
             "tokens": row.tokens,
-            "usable_tokens": row.tokens * row.usable_links // links,
+            "usable_tokens": row.tokens * row.valid_hashes // num_hashes,
             "position": row.position,
             "bytes": row.nbytes,
             "created": row.created,

@@ -154,7 +154,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("fingerprint", row.fingerprint)
     table.add_row("computed", row.provenance)
     table.add_row("tokens", f"{row.tokens:,}, from token {row.position:,}")
-    table.add_row("parent link", header.parent.hex())
+    table.add_row("parent hash", header.parent.hex())
     table.add_row("on disk", f"{format_bytes(row.nbytes)} ({row.nbytes:,} bytes)")
     table.add_row("created", date(row.created))
     table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")

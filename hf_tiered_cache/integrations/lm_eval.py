@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from ..cache import TieredCache
 from ..errors import ConfigError
-from ..geometry import LINK_TOKENS
+from ..geometry import HASH_TOKENS
 from ..kvstore import KVStore
 from ..methods import METHODS, Method, Passages, make_method
 from ..store import KEY_FILE_VARIABLE
@@ -144,15 +144,15 @@ class HFTieredLM(HFLM):
         if isinstance(self._method, Passages):
             return  # a stored prefix would come back exact, in place of its passages
         ordered = sorted({context for context in contexts if len(context) <= self.max_length})
-        shared = {_common_links(a, b) for a, b in itertools.pairwise(ordered)}
+        shared = {_common_prefix(a, b) for a, b in itertools.pairwise(ordered)}
         for prefix in sorted(shared - {()}):
             self._store.precompute(self.model, list(prefix), method=self._method, progress=False)
 
 
-def _common_links(a: Tokens, b: Tokens) -> Tokens:
+def _common_prefix(a: Tokens, b: Tokens) -> Tokens:
     """What both begin with, as far as it can be found again."""
     count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[: count // LINK_TOKENS * LINK_TOKENS]
+    return a[: count // HASH_TOKENS * HASH_TOKENS]
 
 
 def run(arguments: list[str]) -> None:

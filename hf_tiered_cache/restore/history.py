@@ -1,4 +1,4 @@
-"""The tokens that a cache holds KV of, row by row, and their links."""
+"""The tokens that a cache holds KV of, row by row, and their prefix hashes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import copy
 import numpy as np
 import torch
 
-from ..geometry import LINK_TOKENS
-from .chain import Chain
+from ..geometry import HASH_TOKENS
+from .prefix_hasher import PrefixHasher
 
 
 class History:
@@ -17,13 +17,13 @@ class History:
     Ids stay on their device until somebody asks, so that decoding does not wait for a copy each step.
     """
 
-    def __init__(self, chain: Chain, pads: list[int]) -> None:
-        self.chain = chain
+    def __init__(self, hasher: PrefixHasher, pads: list[int]) -> None:
+        self.hasher = hasher
         self.pads = pads
         self.columns = 0
         self._ids = np.empty((len(pads), 0), np.int64)
         self._fresh: list[torch.Tensor] = []  # [rows, n] each, not yet in _ids
-        self._links: list[list[bytes]] = [[] for _ in pads]
+        self._prefix_hashes: list[list[bytes]] = [[] for _ in pads]
 
     @property
     def rows(self) -> int:
@@ -42,20 +42,20 @@ class History:
             self._fresh.clear()
         return self._ids
 
-    def links(self, row: int) -> list[bytes]:
-        """The links of a row's tokens, without its padding and without a ragged end."""
-        links, tokens = self._links[row], self.ids()[row, self.pads[row] :]
-        if len(tokens) // LINK_TOKENS > len(links):
-            parent = links[-1] if links else None
-            links.extend(self.chain.links(tokens[len(links) * LINK_TOKENS :], parent))
-        return links
+    def prefix_hashes(self, row: int) -> list[bytes]:
+        """The prefix hashes of a row's tokens, without its padding and without a ragged end."""
+        prefix_hashes, tokens = self._prefix_hashes[row], self.ids()[row, self.pads[row] :]
+        if len(tokens) // HASH_TOKENS > len(prefix_hashes):
+            parent = prefix_hashes[-1] if prefix_hashes else None
+            prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
+        return prefix_hashes
 
-    def links_with(self, row: int, more: np.ndarray) -> list[bytes]:
-        """The links of a row's tokens followed by `more`, int `[n]` (whose padding, if any, is cut off)."""
-        links = self.links(row)
+    def prefix_hashes_with(self, row: int, more: np.ndarray) -> list[bytes]:
+        """The prefix hashes of a row's tokens followed by `more`, int `[n]` (whose padding, if any, is cut off)."""
+        prefix_hashes = self.prefix_hashes(row)
         tokens = np.concatenate([self.ids()[row], more])[self.pads[row] :]
-        parent = links[-1] if links else None
-        return links + self.chain.links(tokens[len(links) * LINK_TOKENS :], parent)
+        parent = prefix_hashes[-1] if prefix_hashes else None
+        return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
 
     def common_columns(self, prompt: np.ndarray) -> int:
         """How many columns this and a batch of prompts, int64 `[rows, n]`, have in common from the first one on."""
@@ -69,20 +69,21 @@ class History:
     def crop(self, columns: int) -> None:
         """Forget the last `columns` columns."""
         left = self.columns - columns
-        for row, links in enumerate(self._links):  # first: a Ctrl-C may leave too few, never links of other tokens
-            del links[max(0, left - self.pads[row]) // LINK_TOKENS :]
+        # first: a Ctrl-C may leave too few, never those of other tokens
+        for row, prefix_hashes in enumerate(self._prefix_hashes):
+            del prefix_hashes[max(0, left - self.pads[row]) // HASH_TOKENS :]
         self._ids, self.columns = self.ids()[:, :left], left
 
     def select(self, order: list[int]) -> None:
         """Row i becomes what row `order[i]` was (beam search, repeats and subsets of a batch)."""
-        links = [list(self._links[row]) for row in order]
+        prefix_hashes = [list(self._prefix_hashes[row]) for row in order]
         pads = [self.pads[row] for row in order]
-        self._ids, self._links, self.pads = self.ids()[order], links, pads
+        self._ids, self._prefix_hashes, self.pads = self.ids()[order], prefix_hashes, pads
 
     def fork(self) -> History:
         """A copy that goes its own way."""
         twin = copy.copy(self)
         twin._fresh = list(self._fresh)
-        twin._links = [list(links) for links in self._links]
+        twin._prefix_hashes = [list(prefix_hashes) for prefix_hashes in self._prefix_hashes]
         twin.pads = list(self.pads)
         return twin

@@ -6,57 +6,57 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..store.catalogue import SegmentRow
-from ..store.format import LINK_BYTES
+from ..store.format import HASH_BYTES
 
 
 @dataclass(frozen=True)
 class MatchedRun:
-    """The first `links` links of a segment are the prompt's links from number `start` on."""
+    """The first `num_hashes` of a segment's prefix hashes are the prompt's from number `start` on."""
 
     row: SegmentRow
     start: int
-    links: int
+    num_hashes: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.links
+        return self.start + self.num_hashes
 
 
-def longest_prefix(links: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
-    """The fewest runs of segments that cover as many of the prompt's links from `start` on as can be covered.
+def longest_prefix(prefix_hashes: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
+    """The fewest runs of segments that cover as many of the prompt's prefix hashes from `start` on as can be covered.
 
-    A segment is a node, found under its first link. Usually the next node begins where the last one ends or where
-    the prompt leaves it; where writers raced, nodes overlap, and then the one that reaches furthest is taken.
+    A segment is a node, found under its first prefix hash. Usually the next node begins where the last one ends or
+    where the prompt leaves it; where writers raced, nodes overlap, and then the one that reaches furthest is taken.
 
     Args:
-        links: of the prompt.
-        rows: the segments whose first link is one of `links`.
-        start: links before it are held already; the first run may begin among them.
+        prefix_hashes: of the prompt.
+        rows: the segments whose first prefix hash is one of `prefix_hashes`.
+        start: prefix hashes before it are held already; the first run may begin among them.
     """
     nodes: dict[bytes, list[SegmentRow]] = {}
     for row in rows:
         nodes.setdefault(row.first, []).append(row)
     runs: list[MatchedRun] = []
     covered, furthest = start, None
-    for at, link in enumerate(links):
-        for row in nodes.get(link, ()):
-            run = MatchedRun(row, at, _shared(row, links, at))
+    for at, prefix_hash in enumerate(prefix_hashes):
+        for row in nodes.get(prefix_hash, ()):
+            run = MatchedRun(row, at, _shared(row, prefix_hashes, at))
             if furthest is None or run.stop > furthest.stop:
                 furthest = run
         if at == covered:
             if furthest is None or furthest.stop <= covered:
                 break
             if runs:
-                runs[-1] = replace(runs[-1], links=furthest.start - runs[-1].start)
+                runs[-1] = replace(runs[-1], num_hashes=furthest.start - runs[-1].start)
             runs.append(furthest)
             covered = furthest.stop
     return runs
 
 
-def _shared(row: SegmentRow, links: Sequence[bytes], at: int) -> int:
-    """How many links of the segment are the prompt's from `at` on."""
-    most = min(row.usable_links, len(links) - at)
+def _shared(row: SegmentRow, prefix_hashes: Sequence[bytes], at: int) -> int:
+    """How many prefix hashes of the segment are the prompt's from `at` on."""
+    most = min(row.valid_hashes, len(prefix_hashes) - at)
     for i in range(most):
-        if row.chain[i * LINK_BYTES : (i + 1) * LINK_BYTES] != links[at + i]:
+        if row.chain[i * HASH_BYTES : (i + 1) * HASH_BYTES] != prefix_hashes[at + i]:
             return i
     return most

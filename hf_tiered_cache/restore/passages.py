@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedConfig
 
-from ..geometry import LINK_TOKENS
+from ..geometry import HASH_TOKENS
 from ..store.catalogue import SegmentRow
-from ..store.format import LINK_BYTES
+from ..store.format import HASH_BYTES
 from ..store.segment import SegmentReader
-from .chain import Chain
 from .plan import SegmentSlice
+from .prefix_hasher import PrefixHasher
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,14 @@ class PassageFinder:
     """Gives a planner the stored passages in a row.
 
     Args:
-        chains: that passages are hashed with, first of all the one of the row's own RoPE regime.
+        hashers: that passages are hashed with, first of all the one of the row's own RoPE regime.
         sink: the token that stood before each passage when its KV was computed, or None.
-        find: gives the segments that begin with one of some links.
+        find: gives the segments that begin with one of some prefix hashes.
         reader: opens one of them, or gives None.
         begins: the tokens at which passages may begin, or None for any.
     """
 
-    chains: tuple[Chain, ...]
+    hashers: tuple[PrefixHasher, ...]
     sink: int | None
     find: Callable[[Sequence[bytes]], list[SegmentRow]]
     reader: Callable[[SegmentRow], SegmentReader | None]
@@ -36,15 +36,15 @@ class PassageFinder:
 
     def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
         """Where they stand in `tokens`, int64 `[n]`, from `start` on."""
-        for number, chain in enumerate(self.chains):
+        for number, hasher in enumerate(self.hashers):
             pieces = []
-            for match in find_passages(tokens, chain, self.find, start, self.begins):
+            for match in find_passages(tokens, hasher, self.find, start, self.begins):
                 reader = self.reader(match.row)
                 exact = number == 0 and self._begins_with(tokens, match.at)
                 if reader is not None and (
                     exact or all(k is None or k.position_independent for k in reader.shape.layout.layers)
                 ):
-                    pieces.append(SegmentSlice(reader, 0, match.links * LINK_TOKENS, match.at, exact))
+                    pieces.append(SegmentSlice(reader, 0, match.num_hashes * HASH_TOKENS, match.at, exact))
             if pieces:
                 return pieces
         return []
@@ -56,15 +56,15 @@ class PassageFinder:
 
 @dataclass(frozen=True)
 class PassageMatch:
-    """The first `links` links of a stored passage stand in the prompt from token `at` on."""
+    """The first `num_hashes` hashes of a stored passage stand in the prompt from token `at` on."""
 
     row: SegmentRow
     at: int
-    links: int
+    num_hashes: int
 
     @property
     def stop(self) -> int:
-        return self.at + self.links * LINK_TOKENS
+        return self.at + self.num_hashes * HASH_TOKENS
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:
@@ -80,7 +80,7 @@ def sink_token(config: PreTrainedConfig) -> int | None:
 
 def find_passages(
     tokens: np.ndarray,
-    chain: Chain,
+    hasher: PrefixHasher,
     find: Callable[[Sequence[bytes]], Iterable[SegmentRow]],
     start: int = 0,
     begins: Sequence[int] | None = None,
@@ -89,14 +89,14 @@ def find_passages(
 
     Args:
         tokens: int64 `[n]`, the prompt.
-        chain: that passages are hashed with, each from its own beginning.
-        find: gives the segments that begin with one of some links.
+        hasher: that passages are hashed with, each from its own beginning.
+        find: gives the segments that begin with one of some prefix hashes.
         start: where to begin.
         begins: the tokens at which passages may begin, or None for any.
     """
-    last = len(tokens) - LINK_TOKENS
+    last = len(tokens) - HASH_TOKENS
     places = range(start, last + 1) if begins is None else sorted({i for i in begins if start <= i <= last})
-    firsts = {at: chain.links(tokens[at : at + LINK_TOKENS])[0] for at in places}
+    firsts = {at: hasher.hashes(tokens[at : at + HASH_TOKENS])[0] for at in places}
     known: dict[bytes, list[SegmentRow]] = {}
     for row in find(list(dict.fromkeys(firsts.values()))):
         known.setdefault(row.first, []).append(row)
@@ -104,19 +104,22 @@ def find_passages(
     for at, first in firsts.items():
         rows = known.get(first, ())
         if rows:
-            most = max(row.usable_links for row in rows)
-            links = chain.links(tokens[at : at + most * LINK_TOKENS])
+            most = max(row.valid_hashes for row in rows)
+            prefix_hashes = hasher.hashes(tokens[at : at + most * HASH_TOKENS])
             matches.append(
-                max((PassageMatch(row, at, _shared(row, links)) for row in rows), key=lambda match: match.links)
+                max(
+                    (PassageMatch(row, at, _shared(row, prefix_hashes)) for row in rows),
+                    key=lambda match: match.num_hashes,
+                )
             )
     return _disjoint(matches)
 
 
-def _shared(row: SegmentRow, links: list[bytes]) -> int:
-    """How many of the segment's links these are."""
-    most = min(row.usable_links, len(links))
+def _shared(row: SegmentRow, prefix_hashes: list[bytes]) -> int:
+    """How many of the segment's prefix hashes these are."""
+    most = min(row.valid_hashes, len(prefix_hashes))
     for i in range(most):
-        if row.chain[i * LINK_BYTES : (i + 1) * LINK_BYTES] != links[i]:
+        if row.chain[i * HASH_BYTES : (i + 1) * HASH_BYTES] != prefix_hashes[i]:
             return i
     return most
 
@@ -124,10 +127,10 @@ def _shared(row: SegmentRow, links: list[bytes]) -> int:
 def _disjoint(matches: list[PassageMatch]) -> list[PassageMatch]:
     """The longest ones, and of the others what stands before these: a passage's beginning is of use without its end."""
     taken: list[PassageMatch] = []
-    for match in sorted(matches, key=lambda match: (-match.links, match.at)):
+    for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):
         if any(other.at <= match.at < other.stop for other in taken):
             continue
         room = min((other.at for other in taken if other.at > match.at), default=match.stop) - match.at
-        if (links := min(match.links, room // LINK_TOKENS)) > 0:
-            taken.append(PassageMatch(match.row, match.at, links))
+        if (num_hashes := min(match.num_hashes, room // HASH_TOKENS)) > 0:
+            taken.append(PassageMatch(match.row, match.at, num_hashes))
     return sorted(taken, key=lambda match: match.at)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ..geometry import LINK_TOKENS
+from ..geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .history import History
 from .match import MatchedRun
@@ -18,7 +18,7 @@ Find = Callable[[np.ndarray, int], list[SegmentSlice]]
 """Returns where stored passages stand in a row's tokens, from that one on: in order, apart from one another."""
 
 Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
-"""Returns what is stored of a sequence of links, without a gap from the link of that number on."""
+"""Returns what is stored of a sequence of prefix hashes, without a gap from that number on."""
 
 
 class Rules(Protocol):
@@ -34,11 +34,11 @@ class Rules(Protocol):
 
 @dataclass(frozen=True)
 class PrefixLookup:
-    """What is stored of some rows: `segments` hold the links behind the `held` first ones, up to number `links`."""
+    """What is stored of some rows: `segments` hold their prefix hashes from `held` up to `num_hashes`."""
 
     rows: tuple[int, ...]
     held: int
-    links: int
+    num_hashes: int
     segments: tuple[str, ...]
 
 
@@ -72,12 +72,12 @@ def make_plan(
         alike.setdefault((pad, whole[pad:].tobytes()), []).append(row)
     groups, found, restorable = [], [], columns
     for (pad, _), rows in alike.items():
-        held = max(0, base - pad) // LINK_TOKENS
-        pieces, tokens = [], held * LINK_TOKENS
-        for run, reader in match(history.links_with(rows[0], ids[rows[0]]), held):
-            pieces.append(SegmentSlice(reader, 0, run.links * LINK_TOKENS, run.start * LINK_TOKENS))
-            tokens = run.stop * LINK_TOKENS
-        found.append(PrefixLookup(tuple(rows), held, tokens // LINK_TOKENS, tuple(piece.reader.id for piece in pieces)))
+        held = max(0, base - pad) // HASH_TOKENS
+        pieces, tokens = [], held * HASH_TOKENS
+        for run, reader in match(history.prefix_hashes_with(rows[0], ids[rows[0]]), held):
+            pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
+            tokens = run.stop * HASH_TOKENS
+        found.append(PrefixLookup(tuple(rows), held, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces)))
         for piece in find(ids[rows[0], pad:], tokens) if find is not None and base == 0 else ():
             pieces.append(piece)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))

@@ -1,6 +1,6 @@
 """What is on disk: segment files, their catalogue, quota and integrity. Knows no policy and no model."""
 
-LINK_BYTES = 16
+HASH_BYTES = 16
 EXACT = "exact"
 """Provenance of KV that computing its sequence gives."""
 KEY_FILE_VARIABLE = "HF_TIERED_CACHE_KEY_FILE"

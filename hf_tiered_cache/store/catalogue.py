@@ -11,11 +11,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from . import LINK_BYTES
+from . import HASH_BYTES
 from .database import Database, connect_read_only
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
     "label, key"
 )
-_OWN_COLUMNS = ("usable_links", "created", "expires", "used", "uses", "label")
+_OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """What the catalogue knows of its own, or nobody finds a segment by."""
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
@@ -60,9 +60,9 @@ class SegmentRow:
     fingerprint: str
     provenance: str
     first: bytes
-    """The first link of the chain: under it the segment is found."""
-    usable_links: int
-    """Links up to the first block that failed its checksum; all of them in a whole segment."""
+    """The first prefix hash of the chain: under it the segment is found."""
+    valid_hashes: int
+    """Prefix hashes up to the first block that failed its checksum; all of them in a whole segment."""
     tokens: int
     position: int
     nbytes: int
@@ -72,7 +72,7 @@ class SegmentRow:
     used: float
     uses: int
     chain: bytes
-    """All links, side by side."""
+    """All prefix hashes, side by side."""
     label: str = ""
     """What the user calls it."""
     key: str = ""
@@ -85,9 +85,9 @@ class SegmentRow:
             id=header.id,
             fingerprint=header.fingerprint,
             provenance=header.provenance,
-            first=chain[:LINK_BYTES],
+            first=chain[:HASH_BYTES],
             chain=chain,
-            usable_links=len(chain) // LINK_BYTES,
+            valid_hashes=len(chain) // HASH_BYTES,
             tokens=header.shape.tokens,
             position=header.position,
             nbytes=nbytes,
@@ -102,10 +102,11 @@ class SegmentRow:
     def fits(self, header: SegmentHeader, chain: bytes) -> bool:
         """Whether this is what its file says of it, so that what is found by the row is what is in the file."""
         own = SegmentRow.of(header, chain, self.nbytes)
-        return self == replace(own, **{name: getattr(self, name) for name in _OWN_COLUMNS})
+        return self == replace(own, **{name: getattr(self, name) for name in _OWN_FIELDS})
 
     def values(self) -> tuple:
-        return tuple(getattr(self, name) for name in _COLUMNS.split(", "))
+        """In the order of `_COLUMNS`, which is that of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 class Catalogue:
@@ -149,11 +150,11 @@ class Catalogue:
 
     # --- reading
 
-    def beginning_with(self, links: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `links`."""
+    def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `prefix_hashes`."""
         rows: list[SegmentRow] = []
-        for i in range(0, len(links), _MOST_PARAMETERS):
-            some = links[i : i + _MOST_PARAMETERS]
+        for i in range(0, len(prefix_hashes), _MOST_PARAMETERS):
+            some = prefix_hashes[i : i + _MOST_PARAMETERS]
             where = f"WHERE first IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
             now = time.time()
             rows += self._query(where, (*some, now, now))
@@ -265,10 +266,10 @@ class Catalogue:
             WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
         self._run(lambda db: db.executemany(query, rows))
 
-    def limit(self, segment_id: str, links: int) -> None:
-        """Note that of this segment only the first `links` links can be used."""
+    def limit(self, segment_id: str, num_hashes: int) -> None:
+        """Note that of this segment only the first `num_hashes` prefix hashes can be used."""
         query = "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?"
-        self._run(lambda db: db.execute(query, (links, segment_id)))
+        self._run(lambda db: db.execute(query, (num_hashes, segment_id)))
 
     def close(self) -> None:
         if self._reading is not None:

@@ -84,9 +84,9 @@ class SegmentStore:
 
     # --- finding and reading
 
-    def find(self, links: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `links`; none if the catalogue fails."""
-        return [row for row in self.index.beginning_with(links) if not self._is_hidden(row.id)]
+    def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `prefix_hashes`; none if the catalogue fails."""
+        return [row for row in self.index.beginning_with(prefix_hashes) if not self._is_hidden(row.id)]
 
     def _is_hidden(self, segment_id: str) -> bool:
         return self._hidden.get(segment_id, 0.0) > time.monotonic()
@@ -155,12 +155,12 @@ class SegmentStore:
 
     def _judge(self, segment_id: str, error: BaseException) -> None:
         """Limit or delete a damaged segment, unless another process has put a whole one in its place."""
-        whole_links = error.whole_links if isinstance(error, IntegrityError) else 0
+        valid_hashes = error.valid_hashes if isinstance(error, IntegrityError) else 0
         try:
             if not self._is_damaged(segment_id, error):
                 return
-            if whole_links:
-                self.index.ask(lambda c: c.limit(segment_id, whole_links), None)
+            if valid_hashes:
+                self.index.ask(lambda c: c.limit(segment_id, valid_hashes), None)
                 return
             self._hidden[segment_id] = inf
             if self.backend.writable:
@@ -193,7 +193,7 @@ class SegmentStore:
     def publish(
         self,
         header: SegmentHeader,
-        links: list[bytes],
+        prefix_hashes: list[bytes],
         block_groups: Iterable[torch.Tensor],
         ancestors: Iterable[str] = (),
         written: Written = lambda block_group, blocks, content: None,
@@ -202,7 +202,7 @@ class SegmentStore:
 
         Args:
             header: without its sections.
-            links: its links of the hash chain.
+            prefix_hashes: its prefix hashes.
             block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
             ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
             written: is told of each block group. The segment may still come to nothing.
@@ -211,7 +211,7 @@ class SegmentStore:
             Whether the segment is in the store now. A full disk, the quota, an unwritable folder or a lock that is not
             to be had drop the write: counted, and said once.
         """
-        header = lay_out(replace(header, seal=self.cipher.new_seal()), len(links))
+        header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:
             self.counters.add("dropped_writes")
             return False
@@ -222,7 +222,7 @@ class SegmentStore:
                 f"{self.place} was opened without a key: what is stored there now is not encrypted, as others are",
             )
         try:
-            nbytes, replaced = self._publisher.write(header, links, block_groups, written)
+            nbytes, replaced = self._publisher.write(header, prefix_hashes, block_groups, written)
         except FileExistsError:
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:

@@ -20,8 +20,8 @@ import numpy as np
 
 from ..codecs import RAW, codec_in
 from ..errors import ConfigError, FormatError, NewerFormatError
-from ..geometry import ALIGNMENT, LINK_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
-from . import EXACT, LINK_BYTES
+from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
+from . import EXACT, HASH_BYTES
 from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
@@ -67,7 +67,7 @@ class SegmentHeader:
     fingerprint: str
     shape: SegmentShape
     parent: bytes
-    """Link of the hash chain before the first token; the chain's root for the first segment of a sequence."""
+    """The prefix hash before the first token; the chain's root for the first segment of a sequence."""
     position: int
     """Position of the first token in the sequence it was computed in."""
     created: float
@@ -95,8 +95,8 @@ class SegmentHeader:
 
 
 def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str, order: TokenOrder | None = None) -> str:
-    """The name of a segment between two links of a chain: what it holds, how it is cut and how it came about."""
-    name = hashlib.blake2b(digest_size=LINK_BYTES)
+    """The name of a segment between two prefix hashes of a chain: what it holds, how it is cut and made."""
+    name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
     for table in _tables(order):
@@ -112,9 +112,9 @@ def _tables(order: TokenOrder | None) -> tuple[bytes, bytes]:
     return order.places.astype("<u4").tobytes(), values
 
 
-def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
-    """`header` with the offsets of its sections, which follow from its shape and the number of links."""
-    chain = Section(HEADER_BYTES, aligned(links * LINK_BYTES))
+def lay_out(header: SegmentHeader, num_hashes: int) -> SegmentHeader:
+    """`header` with the offsets of its sections, which follow from its shape and the number of prefix hashes."""
+    chain = Section(HEADER_BYTES, aligned(num_hashes * HASH_BYTES))
     digests = Section(chain.offset + chain.nbytes, aligned(header.block_count * DIGEST_DTYPE.itemsize))
     known, tokens = header.shape.order, header.shape.tokens  # a decoded header's order is not read yet
     places = len(header.shape.layout.layers) * tokens if known is not None or header.order.nbytes else 0
@@ -125,16 +125,16 @@ def lay_out(header: SegmentHeader, links: int) -> SegmentHeader:
     return replace(header, chain=chain, digests=digests, order=order, importance=importance, blocks=blocks)
 
 
-def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
+def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
     """Everything before the blocks: header page, chain, digest table, order and importance, each padded to 4 KiB.
 
     Args:
         header: as `lay_out` returned it.
-        links: the segment's links, `LINK_BYTES` each.
+        prefix_hashes: the segment's prefix hashes, `HASH_BYTES` each.
         digests: `DIGEST_DTYPE` `[block_groups * chunks]`, block group after block group.
         guard: of the blocks; makes the tag, if there is to be one.
     """
-    chain = b"".join(links).ljust(header.chain.nbytes, b"\0")
+    chain = b"".join(prefix_hashes).ljust(header.chain.nbytes, b"\0")
     table = digests.tobytes().ljust(header.digests.nbytes, b"\0")
     places, values = _tables(header.shape.order)
     places, values = places.ljust(header.order.nbytes, b"\0"), values.ljust(header.importance.nbytes, b"\0")
@@ -146,7 +146,7 @@ def encode_head(header: SegmentHeader, links: list[bytes], digests: np.ndarray, 
         importance=replace(header.importance, digest=xxh3(values)),
     )
     tables = chain + table + places + values
-    page = _encode_page(header, len(links))
+    page = _encode_page(header, len(prefix_hashes))
     page[len(page) - _tag_bytes(header) :] = guard.tag(bytes(page) + tables)
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
     return bytes(page) + tables
@@ -164,7 +164,7 @@ def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, by
     return bytes(blank) + tables, page[end:HEADER_BYTES]
 
 
-def _encode_page(header: SegmentHeader, links: int) -> bytearray:
+def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
     """The header page, with zeros for checksum and tag."""
     _check_provenance(header)
     data: dict[str, Any] = {
@@ -174,7 +174,7 @@ def _encode_page(header: SegmentHeader, links: int) -> bytearray:
         "tokens": header.shape.tokens,
         "position": header.position,
         "parent": header.parent.hex(),
-        "links": links,
+        "links": num_hashes,
         "geometry": header.shape.geometry.to_json(),
         "layout": header.shape.layout.to_json(),
         "created": header.created,
@@ -233,7 +233,7 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     """Read the first page of a file.
 
     Returns:
-        The header and the number of links in the chain.
+        The header and the number of prefix hashes in the chain.
 
     Raises:
         NewerFormatError: the file was written by a later format.
@@ -249,25 +249,25 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
     if xxh3(bytes(blank)) != digest:
         raise FormatError("the header page fails its checksum")
     try:
-        header, links = _header_of(page[_PREFIX.size : _PREFIX.size + length])
-        laid = lay_out(header, links)
+        header, num_hashes = _header_of(page[_PREFIX.size : _PREFIX.size + length])
+        laid = lay_out(header, num_hashes)
     except FormatError:
         raise
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise FormatError(f"the header cannot be read: {error!r}") from error
     if _places(laid) != _places(header):
         raise FormatError("the header's offsets do not follow from its geometry")
-    return header, links
+    return header, num_hashes
 
 
 def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
-    """Header and number of links from the page's JSON. Whatever exception that raises, the JSON is to blame."""
+    """Header and number of prefix hashes from the page's JSON. Whatever exception that raises, the JSON is to blame."""
     if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text))) > _MOST_BRACKETS:
         raise FormatError("the header is nested too deeply")
     data = json.loads(text)
-    tokens, links = _whole(data["tokens"], 1, _MOST_TOKENS), _whole(data["links"], 1, _MOST_TOKENS)
-    if tokens != links * LINK_TOKENS:
-        raise FormatError(f"{links} links do not cover {tokens} tokens")
+    tokens, num_hashes = _whole(data["tokens"], 1, _MOST_TOKENS), _whole(data["links"], 1, _MOST_TOKENS)
+    if tokens != num_hashes * HASH_TOKENS:
+        raise FormatError(f"{num_hashes} prefix hashes do not cover {tokens} tokens")
     layout, geometry = KVLayout.from_json(data["layout"]), Geometry.from_json(data["geometry"])
     expires = data["expires"]
     header = SegmentHeader(
@@ -289,7 +289,7 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
         },
     )
     _check_provenance(header)
-    return header, links
+    return header, num_hashes
 
 
 def _check_provenance(header: SegmentHeader) -> None:
@@ -316,7 +316,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def _hexadecimal(value: Any, nbytes: int = LINK_BYTES) -> str:
+def _hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
     if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
         raise FormatError(f"{value!r} is no name of {2 * nbytes} hexadecimal digits")
     return value
@@ -328,11 +328,12 @@ def _seal(data: Any) -> Seal:
     return Seal(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
-def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:
+def decode_tables(header: SegmentHeader, num_hashes: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:
     """Read chain, digest table, order and importance from `data`, the bytes between the header page and the blocks.
 
     Returns:
-        The chain's links side by side, the digests, `DIGEST_DTYPE` `[block_groups, chunks]`, and the order of tokens.
+        The chain's prefix hashes side by side, the digests, `DIGEST_DTYPE` `[block_groups, chunks]`, and the order of
+        tokens.
     """
     found = {}
     for name, section in sections(header).items():
@@ -349,7 +350,7 @@ def decode_tables(header: SegmentHeader, links: int, data: bytes) -> tuple[bytes
         importance = np.frombuffer(found["importance"], "<f4", shape[1]) if "importance" in found else None
         order = TokenOrder(places, importance)
     return (
-        found["chain"][: links * LINK_BYTES],
+        found["chain"][: num_hashes * HASH_BYTES],
         digests.reshape(len(header.shape.block_groups), header.shape.chunks),
         order,
     )

@@ -97,9 +97,9 @@ class Index:
     def row(self, segment_id: str) -> SegmentRow | None:
         return self.ask(lambda c: c.get(segment_id), None)
 
-    def beginning_with(self, links: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `links`."""
-        return self.ask(lambda c: c.beginning_with(links), [])
+    def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
+        """The live segments whose chain begins with one of `prefix_hashes`."""
+        return self.ask(lambda c: c.beginning_with(prefix_hashes), [])
 
     def models(self) -> dict[str, dict[str, str]]:
         """For each fingerprint of which segments are stored what is known of the model."""

@@ -134,7 +134,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
             raise StoreError(f"{store.place}: pins cannot be listed ({error.strerror}); check the disk") from error
         rows = {row.id: row for row in store.index.rows()}
         expired = [row.id for row in store.index.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
-        damaged = [row.id for row in rows.values() if row.usable_links == 0 and row.id not in expired]
+        damaged = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
         unreadable = [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
         report.expired, report.damaged = len(expired), len(damaged) + len(unreadable)
         freed = sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(store.nbytes_of, unreadable))

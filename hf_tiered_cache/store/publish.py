@@ -46,13 +46,13 @@ class Publisher:
         self._make_room, self._is_hidden = make_room, is_hidden
 
     def write(
-        self, header: SegmentHeader, links: list[bytes], block_groups: Iterable[torch.Tensor], written: Written
+        self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[torch.Tensor], written: Written
     ) -> tuple[int, bool]:
         """Write a segment and make it visible, whole or not at all.
 
         Args:
             header: with its sections.
-            links: its links of the hash chain.
+            prefix_hashes: its prefix hashes.
             block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
             written: is told of each block group. The segment may still come to nothing.
 
@@ -72,8 +72,8 @@ class Publisher:
                 digests.append(_write_group(upload, offset, guard, block_group * header.shape.chunks, blocks))
                 written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
-            upload.write(memoryview(encode_head(header, links, np.concatenate(digests), guard)), 0)
-            row = SegmentRow.of(header, b"".join(links), upload.nbytes())
+            upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
+            row = SegmentRow.of(header, b"".join(prefix_hashes), upload.nbytes())
             # before what is unfinished goes, so that its room stays reckoned
             self._publish(header, row, upload, replaces)
         return row.nbytes, replaces
@@ -126,7 +126,7 @@ class Publisher:
                 return True
             raise
         expires = header.expires if known is None else known.expires  # a clock that was ahead is set right there
-        if self._is_hidden(segment_id) or (known is not None and not known.usable_links):
+        if self._is_hidden(segment_id) or (known is not None and not known.valid_hashes):
             return True
         if expires is not None and expires <= time.time():
             return True

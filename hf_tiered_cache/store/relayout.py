@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..geometry import Geometry, Part, SegmentShape, TokenOrder
-from .format import LINK_BYTES, Section, SegmentHeader, segment_id
+from .format import HASH_BYTES, Section, SegmentHeader, segment_id
 from .memory import aligned_bytes
 from .segment import SegmentReader
 
@@ -23,15 +23,15 @@ def relayout_segment(
     provenance, whose chain takes the tokens to hash.
 
     Returns:
-        Header, links, and for each block group its blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
+        Header, prefix hashes, and each block group's blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
     """
-    links = [reader.chain[at : at + LINK_BYTES] for at in range(0, len(reader.chain), LINK_BYTES)]
+    prefix_hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
     geometry = replace(geometry, codec=reader.shape.geometry.codec)
     shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens, order)
     old = reader.header
-    name = segment_id(old.parent, links[-1], geometry, old.provenance, order)
+    name = segment_id(old.parent, prefix_hashes[-1], geometry, old.provenance, order)
     header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0), importance=Section(0, 0))
-    return header, links, _block_groups(reader, shape)
+    return header, prefix_hashes, _block_groups(reader, shape)
 
 
 def _block_groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, IntegrityError
-from ..geometry import LINK_TOKENS
+from ..geometry import HASH_TOKENS
 from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
@@ -33,7 +33,7 @@ class Head(NamedTuple):
 
     header: SegmentHeader
     chain: bytes
-    """Its links side by side."""
+    """Its prefix hashes side by side."""
     digests: np.ndarray
     """`DIGEST_DTYPE` `[block_groups, chunks]`."""
     nbytes: int
@@ -57,8 +57,8 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
     decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
 
     def length(stored: Stored, page: bytes) -> int:
-        header, links = decode_header(page)
-        decoded.append((header, links, None if cipher is None else cipher.guard(header.seal)))
+        header, num_hashes = decode_header(page)
+        decoded.append((header, num_hashes, None if cipher is None else cipher.guard(header.seal)))
         if stored.size < header.file_bytes:
             raise FormatError(f"it is cut short: {stored.size} of {header.file_bytes} bytes")
         tables = header.blocks.offset - HEADER_BYTES
@@ -67,11 +67,11 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
         return header.blocks.offset
 
     stored, head = fetch(length)
-    header, links, guard = decoded[-1]
+    header, num_hashes, guard = decoded[-1]
     page, tables = head[:HEADER_BYTES], head[HEADER_BYTES:]
     if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
         raise FormatError("what stands before the blocks was not written with the store's key")
-    chain, digests, order = decode_tables(header, links, tables)
+    chain, digests, order = decode_tables(header, num_hashes, tables)
     header = replace(header, shape=replace(header.shape, order=order))
     return Head(header, chain, digests, stored.nbytes, stored.version, guard)
 
@@ -155,7 +155,7 @@ class SegmentReader:
             chunk = first + bad
             raise IntegrityError(
                 f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
-                whole_links=self.shape.first_token(self.shape.block_groups[block_group], chunk) // LINK_TOKENS,
+                valid_hashes=self.shape.first_token(self.shape.block_groups[block_group], chunk) // HASH_TOKENS,
                 version=self._version,
             )
 

@@ -40,7 +40,7 @@ class PendingSegment:
     """
 
     header: SegmentHeader
-    links: list[bytes]
+    prefix_hashes: list[bytes]
     block_groups: Callable[[], Iterator[torch.Tensor]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[], None] = lambda: None
@@ -108,7 +108,7 @@ class Writer:
                 if self._closed:
                     raise StoreClosedError(f"{self._store.place} was closed")
                 if self._has_room(pending):
-                    self._pending[pending.links[0]] = pending
+                    self._pending[pending.prefix_hashes[0]] = pending
                     self._waiting_bytes += pending.nbytes
                     self._queue.put(pending)
                     return
@@ -137,10 +137,12 @@ class Writer:
         if not self._closed and os.getpid() == self._pid:
             self._queue.put(action)
 
-    def wait_for(self, links: Iterable[bytes]) -> None:
-        """Wait until the queued segments that begin with one of `links` are published, unless the writer is stuck."""
+    def wait_for(self, prefix_hashes: Iterable[bytes]) -> None:
+        """Wait until queued segments that begin with one of `prefix_hashes` are stored, unless the writer is stuck."""
         with self._lock:
-            pending_segments = [self._pending[link] for link in links if link in self._pending]
+            pending_segments = [
+                self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
+            ]
         if pending_segments and not self._wait(lambda: all(pending.done.is_open for pending in pending_segments)):
             self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
 
@@ -237,14 +239,14 @@ class Writer:
         try:
             block_groups = self._block_groups(pending)
             stored = self._store.publish(
-                pending.header, pending.links, block_groups, pending.ancestors, pending.written
+                pending.header, pending.prefix_hashes, block_groups, pending.ancestors, pending.written
             )
         finally:
             if not stored:
                 pending.refused()
             with self._lock:
-                if self._pending.get(pending.links[0]) is pending:
-                    del self._pending[pending.links[0]]
+                if self._pending.get(pending.prefix_hashes[0]) is pending:
+                    del self._pending[pending.prefix_hashes[0]]
                 self._waiting_bytes -= pending.nbytes
             pending.done.open()
 
