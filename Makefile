@@ -49,7 +49,7 @@ bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
-METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:lead=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
+METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:solo_layers=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
 FROZEN := contiguous_kv,contiguous_kv:period=4:subperiod=4,contiguous_kv:period=2:subperiod=2,contiguous_kv:period=1:subperiod=1
 CHOSEN := contiguous_kv:rechoose=1,contiguous_kv:period=4:subperiod=4:rechoose=1,contiguous_kv:period=2:subperiod=2:rechoose=1,contiguous_kv:period=1:subperiod=1:rechoose=1
 RANKINGS := cache_tune:ranking=context,cache_tune:ranking=high_frequency,cache_tune:ranking=random

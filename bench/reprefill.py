@@ -40,7 +40,7 @@ MIB = 1 << 20
 def systems(budget: float, period: int) -> list[System]:
     """All of them at one budget."""
     ours = ContiguousKV(budget=budget, period=period, subperiod=min(4, period))
-    keys = replace(ours, identify="keys", lead=0)
+    keys = replace(ours, identify="keys", solo_layers=0)
     return [
         System(OURS, ours, ours.policy),
         System(KEYS, keys, keys.policy),
@@ -103,7 +103,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"budget {result['budget']:.0%}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)} ContiguousKV's period is "
-        f"{result['period']} layers; *keys* is as in its paper, with no layer that leads.\n",
+        f"{result['period']} layers; *keys* is as in its paper, with no solo layer.\n",
         "## What is read\n",
         table(
             ["system", "TTFT, ms", "p95", "MiB read", "to choose by", "on a wrong guess", "tokens read",

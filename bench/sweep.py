@@ -31,7 +31,7 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
     "chunk_tokens": ("tokens of a chunk", (4, 8, 16, 32, 64)),
     "period": ("layers of a period", (1, 2, 4, 8, 12, 24)),
     "subperiod": ("layers of a subperiod", (1, 2, 4, 8)),
-    "lead": ("layers that lead", (0, 1, 2)),
+    "solo_layers": ("solo layers", (0, 1, 2)),
     "budget": ("budget", (0.05, 0.1, 0.25, 0.5, 1.0)),
     "tokens": ("tokens of the prefix", (512, 1024, 2048, 4096)),
 }
@@ -53,7 +53,7 @@ class Point:
     def system(self) -> System:
         """Points of several sweeps that are the same setting have the same name, and are measured once."""
         it = self.method
-        name = f"{it.chunk_tokens} {it.period} {it.subperiod} {it.lead} {it.budget} {it.identify}"
+        name = f"{it.chunk_tokens} {it.period} {it.subperiod} {it.solo_layers} {it.budget} {it.identify}"
         return System(name, it, it.policy)
 
 
@@ -62,7 +62,7 @@ def points(default: ContiguousKV, wanted: list[str], layers: int, tokens: int, l
     found = []
     for sweep in wanted:
         values = lengths if sweep == "tokens" else SWEEPS[sweep][1]
-        if most := {"period": layers, "lead": layers, "subperiod": default.period}.get(sweep):
+        if most := {"period": layers, "solo_layers": layers, "subperiod": default.period}.get(sweep):
             values = [value for value in values if value <= most]
         for value in values:
             method, here = (default, value) if sweep == "tokens" else (varied(default, sweep, value), tokens)

@@ -29,7 +29,7 @@ _MOST = 1 << 18
 """No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""
 
 _UNSAID = (None, 0, RAW)
-"""Index, lead and codec of a geometry whose JSON ends before them."""
+"""Index, solo layers and codec of a geometry whose JSON ends before them."""
 
 TensorName = Literal["key", "value"]
 
@@ -194,7 +194,7 @@ class KeyIndex:
     """Keys that a segment holds once more, in block groups of their own, for selectors to read without the rest.
 
     Args:
-        every: of the layers with full attention those that lead, the next, and then every so many: the first layers of
+        every: of the layers with full attention the solo ones, the next, and then every so many: the first layers of
             periods.
         heads: only the first key-value heads (IMPRESS, Section 4.1: probe heads), or None for all.
     """
@@ -218,7 +218,7 @@ class Geometry:
         heads_per_block: key-value heads of a block, or None for all.
         split_kv: whether keys and values lie in blocks of their own.
         index: keys that are stored once more, or None.
-        lead: the first layers without a window that have blocks, and an index, of their own: they attend elsewhere.
+        solo_layers: the first layers without a window that have blocks, and an index, of their own.
         codec: the name of what stands between tensors and bytes (see `codecs`), of the index, too.
     """
 
@@ -227,19 +227,19 @@ class Geometry:
     heads_per_block: int | None = None
     split_kv: bool = False
     index: KeyIndex | None = None
-    lead: int = 0
+    solo_layers: int = 0
     codec: str = RAW
 
     def __post_init__(self) -> None:
         make_codec(self.codec)
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
             _check_count(name, getattr(self, name))
-        if not isinstance(self.lead, int) or self.lead < 0:
-            raise ConfigError(f"lead is a number of layers, not {self.lead!r}")
+        if not isinstance(self.solo_layers, int) or self.solo_layers < 0:
+            raise ConfigError(f"solo_layers is a number of layers, not {self.solo_layers!r}")
 
     def to_json(self) -> list[Any]:
         cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
-        more = [None if self.index is None else [self.index.every, self.index.heads], self.lead, self.codec]
+        more = [None if self.index is None else [self.index.every, self.index.heads], self.solo_layers, self.codec]
         while more and more[-1] == _UNSAID[len(more) - 1]:
             more.pop()
         return [*cut, *more]
@@ -249,10 +249,10 @@ class Geometry:
         try:
             chunk, layers, heads, split, *more = data
             said: list[Any] = [*more, *_UNSAID[len(more) :]]
-            index, lead, codec = said
+            index, solo_layers, codec = said
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
-            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, lead, codec)
+            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
         if chunk > _MOST:
@@ -276,7 +276,7 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
     found: list[tuple[int, tuple[Part, ...]]] = []
     for window, layers in by_window.items():
-        for some in in_groups(layers, step, 0 if window else geometry.lead):
+        for some in in_groups(layers, step, 0 if window else geometry.solo_layers):
             for names in tensors:
                 for head_range in _head_ranges(layout, some, geometry.heads_per_block):
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
@@ -285,15 +285,17 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
     made = [BlockGroup(number, parts, window) for number, (window, parts) in enumerate(found)]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
-        for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.lead):
+        for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
             parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
             made.append(BlockGroup(len(made), parts, 0, identifies=True))
     return tuple(made)
 
 
-def in_groups(layers: list[int], step: int, lead: int) -> list[list[int]]:
-    """The first `lead` layers each alone, and then `step` at a time."""
-    return [[layer] for layer in layers[:lead]] + [layers[i : i + step] for i in range(lead, len(layers), step)]
+def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]:
+    """The first `solo_layers` layers each alone, and then `step` at a time."""
+    return [[layer] for layer in layers[:solo_layers]] + [
+        layers[i : i + step] for i in range(solo_layers, len(layers), step)
+    ]
 
 
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:

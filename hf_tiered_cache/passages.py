@@ -64,7 +64,7 @@ def precompute_passages(
                         )
                     others = neighbours(passages, number, cache.passage.positions)
                     cache.passage.kv_in_context = kv_after_context(model, storage, method, passage, others, tag)
-                fill(storage, cache, torch.cat([cache.passage.lead, passage]), pin)
+                fill(storage, cache, torch.cat([cache.passage.context_ids, passage]), pin)
             report = report.with_prompt(len(passage), restored, cache.stats.tokens_stored)
             bar.update(len(passage))
     storage.flush()
@@ -85,7 +85,7 @@ class PassageServing(Serving):
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = sink_token(like.attachment.config)
         sink = torch.tensor([] if self.sink is None else [self.sink], dtype=torch.int64)
-        self.lead = sink if context is None else torch.cat([sink, context])
+        self.context_ids = sink if context is None else torch.cat([sink, context])
         """What is computed before the passage: the sink, if the model has such a token, and the context."""
         self.computed: list[KV] = []
         """With a context: the passage's keys and values, layer by layer."""
@@ -112,7 +112,7 @@ class PassageServing(Serving):
         """See `Serving`."""
         method, store = self.method, self.store
         hasher = store.hasher(identity.fingerprint, f"{method.passages} {self.sink}", regime)
-        history = History(hasher, [pad + len(self.lead) for pad in pads])  # left out like padding
+        history = History(hasher, [pad + len(self.context_ids) for pad in pads])  # left out like padding
         submit: Submit = _drop if self._in_context else store.submit
         rank: Rank = self._keep if self._in_context else partial(method.rank, kv_in_context=self.kv_in_context)
         return Recorder(
@@ -159,7 +159,7 @@ def kv_after_context(
 ) -> list[KV]:
     """The passage's keys and values where other text stands before it."""
     cache = PassageCache(model, storage, method, "", tag, context)
-    fill(storage, cache, torch.cat([cache.passage.lead, passage]), pin=False)
+    fill(storage, cache, torch.cat([cache.passage.context_ids, passage]), pin=False)
     return cache.passage.computed
 
 

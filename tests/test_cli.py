@@ -244,7 +244,7 @@ def test_stat_knows_every_geometry_and_speaks_no_python(run, tmp_path, method):
     assert not set("[]{}'") & set(out)
     assert ("index of keys" in out) == (geometry.index is not None)
     described = json.loads(run("stat", tmp_path, header.id, "--json")[1])
-    assert described["geometry"]["lead"] == geometry.lead
+    assert described["geometry"]["solo_layers"] == geometry.solo_layers
 
 
 # --- verify, gc, rm

@@ -178,7 +178,9 @@ def test_blocks_hold_what_the_codec_makes_of_each_part(codec, layout, geometry, 
 def test_geometries_with_codecs_go_through_json(codec, layout, geometry):
     coded = replace(geometry, codec=codec)
     assert Geometry.from_json(json.loads(json.dumps(coded.to_json()))) == coded
-    assert len(coded.to_json()) == (7 if codec != "raw" else 6 if geometry.lead else 4)  # what was written before
+    assert len(coded.to_json()) == (
+        7 if codec != "raw" else 6 if geometry.solo_layers else 4
+    )  # what was written before
 
 
 @every_lossy
@@ -356,7 +358,7 @@ def prefilled_exactly(model, ids):
 @every_lossy
 @pytest.mark.parametrize(
     "cut",
-    [Geometry(24, 2, 1), Geometry(16, 8, split_kv=True), Geometry(7, 3, lead=1), ContiguousKV().geometry],
+    [Geometry(24, 2, 1), Geometry(16, 8, split_kv=True), Geometry(7, 3, solo_layers=1), ContiguousKV().geometry],
     ids=str,
 )
 def test_any_geometry_gives_the_same_bits(codec, cut, root):

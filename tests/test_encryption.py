@@ -207,7 +207,7 @@ def test_another_process_restores_it(root):
         Exact(),
         AttentionStore(),
         ContiguousKV(budget=1, period=2, subperiod=2, identify="index"),
-        ContiguousKV(budget=0.25, period=2, subperiod=2, lead=0, identify="keys"),
+        ContiguousKV(budget=0.25, period=2, subperiod=2, solo_layers=0, identify="keys"),
         Impress(budget=0.25, probe_heads=2, chunk_tokens=16),
         H2O(budget=0.25),
     ],

@@ -54,7 +54,7 @@ WRITTEN_BEFORE = {
     Geometry(): ("c70dd34bcc5e34f3", "c5feceae43c79d6a"),
     Geometry(24, 2, 1): ("ce25537c82873f8f", "263f02a3289a3799"),
     Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("47bcd62e72b113a4", "cc82dbb1135bde4b"),
-    Geometry(16, 4, lead=1): ("8ba8c36a3279602f", "96341e45affff1ad"),
+    Geometry(16, 4, solo_layers=1): ("8ba8c36a3279602f", "96341e45affff1ad"),
 }
 """sha256 of files as they were before there were codecs: without and with an order of tokens."""
 

@@ -34,7 +34,7 @@ geometries = st.builds(
     layers_per_block=st.integers(1, 5),
     heads_per_block=st.one_of(st.none(), st.integers(1, 3)),
     split_kv=st.booleans(),
-    lead=st.integers(0, 3),
+    solo_layers=st.integers(0, 3),
 )
 
 
@@ -110,7 +110,7 @@ def test_bytes_per_token_of_a_known_model():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"chunk_tokens": 0}, {"layers_per_block": -1}, {"heads_per_block": 1.5}, {"lead": -1}]
+    "wrong", [{"chunk_tokens": 0}, {"layers_per_block": -1}, {"heads_per_block": 1.5}, {"solo_layers": -1}]
 )
 def test_meaningless_geometries_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):

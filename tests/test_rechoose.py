@@ -98,7 +98,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, cho
     restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
     assert restored == 192
     layers = len(stored)
-    periods = in_groups(range(layers), method.period, method.lead)
+    periods = in_groups(range(layers), method.period, method.solo_layers)
     behind = whole.shape[1] - restored  # columns behind the prefix, at the prompt's pass
     choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
     own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]

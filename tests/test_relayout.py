@@ -20,7 +20,7 @@ geometries = st.builds(
     layers_per_block=st.integers(1, 6),
     heads_per_block=st.sampled_from([None, 1]),
     split_kv=st.booleans(),
-    lead=st.integers(0, 3),
+    solo_layers=st.integers(0, 3),
     index=st.none() | st.builds(KeyIndex, every=st.integers(1, 3), heads=st.sampled_from([None, 1])),
 )
 

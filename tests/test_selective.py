@@ -27,10 +27,10 @@ BLIND = ("deepseek_v3", "falcon")
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
-METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, lead=0, identify="keys", rechoose=0)
+METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, solo_layers=0, identify="keys", rechoose=0)
 METHODS = {
     "contiguous_kv keys": METHOD,
-    "contiguous_kv lead": replace(METHOD, lead=1),
+    "contiguous_kv solo layers": replace(METHOD, solo_layers=1),
     "contiguous_kv index": replace(METHOD, identify="index"),
     "contiguous_kv probe_heads": replace(METHOD, identify="probe_heads"),
     "h2o": H2O(budget=0.25),
@@ -133,7 +133,7 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     assert stats.tokens_attended == 48 < restored == 192  # a quarter
     kept, stored = DynamicCache(config=model.config), kv_of(model, ids)
     selector = method.selector()
-    periods = in_groups(range(len(kept.layers)), selector.period, selector.lead)
+    periods = in_groups(range(len(kept.layers)), selector.period, selector.solo_layers)
     assert len(chosen) == len(periods)
     choice_of = {layer: choice for period, choice in zip(periods, chosen, strict=True) for layer in period}
     for number, (layer, kv) in enumerate(zip(kept.layers, stored, strict=True)):
@@ -356,7 +356,7 @@ def test_layers_of_a_block_that_another_period_serves_are_read_for_nothing(tmp_p
 
 
 def test_a_geometry_that_does_not_fit_is_said_once(model, store, caplog):
-    ids, odd = prompt(PREFIX), ContiguousKV(0.25, period=6, subperiod=4, lead=0)
+    ids, odd = prompt(PREFIX), ContiguousKV(0.25, period=6, subperiod=4, solo_layers=0)
     fill(store, model, ids, Exact())
     for _ in range(2):
         ask(model, store, question(ids), METHOD)
@@ -568,7 +568,7 @@ def test_attention_that_hides_its_queries_is_refused(store):
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"budget": 0}, {"budget": 1.5}, {"identify": "guess"}, {"period": 0}, {"lead": -1}]
+    "arguments", [{"budget": 0}, {"budget": 1.5}, {"identify": "guess"}, {"period": 0}, {"solo_layers": -1}]
 )
 def test_settings_without_meaning_are_refused(arguments):
     with pytest.raises(ConfigError):

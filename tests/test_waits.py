@@ -98,7 +98,7 @@ BUDGET = {"period": 2, "subperiod": 2}
 PREFIXES = {
     "exact": (Exact(), 0),
     "contiguous_kv": (ContiguousKV(0.25, **BUDGET), 3),  # the first layer by itself, and two periods
-    "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys", lead=0), 2),
+    "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys", solo_layers=0), 2),
     "h2o": (H2O(0.25), 4),
     "impress, heads agree": (Impress(0.25, probe_heads=2, alpha=9), 4),
 }
@@ -119,7 +119,7 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, choices):
 
 @pytest.mark.parametrize("rechoose", [0, 1])
 def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
-    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, lead=0, rechoose=rechoose)
+    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, solo_layers=0, rechoose=rechoose)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, document, method=method, progress=False)

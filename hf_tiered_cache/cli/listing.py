@@ -198,8 +198,8 @@ def _cut(shape: SegmentShape) -> str:
         f"blocks of {count(geometry.chunk_tokens, 'token')} × {count(geometry.layers_per_block, 'layer')} × {heads}",
         "keys and values apart" if geometry.split_kv else "keys and values together",
     ]
-    if geometry.lead:
-        said.append(f"the first {count(geometry.lead, 'layer')} alone")
+    if geometry.solo_layers:
+        said.append(f"the first {count(geometry.solo_layers, 'layer')} alone")
     if geometry.index is not None:
         heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
         said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")

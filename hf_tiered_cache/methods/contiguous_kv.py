@@ -27,8 +27,8 @@ class ContiguousKV(Method):
             in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
             eight bits, which stay in memory (`KVStore(index_memory=...)`) once they were read: ours.
         probe_heads: see `identify`.
-        lead: the first layers that each choose for themselves, in blocks of their own, before the periods begin. 0 is
-            the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
+        solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
+            0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
         rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours, best with a
             `period` of 2. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
     """
@@ -40,7 +40,7 @@ class ContiguousKV(Method):
     subperiod: int = 4
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
-    lead: int = 1
+    solo_layers: int = 1
     rechoose: int = 0
 
     policy = "attention"
@@ -52,7 +52,7 @@ class ContiguousKV(Method):
         if isinstance(self.rechoose, bool) or not isinstance(self.rechoose, int) or self.rechoose < 0:
             raise ConfigError(f"rechoose is a number of tokens, 0 for never, not {self.rechoose!r}")
         index = KeyIndex(self.period, self._heads)
-        cut = Geometry(self.chunk_tokens, self.subperiod, index=index, lead=self.lead)
+        cut = Geometry(self.chunk_tokens, self.subperiod, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
 
@@ -77,4 +77,4 @@ class ContiguousKV(Method):
         return self.budget < 1
 
     def selector(self) -> Selector:
-        return TopChunks(self.period, self.identify == "index", self.lead, self._heads)
+        return TopChunks(self.period, self.identify == "index", self.solo_layers, self._heads)

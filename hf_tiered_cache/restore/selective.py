@@ -55,7 +55,7 @@ class SelectiveRestore:
         self._guesses, self._importance, self._rechoose = guesses, importance, rechoose
         restored = plan.suffix or 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
-        self._periods = in_groups(layers, selector.period, selector.lead)
+        self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._chosen: list[Gathers] = []  # of each of _rows

@@ -53,12 +53,12 @@ class Selector(ABC):
     Args:
         period: consecutive layers with full attention that share a choice, made at the first of them.
         resident: whether the keys it looks at first are coarse ones that stay in memory.
-        lead: the first layers with full attention, which each choose for themselves before the periods begin.
+        solo_layers: the first layers with full attention, which each choose for themselves before the periods begin.
     """
 
     period: int = 1
     resident: bool = False
-    lead: int = 0
+    solo_layers: int = 0
 
     @property
     def probe_heads(self) -> int | None:

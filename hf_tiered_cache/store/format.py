@@ -216,7 +216,7 @@ def _version(header: SegmentHeader) -> int:
         return _ENCRYPTED_VERSION
     if header.importance.nbytes:
         return _RANKED_VERSION
-    return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.lead else _PLAIN_VERSION
+    return _ORDERED_VERSION if header.order.nbytes or header.shape.geometry.solo_layers else _PLAIN_VERSION
 
 
 def sections(header: SegmentHeader) -> dict[str, Section]:
