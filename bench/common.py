@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing, what was measured on what, and results as JSON and as a table."""
+"""Shared by the benchmarks: timing, what was measured on what, and results as JSON and as a table."""
 
 from __future__ import annotations
 

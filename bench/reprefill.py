@@ -106,14 +106,14 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"{result['period']} layers; *keys* is as in its paper, with no solo layer.\n",
         "## What is read\n",
         table(
-            ["system", "TTFT, ms", "p95", "MiB read", "to choose by", "on a wrong guess", "tokens read",
+            ["system", "TTFT, ms", "p95", "MiB read", "scoring", "mis-speculated", "tokens read",
              "amplification", "hits device / host / disk, %"],
             [_read(name, row) for name, row in rows.items()],
         ),
-        "Means of a request. *Tokens read*: bytes that came from disk, but for those to choose by, divided by the "
+        "Means of a request. *Tokens read*: bytes that came from disk, but for scoring reads, divided by the "
         f"{result['token_bytes'] / 1024:g} KiB that all layers keep of a token. *Amplification*: bytes read to be "
-        "attended to, for each byte that was; those to choose by and those of a wrong guess are left out. Blocks that "
-        "are read to choose by, and then attended to (H2O's keys), count as attended to.\n",
+        "attended to, for each byte that was; scoring reads and mis-speculated reads are left out. Blocks "
+        "that are read for scoring, and then attended to (H2O's keys), count as attended to.\n",
         "## Where the time goes\n",
         table(
             ["system", "TTFT, ms", "identification", "of it waiting", "stall", "copying", "compute", "look-up", "load"],

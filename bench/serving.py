@@ -33,9 +33,9 @@ PAPER_COMPUTE_S = 2 * 7.6e9 / (0.5 * 312e12)
 LATENCY_S = 100e-6
 
 PARTS = {
-    "identify_wait_s": "waiting for what to choose by",
+    "identify_wait_s": "waiting for scoring reads",
     "identify_s": "choosing",
-    "stall_s": "waiting for what was chosen",
+    "stall_s": "waiting for selected blocks",
     "copy_s": "copying",
     "compute_s": "computing",
     "match_s": "look-up",

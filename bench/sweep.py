@@ -112,7 +112,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"Each setting is varied alone from {result['defaults']}; a subperiod is no longer than its period. Where the "
         "length of the prefix varies, so do all KV and the memory for it.\n",
     ]
-    heading = ["identify", "TTFT, ms", "p95", "MiB to choose by", "on a wrong guess", "attended to", "amplification",
+    heading = ["identify", "TTFT, ms", "p95", "MiB read for scoring", "mis-speculated", "attended to", "amplification",
                "hits device / host / disk, %"]  # fmt: skip
     for sweep, rows in result["sweeps"].items():
         title = SWEEPS[sweep][0]
@@ -121,8 +121,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
             table([title, *heading], [_cells(row) for row in rows]),
         ]
     text.append(
-        "Means of a request. Bytes are those read from disk: to choose by, for a choice that fell otherwise, and the "
-        "rest, whose amplification is told: bytes read for each byte that was attended to (blocks are whole pages of "
+        "Means of a request. Bytes are those read from disk: for scoring, mis-speculated, and the rest, whose "
+        "amplification is bytes read for each byte that was attended to (blocks are whole pages of "
         "4 KiB, which small ones do not fill).\n"
     )
     return "\n".join(text)
@@ -132,8 +132,8 @@ def _read(row: dict[str, Any]) -> dict[str, float]:
     """MiB read, by what they were read for."""
     choosing, guessed = row["bytes_identifying"], row["bytes_guessed"]
     split = {
-        "to choose by": choosing,
-        "on a wrong guess": guessed,
+        "scoring": choosing,
+        "mis-speculated": guessed,
         "attended to": row["bytes_read"] - choosing - guessed,
     }
     return {name: nbytes / MIB for name, nbytes in split.items()}

@@ -1,4 +1,4 @@
-"""What `calibrate` found, kept with the store.
+"""The results of `calibrate`, kept with the store.
 
 Computing a token costs more in a longer prompt, loading it does not; so what was found holds for prompts of one length,
 and between two such the ratio goes from one to the other.

@@ -1,4 +1,4 @@
-"""What a block is: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
+"""Geometry: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
 
 A `KVLayout` says what a model keeps for a token, a `Geometry` how that is cut, and together they give the
 *block groups* of a segment. A block group is a group of layers, heads and tensors that travel together; a block is one

@@ -62,7 +62,7 @@ class KVStore:
             what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
 
     Raises:
-        ConfigError: an argument has no meaning, or what is stored is encrypted with another key.
+        ConfigError: an argument is invalid, or what is stored is encrypted with another key.
         StoreError: `path` cannot be a store.
     """
 

@@ -1,4 +1,4 @@
-"""What a store has of a prompt, and where: looked up, or brought into memory, without computing."""
+"""Looks up which tokens of a prompt are stored, and where, or brings them into memory, without computing."""
 
 from __future__ import annotations
 

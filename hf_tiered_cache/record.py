@@ -35,7 +35,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass(frozen=True)
 class Names:
-    """What people call what is stored.
+    """The names that people give to what is stored.
 
     Args:
         model: plain facts of the model (see `Identity.facts`).

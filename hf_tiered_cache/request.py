@@ -1,4 +1,4 @@
-"""What one forward pass asks for: its tokens, padding and positions, and whether they are such as can be stored."""
+"""Parses one forward pass: its tokens, padding and positions, and whether its KV can be stored."""
 
 from __future__ import annotations
 

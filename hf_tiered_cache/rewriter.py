@@ -1,4 +1,4 @@
-"""What is done to stored segments behind the requests: they are laid out anew, in another geometry or order."""
+"""Rewrites stored segments in the background, in another geometry or order of tokens."""
 
 from __future__ import annotations
 

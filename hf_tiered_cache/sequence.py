@@ -1,4 +1,4 @@
-"""What a cache knows of the tokens it holds: whose KV they have, what is stored of them, and how they go on."""
+"""The tokens that a cache holds: whose KV they have, what is stored of them, and how they go on."""
 
 from __future__ import annotations
 

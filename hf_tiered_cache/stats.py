@@ -1,4 +1,4 @@
-"""What a request cost and what a store holds, counted and printable."""
+"""Statistics of requests and stores, counted and printable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands behind a `KVStore`: the segments, the tiers of memory before them, and the thread that writes.
+"""The inside of a `KVStore`: the segments, the tiers of memory before them, and the thread that writes.
 
 Caches see this; users see `KVStore`.
 """

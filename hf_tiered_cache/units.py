@@ -20,7 +20,7 @@ def parse_bytes(size: int | str, name: str) -> int:
         name: what the size is called where it was asked for.
 
     Raises:
-        ConfigError: it is no size.
+        ConfigError: it is not a valid size.
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -30,7 +30,9 @@ def parse_bytes(size: int | str, name: str) -> int:
             return int(TypeAdapter(ByteSize).validate_python(size))
         except ValidationError:
             pass
-    raise ConfigError(f"{name}={size!r} is no size; write bytes as an int, or a string such as '10GiB' or '500MB'")
+    raise ConfigError(
+        f"{name}={size!r} is not a valid size; write bytes as an int, or a string such as '10GiB' or '500MB'"
+    )
 
 
 def format_bytes(nbytes: float) -> str:

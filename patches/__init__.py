@@ -1,4 +1,4 @@
-"""What is changed in a model while it is attached, and how it is put back. Nothing here happens at import."""
+"""Patches of an attached model, and how they are undone. Nothing here happens at import."""
 
 from .attach import attach, attachment_of, detach
 

@@ -23,7 +23,7 @@ from hf_tiered_cache.select.top_tokens import TopTokens
 from hf_tiered_cache.tiers.guesses import Guesses
 
 BLIND = ("deepseek_v3", "falcon")
-"""They attend to other keys than they hand to their cache, or out of sight."""
+"""They attend to other keys than they hand to their cache, or bypass the registered attention function."""
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
@@ -237,7 +237,7 @@ def test_rows_that_share_a_prefix_read_it_once(tmp_path):
     assert read[0] == read[1] > 0
 
 
-def test_what_never_comes_true_is_guessed_no_more(tmp_path, monkeypatch):
+def test_speculation_stops_when_hit_rate_is_low(tmp_path, monkeypatch):
     model, ids = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2), prompt(PREFIX)
     calls = []
 

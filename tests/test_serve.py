@@ -160,7 +160,7 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
         (["--dtype", "float7"], "Unsupported dtype: 'float7'"),
         (["--method", "none_such"], "unknown method 'none_such'"),
         (["--method", "impress", "--attn-implementation", "eager"], "sdpa"),
-        (["--host-memory", "much"], "host_memory='much' is no size"),
+        (["--host-memory", "much"], "host_memory='much' is not a valid size"),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )

@@ -36,7 +36,7 @@ NO_SIZES = ["10%", "-5", -5, 1.5, "1.5", True, "abc", "many", "GiB", "4 Gbit", "
 
 @pytest.mark.parametrize("size", NO_SIZES)
 def test_what_is_no_size_is_said_with_its_name_and_what_to_write(size):
-    with pytest.raises(ConfigError, match=r"^host_memory=.* is no size; .*'10GiB' or '500MB'$"):
+    with pytest.raises(ConfigError, match=r"^host_memory=.* is not a valid size; .*'10GiB' or '500MB'$"):
         parse_bytes(size, "host_memory")
 
 

@@ -1,4 +1,4 @@
-"""What a store holds, read without opening it where that can be."""
+"""The contents of a store, read without opening it where that can be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all commands share: their arguments, tables, JSON, and a word for what cannot be done."""
+"""Shared by all commands: arguments, tables, JSON, and the error for what cannot be done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a codec is: how a tensor of keys or values becomes the fields that a block holds, and comes back."""
+"""The codec interface: how a tensor of keys or values becomes the fields that a block holds, and comes back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What codecs of eight bits share: a code for each number, and a scale for each token and head."""
+"""The base of codecs of eight bits: a code for each number, and a scale for each token and head."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class HFTieredLM(HFLM):
         kwargs: fields of the method (budget=0.1), and all arguments of `hf`.
 
     Raises:
-        ConfigError: a method, option or size has no meaning, or the model cannot be loaded.
+        ConfigError: a method, option or size is invalid, or the model cannot be loaded.
     """
 
     def __init__(

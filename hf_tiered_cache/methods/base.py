@@ -1,4 +1,4 @@
-"""What a method is: a choice of parts, as a dataclass that reads like the overview of a paper."""
+"""The method interface: a choice of parts, as a dataclass that reads like the overview of a paper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ContiguousKV and IMPRESS compare themselves with, as their papers define it."""
+"""The baselines of ContiguousKV and IMPRESS, as their papers define them."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What of a prompt is restored, what is computed, and how stored blocks become the keys and values of a layer."""
+"""Restores KV: plans what is restored and what computed, and turns stored blocks into a layer's keys and values."""

@@ -1,4 +1,4 @@
-"""What is stored of a prompt: the longest prefix, as a walk over the tree of segments."""
+"""Finds the longest stored prefix of a prompt by a walk over the tree of segments."""
 
 from __future__ import annotations
 

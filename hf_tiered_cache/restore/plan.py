@@ -17,7 +17,7 @@ from ..store.segment import SegmentReader
 
 @dataclass(frozen=True)
 class PlanContext:
-    """What a method is told before it says what to compute."""
+    """Tells a method what to plan for: the pass, and what can be restored."""
 
     base: int
     """Columns the cache holds already."""

@@ -1,8 +1,8 @@
 """Restoring within a budget: what a period attends to is chosen when its first layer has its queries.
 
-Before that, the keys that the choice is made from are on their way, and so are, on a guess, the chunks that the period
-before has chosen, as long as such guesses come true. Attention sees the period's own choice alone, so what is guessed
-changes nothing but the time.
+Before that, the keys that the choice is made from are on their way, and so are, speculatively, the chunks that the
+period before has chosen, as long as their hit rate is high enough. Attention sees the period's own choice alone, so
+speculation changes nothing but the time.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class SelectiveRestore:
                     np.bincount(which, share[mine]) / held,
                 )
 
-    # --- keys to choose by
+    # --- keys for scoring
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""

@@ -1,4 +1,4 @@
-"""What a selector is: it says which restored tokens the queries of a layer attend to. It knows no file."""
+"""The selector interface: says which restored tokens the queries of a layer attend to. It knows no file."""
 
 from __future__ import annotations
 

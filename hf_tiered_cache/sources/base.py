@@ -1,4 +1,4 @@
-"""What a source of KV is: one for each layer, as long as the cache lives."""
+"""The interface of KV sources: one for each layer, as long as the cache lives."""
 
 from __future__ import annotations
 

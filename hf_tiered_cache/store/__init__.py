@@ -1,4 +1,4 @@
-"""What is on disk: segment files, their catalogue, quota and integrity. Knows no policy and no model."""
+"""The store on disk: segment files, their catalogue, quota and integrity. Knows no policy and no model."""
 
 HASH_BYTES = 16
 EXACT = "exact"

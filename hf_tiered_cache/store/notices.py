@@ -1,4 +1,4 @@
-"""What a store says to its user: each thing once, however often it happens."""
+"""Warnings of a store to its user: each one once, however often it happens."""
 
 from __future__ import annotations
 

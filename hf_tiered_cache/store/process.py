@@ -1,4 +1,4 @@
-"""What this process holds open of all its stores: descriptors are limited, and locks on files lost, by process.
+"""Holds the open files of all stores of this process: descriptors are limited, and locks on files lost, by process.
 
 This is the one state that no store owns. It begins anew in a forked child, which must not touch its parent's.
 """

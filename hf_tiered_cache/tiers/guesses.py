@@ -1,11 +1,11 @@
-"""Whether it is worth to fetch ahead on a guess, by how often such guesses have come true."""
+"""Decides whether to fetch ahead speculatively, by the hit rate so far."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 _LEAST = 0.25
-"""Of what a guess would bring, the share that must have been wanted: below it, reads are held up more than spared."""
+"""Minimum hit rate; below it speculative reads cost more than they save."""
 _WEIGHT = 0.25
 """Of the last time in the moving average."""
 

@@ -1,4 +1,4 @@
-"""What makes changes safe from Ctrl-C, which Python raises in the main thread between any two of its instructions."""
+"""Makes changes safe from Ctrl-C, which Python raises in the main thread between any two of its instructions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an eviction policy is: it scores slots by what is known of their blocks. It knows no tensor."""
+"""The eviction policy interface: scores slots by what is known of their blocks. It knows no tensor."""
 
 from __future__ import annotations
 

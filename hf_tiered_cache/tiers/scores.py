@@ -1,4 +1,4 @@
-"""What is known of chunks whether or not they are in memory: the attention they got, and how often they were chosen."""
+"""Scores of chunks, in memory or not: the attention they got, and how often they were chosen."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_OWNERS = 1 << 16
 class ScoreTable:
     """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and block group.
 
-    The entries outlive the blocks' stay in memory, so that one that comes back is not a stranger.
+    Scores survive eviction, so a reloaded block keeps its history.
 
     Args:
         learn: makes importance of what is told, see `EvictionPolicy.learn`.

@@ -110,7 +110,7 @@ def test_a_store_has_the_key_of_the_arguments_or_of_the_environment(saved, tmp_p
         ("method=contiguous_kv,budget=2", "budget is a share"),
         ("method=contiguous_kv,budget=much", "budget of contiguous_kv is of type float"),
         ("bugdet=0.1", "an argument 'bugdet'"),
-        ("host_memory=lots", "host_memory='lots' is no size"),
+        ("host_memory=lots", "host_memory='lots' is not a valid size"),
         ("method=cache_tune", "name their store with store=FOLDER"),
         ("pretrained=nowhere/at-all", "the model cannot be loaded"),
         ("pretrained=None", "name a model"),
