@@ -63,7 +63,7 @@ class Ranker:
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        return kv_after_context(self.model, storage_of(self.store), CacheTune(), passage, context)
+        return kv_after_context(self.model, storage_of(self.store), CacheTune(), passage, context, tag="")
 
     def passages(self, prompt: Prompt) -> Iterator[Passage]:
         """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""

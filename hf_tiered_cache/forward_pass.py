@@ -58,7 +58,8 @@ class ForwardPass(Scope):
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
         self.collector = collector
         self._rechoice: Rechoice | None = None
-        self.selects = any(source.rechooses for source in kv_sources(sources))
+        self.kv_sources = kv_sources(sources)
+        self.selects = any(source.rechooses for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -146,7 +147,7 @@ class RestoringForward(ForwardPass):
         if plan.budget_tokens is not None:
             self.selection = SelectiveRestore(
                 plan,
-                [source.index for source in kv_sources(sources) if source.selects],
+                [source.index for source in self.kv_sources if source.selects],
                 method.selector(),
                 self.fetcher,
                 method.ahead_bytes > 0,
@@ -171,7 +172,7 @@ class RestoringForward(ForwardPass):
         """Announce what is going to be restored, to masks and sources, and start to fetch it."""
         super()._begin(stack)
         plan, config = self.plan, self.attachment.config
-        for source in kv_sources(self.sources):
+        for source in self.kv_sources:
             stack.callback(source.end_pass)
             source.begin_pass(self)
         if plan.suffix is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,15 +49,13 @@ class Request:
     revocable: int
     must_compute: int
     text: int
+    ids: torch.Tensor = field(init=False)
+    """int `[rows, columns]`."""
+    columns: int = field(init=False)
 
-    @property
-    def ids(self) -> torch.Tensor:
-        """int `[rows, columns]`."""
-        return self.kwargs["input_ids"]
-
-    @property
-    def columns(self) -> int:
-        return self.ids.shape[1]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", self.kwargs["input_ids"])
+        object.__setattr__(self, "columns", self.ids.shape[1])
 
     def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
         """The arguments for computing only some of the columns.

@@ -16,7 +16,6 @@ from .identity import Identity, rope_regime
 from .methods import Method
 from .record import Recorder
 from .request import DecodingCheck, Request
-from .restore.history import History
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
@@ -63,15 +62,12 @@ class SequenceState:
     ) -> None:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
+        self.history = recorder.history
+        """The tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
         """Whether it holds what no exact cache would."""
         self._in_prompt = False  # whether the last pass had several columns
-
-    @property
-    def history(self) -> History:
-        """The tokens."""
-        return self.recorder.history
 
     @property
     def columns(self) -> int:
@@ -161,6 +157,7 @@ class SequenceState:
         twin.__dict__.update(self.__dict__)
         twin.check = DecodingCheck()
         twin.recorder = self.recorder.fork(collector, twin.check)
+        twin.history = twin.recorder.history
         return twin
 
 

@@ -111,6 +111,7 @@ class Serving:
             reason = reason or sequence.why_nothing(request)
         else:
             reason = ""
+        self.store.note_uses()
         kept = sequence.columns * sequence.history.rows
         if cache.get_seq_length() == sequence.columns + request.columns:
             self._run_plain(sequence.commit(request, plan, self.collector))
@@ -142,7 +143,7 @@ class Serving:
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a pass; one that fails leaves no trace."""
-        sources = kv_sources(cache.layers)
+        sources = forward_pass.kv_sources
         snapshots = [source.snapshot() for source in sources]
         self.forward_pass = forward_pass
         try:
@@ -172,6 +173,7 @@ class Serving:
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
+        self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 
     # --- what is asked of a pass before it runs

@@ -72,6 +72,7 @@ class Storage:
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self._secret = secret
         self._lock = threading.RLock()
+        self._used: list[str] | None = None  # segments that were found since `note_uses`; None without a look-up
         self._pid = os.getpid()
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         try:
@@ -126,19 +127,24 @@ class Storage:
                 break
             lost = {run.row.id for run in runs} - {run.row.id for run, _ in found}
             rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
-        self._looked_up([run.row.id for run, _ in found])
+        self._used = (self._used or []) + [run.row.id for run, _ in found]
         return found
 
     def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
         """The stored segments that begin with one of `prefix_hashes`."""
         self.check_open()
         rows = self.disk.find(prefix_hashes)
-        self._looked_up([row.id for row in rows])
+        self._used = (self._used or []) + [row.id for row in rows]
         return rows
 
-    def _looked_up(self, used: list[str]) -> None:
-        """Behind the request: note what was used, and forget what another process has removed."""
-        self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
+    def note_uses(self) -> None:
+        """What was looked up was used: note it in the catalogue, and forget what another process has removed.
+
+        Called behind a pass, since the writer's thread would work beside it.
+        """
+        if self._used is not None:
+            used, self._used = self._used, None
+            self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
     # --- storing
 
@@ -168,6 +174,7 @@ class Storage:
     def flush(self) -> None:
         """Write everything that has been computed, and make it durable; background work is done then, too."""
         self.check_open()
+        self.note_uses()
         self.seal()
         self.rewriter.wait()
         self.writer.flush()

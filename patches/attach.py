@@ -173,6 +173,7 @@ class _Wrapper:
 
     def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
         functools.update_wrapper(cast(Callable[..., Any], self), method)
+        self.__signature__ = inspect.signature(method)  # `generate()` asks for it several times a call
         self.attachment = attachment
         self.method = method
         self.before = before
