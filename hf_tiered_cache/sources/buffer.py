@@ -136,7 +136,7 @@ def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     long.
     """
     shape = rows, like.shape[1], columns, like.shape[3]
-    if like.device.type == "cpu" and columns:
-        return aligned_bytes(prod(shape) * like.element_size()).view(like.dtype).view(shape)
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # views of ours are made in it, too
+        if like.device.type == "cpu" and columns:
+            return aligned_bytes(prod(shape) * like.element_size()).view(like.dtype).view(shape)
         return torch.empty(shape, dtype=like.dtype, device=like.device)
