@@ -25,7 +25,7 @@ from common import commit_of, machine, median, ratio, save, table
 from tqdm.auto import tqdm
 
 HERE = Path(__file__).parent.parent
-LEFT_OUT = ("machine", "arguments", "peers_s")
+LEFT_OUT = ("machine", "arguments", "peers_s", "stats", "headline")
 """What is no figure, or has no counterpart."""
 
 
