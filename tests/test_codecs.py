@@ -520,12 +520,17 @@ def without_catalogue(root):
         (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
 
 
-def test_a_codec_of_a_later_version_is_left_alone_and_counted(tmp_path):
-    store = open_store(tmp_path)
+def coded_file(root):
+    """The file of a segment with a codec, and its chain, in a store that was closed."""
+    store = open_store(root)
     header, chain, blocks = coded_segment()
     assert store.publish(header, chain, blocks)
-    path = store.path(header.id)
     store.close()
+    return store.path(header.id), chain
+
+
+def test_a_codec_of_a_later_version_is_left_alone_and_counted(tmp_path):
+    path, chain = coded_file(tmp_path)
     page = page_of(path)
     page["geometry"][6] = "int4"
     page["provenance"] = "exact int4"
@@ -547,11 +552,7 @@ def test_a_codec_of_a_later_version_is_left_alone_and_counted(tmp_path):
     + [(odd, "exact int8") for odd in (3, ["int8"], {"int8": 1}, True, "", "INT8", "int8 ")],
 )
 def test_a_header_whose_codec_and_provenance_disagree_is_a_counted_miss(codec, provenance, tmp_path):
-    store = open_store(tmp_path)
-    header, chain, blocks = coded_segment()
-    assert store.publish(header, chain, blocks)
-    path = store.path(header.id)
-    store.close()
+    path, chain = coded_file(tmp_path)
     page = page_of(path)
     page["geometry"][6], page["provenance"] = codec, provenance
     forge(path, page)
