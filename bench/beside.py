@@ -32,6 +32,8 @@ LEFT_OUT = ("machine", "arguments", "peers_s", "stats", "headline")
 def main() -> None:
     arguments = arguments_of()
     sources = [source.resolve() for source in [*arguments.source, HERE]]
+    if len({commit_of(source) for source in sources}) < len(sources):
+        raise SystemExit("two of the checkouts are of one commit: there is nothing to compare")
     found: dict[Path, list[dict[str, float]]] = {source: [] for source in sources}
     with tqdm(total=arguments.rounds * len(sources), desc=arguments.script) as bar:
         for turn in range(arguments.rounds):
@@ -97,7 +99,7 @@ def report(results: dict[str, dict[str, list[float]]], arguments: argparse.Names
     rows = []
     for name, by_commit in results.items():
         last = by_commit[commits[-1]]
-        if not any(end in name for end in ("_s", "over", "ratio", "ttft", "seconds", "headline")):
+        if not any(end in name for end in ("_s", "over", "ratio", "ttft", "seconds")):
             continue
         times = [f"{median(by_commit[commit]):.4g}" for commit in commits]
         ratios = [f"{ratio(last, by_commit[commit]):.3f}" if all(by_commit[commit]) else "" for commit in commits[:-1]]
