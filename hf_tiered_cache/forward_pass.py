@@ -227,4 +227,5 @@ class RestoringForward(ForwardPass):
         chosen = np.union1d(least, every[reusable][self.method.select_deviating(deviation[reusable])])
         layers = tuple(before if before is not least else chosen for before in plan.computed)
         self.plan = self.prefetch.plan = replace(plan, computed=layers)
+        self._columns.clear()  # they go by the old plan's arrays
         self._drop_with_depth(self.plan)

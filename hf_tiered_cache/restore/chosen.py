@@ -134,8 +134,7 @@ def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[Block
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
     """The block groups that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
-    kind = shape.layout.layers[layer]
-    assert kind is not None
+    kind = shape.layout.layer(layer)
     wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
     apart, among = [], []
     for block_group in shape.block_groups:

@@ -13,7 +13,7 @@ from ..tiers.blocks import Blocks
 from ..transfers import to_device
 
 _FEW_RUNS = 4
-"""Runs of blocks that are copied one by one, each faster than by index; of more every token is picked by index."""
+"""Runs of blocks that are copied one by one, which is faster while they are few; else tokens are picked by index."""
 
 
 @dataclass(frozen=True, eq=False)

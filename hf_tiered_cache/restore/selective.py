@@ -255,8 +255,7 @@ class SelectiveRestore:
 
     def _empty_keys(self, reader: SegmentReader, layer: int, heads: int | None, tokens: int) -> torch.Tensor:
         layout = reader.shape.layout
-        kind = layout.layers[layer]
-        assert kind is not None
+        kind = layout.layer(layer)
         count = kind.key_heads if heads is None else min(heads, kind.key_heads)
         return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.fetcher.device_of(layer))
 

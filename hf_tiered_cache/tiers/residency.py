@@ -44,7 +44,6 @@ class _Arrival:
     direct: bool = False
     """Whether some of that goes to the device without passing through the host."""
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
-
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
 
