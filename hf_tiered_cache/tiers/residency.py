@@ -46,10 +46,14 @@ class _Arrival:
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
+    chunks: int = field(init=False)
+    """Of the block group."""
 
     def __post_init__(self) -> None:
         reader, block_group, _ = self.leased.request
-        self.owner, self.block_bytes = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
+        group = reader.shape.block_groups[block_group]
+        self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
+        self.chunks = reader.shape.chunks_in(group)
 
 
 class Residency:
@@ -344,7 +348,7 @@ class Residency:
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
             if len(new):
-                holder.settle(pool, new, each.owner, pool.chunk[new], request.reader.shape.chunks)
+                holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
 
     # --- between host and device
 
