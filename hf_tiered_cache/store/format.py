@@ -59,6 +59,15 @@ class Seal:
     salt: bytes
     """Of this file: with the store's key it gives the file's."""
 
+    def to_json(self) -> dict[str, str]:
+        return {"name": CIPHER, "key": self.key_id, "salt": self.salt.hex()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Seal:
+        if data["name"] != CIPHER:
+            raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not know")
+        return cls(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
+
 
 @dataclass(frozen=True)
 class SegmentHeader:
@@ -190,7 +199,7 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
         "sections": {name: [s.offset, s.nbytes, s.digest] for name, s in sections(header).items()},
     }
     if header.seal is not None:
-        data["cipher"] = {"name": CIPHER, "key": header.seal.key_id, "salt": header.seal.salt.hex()}
+        data["cipher"] = header.seal.to_json()
     room = HEADER_BYTES - _PREFIX.size - _tag_bytes(header)
     text = _with_names(data, header, room)
     if len(text) > room:
@@ -308,7 +317,7 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
         expires=None if expires is None else _seconds(expires),
         model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
         label=str(data.get("label") or ""),
-        seal=_seal(data["cipher"]) if "cipher" in data else None,
+        seal=Seal.from_json(data["cipher"]) if "cipher" in data else None,
         **{
             name: Section(*(_whole(number, 0, 1 << 64) for number in section))
             for name, section in data["sections"].items()
@@ -347,12 +356,6 @@ def _hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
     if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
         raise FormatError(f"{value!r} is no name of {2 * nbytes} hexadecimal digits")
     return value
-
-
-def _seal(data: Any) -> Seal:
-    if data["name"] != CIPHER:
-        raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not know")
-    return Seal(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
 def decode_tables(
