@@ -40,7 +40,10 @@ class MemoryBackend:
         return True
 
     def names(self) -> list[str]:
-        return list(self._segments)
+        return [name for name in self._segments if "." not in name]
+
+    def beside(self) -> dict[str, int]:
+        return {name: len(data) for name, (_, data) in list(self._segments.items()) if "." in name}
 
     def find(self, segment_id: str) -> Stored | None:
         if segment_id not in self._segments:

@@ -175,6 +175,28 @@ def test_many_threads_read_and_write_at_once(backend):
     assert len(backend.names()) == 5
 
 
+def test_what_lies_beside_a_segment_is_listed_apart_and_otherwise_like_one(backend):
+    beside, usage = f"{A}.index", backend.usage()
+    assert backend.beside() == {}
+    put(backend)
+    put(backend, beside, DATA[::-1])
+    assert (backend.names(), list(backend.beside())) == ([A], [beside])
+    assert backend.beside()[beside] == backend.find(beside).nbytes >= SIZE
+    assert backend.usage() == usage
+    assert (whole(backend), whole(backend, beside)) == (DATA, DATA[::-1])
+    assert blocks_of(backend, backend.open(beside, backend.find(beside).version), 4096) == [DATA[::-1][4096:8192]]
+    old = backend.find(beside).version
+    put(backend, beside, replace=True)
+    assert backend.open(beside, old) is None
+    assert whole(backend, beside) == DATA
+    backend.sync()
+    assert backend.delete(A)
+    assert (backend.names(), list(backend.beside())) == ([], [beside])  # who deletes decides
+    assert backend.delete(beside)
+    assert not backend.delete(beside)
+    assert (backend.beside(), backend.find(beside)) == ({}, None)
+
+
 def test_pins_are_marks_on_names(backend):
     backend.pin(A, True)
     backend.pin(A, True)

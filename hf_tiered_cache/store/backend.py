@@ -57,7 +57,11 @@ class Upload(Protocol):
 
 
 class SegmentBackend(Protocol):
-    """Segments in one place, shared by any number of processes. All verbs may be called from any thread."""
+    """Segments in one place, shared by any number of processes. All verbs may be called from any thread.
+
+    Beside segments lie arrays that belong to them (see `beside.py`), under names with a dot: the segment's, and a kind.
+    `names`, `pin` and `pinned` are about segments alone, `beside` is about the others, and the rest about both.
+    """
 
     place: str
     """Where that is, for messages: a path or an address."""
@@ -75,7 +79,10 @@ class SegmentBackend(Protocol):
     # --- reading
 
     def names(self) -> list[str]:
-        """The names of all that is stored. Raises OSError: a list that is not whole is none."""
+        """The names of all segments. Raises OSError: a list that is not whole is none."""
+
+    def beside(self) -> dict[str, int]:
+        """The names of all that lies beside segments, and the room that each takes. Raises OSError, as `names` does."""
 
     def find(self, segment_id: str) -> Stored | None:
         """What stands under a name now, or None. Nothing is opened. Raises OSError."""
@@ -134,7 +141,7 @@ class SegmentBackend(Protocol):
     # --- room
 
     def usage(self) -> int:
-        """Bytes that lie beside the segments: what is being written, the catalogue. Raises OSError."""
+        """Bytes that lie under no name: what is being written, the catalogue. Raises OSError."""
 
     def free(self) -> int | None:
         """Bytes that the place has left, or None if it has no bound. Raises OSError."""

@@ -1,7 +1,8 @@
 """Segments as files in a folder of a POSIX file system: the first backend.
 
 <root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>       segments never to evict
-<root>/tmp/               files being written            <root>/catalogue.sqlite  rebuilt from headers if lost
+<root>/beside/<id>.<kind> arrays that belong to these    <root>/catalogue.sqlite  rebuilt from headers if lost
+<root>/tmp/               files being written
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class FolderBackend:
 
     def __init__(self, root: Path, engine: Engine) -> None:
         self.root = root = Path(root).resolve()  # whatever the working directory becomes
-        self.segments_dir, self.tmp_dir, self.pins_dir = root / "segments", root / "tmp", root / "pins"
+        self.segments_dir, self.beside_dir = root / "segments", root / "beside"
+        self.tmp_dir, self.pins_dir = root / "tmp", root / "pins"
         self.place = str(root)
         self.catalogue: Path | None = root / "catalogue.sqlite"
         self.engine = engine
@@ -64,7 +66,7 @@ class FolderBackend:
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root} is a file; give KVStore the path of a folder")
         try:
-            for folder in (self.root, self.segments_dir, self.tmp_dir, self.pins_dir):
+            for folder in (self.root, self.segments_dir, self.beside_dir, self.tmp_dir, self.pins_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             return True
@@ -75,8 +77,8 @@ class FolderBackend:
             return False
 
     def path(self, segment_id: str) -> Path:
-        """The file of a segment."""
-        return self.segments_dir / f"{segment_id}{SUFFIX}"
+        """The file of a segment, or of what lies beside one."""
+        return self.beside_dir / segment_id if "." in segment_id else self.segments_dir / f"{segment_id}{SUFFIX}"
 
     def where(self, segment_id: str) -> str:
         return str(self.path(segment_id))
@@ -89,6 +91,18 @@ class FolderBackend:
     def names(self) -> list[str]:
         with os.scandir(self.segments_dir) as entries:
             return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
+
+    def beside(self) -> dict[str, int]:
+        found = {}
+        try:
+            with os.scandir(self.beside_dir) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        if "." in entry.name and not entry.is_dir(follow_symlinks=False):
+                            found[entry.name] = _stored(entry.stat(follow_symlinks=False)).nbytes
+        except FileNotFoundError:  # a store of an older version that cannot be written
+            pass
+        return found
 
     def find(self, segment_id: str) -> Stored | None:
         return _find(self.path(segment_id))
@@ -145,18 +159,18 @@ class FolderBackend:
         """See `SegmentBackend`. Data first, then the names."""
         with self._lock:
             waiting, self._unsynced = list(self._unsynced), {}
-        done = 0
+        folders, done = {self.path(name).parent: name for name in waiting}, 0
         try:
-            for segment_id in waiting:
+            for name in waiting:
                 with suppress(FileNotFoundError):  # evicted meanwhile
-                    fsync(self.path(segment_id), data_only=True)
+                    fsync(self.path(name), data_only=True)
                 done += 1
-            if waiting:
-                fsync(self.segments_dir)
+            for folder in folders:
+                fsync(folder)
         except OSError:
             with self._lock:
-                # the folder's own is asked for with any file's
-                self._unsynced = dict.fromkeys(waiting[done:] or waiting[-1:]) | self._unsynced
+                # a folder's own is asked for with any of its files
+                self._unsynced = dict.fromkeys([*waiting[done:], *folders.values()]) | self._unsynced
             raise
 
     def pin(self, segment_id: str, pinned: bool) -> None:
