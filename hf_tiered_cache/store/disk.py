@@ -28,6 +28,7 @@ from ..errors import (
 from ..stats import Counters
 from . import quota
 from .backend import SegmentBackend
+from .beside import Beside
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
 from .files import is_of_the_process, out_of_descriptors
@@ -72,6 +73,7 @@ class SegmentStore:
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
         self.index = Index(backend, counters, self._notices)
         self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self._is_hidden)
+        self.beside = Beside(backend, self.cipher, counters, self._notices, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of what was there when it was opened
 
     def path(self, segment_id: str) -> Path:
@@ -237,6 +239,7 @@ class SegmentStore:
             self.counters.add("segments_written")
             self.counters.add("bytes_written", nbytes)
             if replaced:
+                self.beside.remove([header.id])
                 self.let_go([header.id])
             self._hidden.pop(header.id, None)
         self.index.touch([*ancestors, header.id])
@@ -254,25 +257,29 @@ class SegmentStore:
     # --- room
 
     def used_bytes(self) -> int:
-        """Bytes that the store takes on disk (segments, what is being written, catalogue) or soon may.
+        """Bytes that the store takes on disk (segments, what lies beside them, catalogue) or soon may.
 
         Raises:
             OSError: that cannot be found out.
         """
+        written = self.backend.usage()  # first: what gets its name meanwhile counts twice, and not never
         listed = self.index.listed_bytes()
         if listed is None:  # no shared catalogue, or one that is new: it would not know what others have written
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
             total = listed + sum(map(self.nbytes_of, self.index.unlisted))
-        return total + quota.CATALOGUE_GROWTH + self.backend.usage()
+        return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.beside().values())
 
     def nbytes_of(self, segment_id: str) -> int:
         """Bytes that stand under a name; none if it is gone. Raises OSError."""
         found = self.backend.find(segment_id)
         return 0 if found is None else found.nbytes
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
         """Evict until `nbytes` more fit. The caller holds the backend's lock.
+
+        Args:
+            spared: these segments stay, as pinned ones do.
 
         Raises:
             QuotaError: they would not fit with everything evicted that may be; then nothing is.
@@ -284,7 +291,9 @@ class SegmentStore:
         needed, wanted = self.limits.shortfall(nbytes, used, self.backend.free())
         if wanted <= 0:
             return
-        found = self.victims(wanted)
+        swept = self.beside.sweep()
+        needed, wanted = needed - swept, wanted - swept
+        found = self.victims(wanted, spared)
         if sum(nbytes for _, nbytes in found) < needed:
             raise QuotaError(
                 f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
@@ -292,14 +301,21 @@ class SegmentStore:
         self.evict(found)
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-        """Which segments go until `nbytes` are freed, pinned ones and `but` left out: ids and bytes."""
-        return quota.victims(self.index.ask(Catalogue.by_use, []), nbytes, self.pinned().union(but), time.time())
+        """Which segments go until `nbytes` are freed, pinned ones and `but` left out: ids, and bytes with what lies
+        beside them.
+        """
+        beside = self.beside.by_segment()
+        uses = [
+            (name, size + beside.get(name, 0), expires) for name, size, expires in self.index.ask(Catalogue.by_use, [])
+        ]
+        return quota.victims(uses, nbytes, self.pinned().union(but), time.time())
 
     def evict(self, segments: list[tuple[str, int]]) -> None:
         """Delete these, as `victims` returned them."""
-        for segment_id, _ in segments:
-            self.remove([segment_id])
-            self.counters.add("evicted_segments")
+        removed, failed = self._remove([segment_id for segment_id, _ in segments])
+        self.counters.add("evicted_segments", removed)
+        if failed is not None:
+            raise failed
 
     def clean_up(self, dry_run: bool = False) -> int:
         """Delete what dead processes left unfinished. The caller holds the backend's lock.
@@ -315,8 +331,19 @@ class SegmentStore:
     # --- forgetting
 
     def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments. Returns how many there were. Raises OSError where one could not be deleted."""
+        """Delete segments and what lies beside them. Returns how many there were.
+
+        Raises:
+            OSError: one could not be deleted; the others are.
+        """
+        removed, failed = self._remove(list(ids))
+        if failed is not None:
+            raise failed
+        return removed
+
+    def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
         gone, removed, failed = [], 0, None
+        self.beside.remove(ids)  # first: without its segment it would lie about
         for segment_id in ids:
             try:
                 removed += self.backend.delete(segment_id)
@@ -326,9 +353,7 @@ class SegmentStore:
                 failed = error
         self.let_go(gone)
         self.index.remove(gone)
-        if failed is not None:
-            raise failed
-        return removed
+        return removed, failed
 
     def let_go(self, ids: Collection[str]) -> None:
         """These segments are gone, or others: so is what this process has of them."""

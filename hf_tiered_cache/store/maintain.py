@@ -22,11 +22,16 @@ _WINDOW_BYTES = 16 << 20
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. `bad` names each damaged segment and says why; `removed` are those of them that are gone."""
+    """What `verify` found. `bad` names all that is damaged and says why; `removed` are those of them that are gone.
+
+    Arrays beside a segment have its name, a dot and their kind.
+    """
 
     segments: int = 0
     blocks: int = 0
     nbytes: int = 0
+    beside: int = 0
+    """Files with arrays that belong to segments."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     unread: int = 0
@@ -34,11 +39,12 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every segment that is there is whole."""
+        """Whether all that is there is whole."""
         return len(self.bad) == len(self.removed)
 
     def as_dict(self) -> dict[str, Any]:
         return {"segments": self.segments, "blocks": self.blocks, "bytes": self.nbytes} | {
+            "beside": self.beside,
             "bad": self.bad,
             "removed": self.removed,
             "unread": self.unread,
@@ -52,6 +58,7 @@ class GcReport:
     expired: int = 0
     damaged: int = 0
     temporary_bytes: int = 0
+    """What dead writers left unfinished, and what lay beside segments that are gone."""
     evicted: int = 0
 
     def as_dict(self) -> dict[str, Any]:
@@ -59,12 +66,12 @@ class GcReport:
 
 
 def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
-    """Read every segment from disk and compare every checksum.
+    """Read every segment, and what lies beside it, from disk and compare every checksum.
 
     Args:
         store: nothing in it is changed, unless it is to be repaired.
         progress: whether to show a progress bar.
-        repair: whether damaged segments are removed, to be computed and stored again when they are next asked for.
+        repair: whether what is damaged is removed, to be computed and stored again when it is next asked for.
             What failed to read for another reason than damage stays.
 
     Raises:
@@ -73,6 +80,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
     report, backend = VerifyReport(), store.backend
     try:
         found = {segment_id: backend.find(segment_id) for segment_id in sorted(backend.names())}
+        beside = [f"{segment_id}.{kind}" for segment_id, kinds in store.beside.sizes().items() for kind in kinds]
     except OSError as error:
         raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
     sizes = {segment_id: stored.size for segment_id, stored in found.items() if stored is not None}
@@ -96,6 +104,17 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             if repair and not isinstance(error, OSError) and store.remove([segment_id]):
                 report.removed.append(segment_id)
     bar.close()
+    for name in sorted(beside):
+        try:
+            report.nbytes += store.beside.check(name)
+            report.beside += 1
+        except (NotOursError, FileNotFoundError):
+            pass  # as its segment, which says so
+        except (FormatError, IntegrityError, OSError) as error:
+            report.beside += 1
+            report.bad[name] = str(error)
+            if repair and not isinstance(error, OSError) and backend.delete(name):
+                report.removed.append(name)
     return report
 
 
@@ -125,7 +144,7 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     """
     report = GcReport()
     with store.backend.locked():
-        report.temporary_bytes = store.clean_up(dry_run)
+        report.temporary_bytes = store.clean_up(dry_run) + store.beside.sweep(dry_run)
         store.index.scan()
         try:
             pinned = store.pinned()
@@ -136,9 +155,10 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         damaged = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
         unreadable = [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
         report.expired, report.damaged = len(expired), len(damaged) + len(unreadable)
-        freed = sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(store.nbytes_of, unreadable))
         if dry_run:
-            freed += report.temporary_bytes
+            beside, gone = store.beside.by_segment(), [*expired, *damaged, *unreadable]
+            freed = report.temporary_bytes + sum(beside.get(name, 0) for name in gone)
+            freed += sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(store.nbytes_of, unreadable))
         else:
             report.expired = store.remove(expired)
             report.damaged = store.remove([*damaged, *unreadable])

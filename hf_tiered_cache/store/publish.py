@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -30,7 +30,8 @@ class Publisher:
         backend: where they go.
         index: is told of them in the same moment.
         cipher: what blocks are encrypted with, if they are.
-        make_room: is asked for so many bytes, alone among all who use the backend. Raises QuotaError.
+        make_room: is asked for so many bytes, alone among all who use the backend, and spares these segments. Raises
+            QuotaError.
         is_hidden: whether a segment failed here, and gives way to another of its name.
     """
 
@@ -39,7 +40,7 @@ class Publisher:
         backend: SegmentBackend,
         index: Index,
         cipher: Plain,
-        make_room: Callable[[int], None],
+        make_room: Callable[[int, Collection[str]], None],
         is_hidden: Callable[[str], bool],
     ) -> None:
         self._backend, self._index, self._cipher = backend, index, cipher
@@ -69,7 +70,7 @@ class Publisher:
             digests = []
             offset = header.blocks.offset
             for block_group, blocks in enumerate(block_groups):
-                digests.append(_write_group(upload, offset, guard, header.shape.first_block(block_group), blocks))
+                digests.append(write_blocks(upload, offset, guard, header.shape.first_block(block_group), blocks))
                 written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
@@ -79,12 +80,16 @@ class Publisher:
         return row.nbytes, replaces
 
     @contextmanager
-    def reserved(self, segment_id: str, nbytes: int) -> Iterator[Upload]:
-        """Room for a segment, taken from the quota and from the backend before a byte is written."""
+    def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
+        """Room for what gets this name, taken from the quota and from the backend before a byte is written.
+
+        Args:
+            spared: segments that do not go for it.
+        """
         with ExitStack() as stack:
             with self._backend.locked():
-                self._make_room(nbytes)
-                upload = stack.enter_context(self._backend.write(segment_id, nbytes))
+                self._make_room(nbytes, spared)
+                upload = stack.enter_context(self._backend.write(name, nbytes))
             yield upload
 
     def _publish(self, header: SegmentHeader, row: SegmentRow, upload: Upload, replaces: bool) -> None:
@@ -133,8 +138,8 @@ class Publisher:
         raise FileExistsError(segment_id)
 
 
-def _write_group(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
-    """Write a block group's blocks, numbered from `first` on, and return their digests."""
+def write_blocks(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
+    """Write blocks, numbered from `first` on, and return their digests, `DIGEST_DTYPE` `[blocks]`."""
     digests = [np.empty(0, DIGEST_DTYPE)]
     for piece, table in guard.seal(first, blocks) if len(blocks) else ():  # it may hold no token
         upload.write(piece.numpy().data.cast("B"), offset)

@@ -1,0 +1,396 @@
+"""Arrays kept beside a segment: made from its KV, or from how it was used; renewed, or lost, without harm.
+
+One file for each kind, under the segment's name, a dot and the kind:
+
+    prefix | JSON | digests of blocks | tag, if encrypted | blocks: the arrays one behind the other
+
+It is bound to the very bytes of the segment that it was made from. Of a store with a key it is encrypted as segments
+are. docs/format.md has it byte by byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import FormatError, IntegrityError, NewerFormatError, OtherKeyError, QuotaError, StoreBusyError
+from ..geometry import ALIGNMENT, aligned
+from ..stats import Counters
+from .backend import SegmentBackend, Stored, Upload
+from .cipher import Plain
+from .digest import DIGEST_DTYPE, Guard, is_tagged, xxh3
+from .engines import ReadOp
+from .format import TAG_BYTES, Seal
+from .memory import aligned_bytes
+from .notices import Notices
+from .publish import write_blocks
+from .segment import SegmentReader
+
+MAGIC = b"HFTCBS\r\n"
+FORMAT_VERSION = 1
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+}
+"""What arrays may be of, by name."""
+_PREFIX = struct.Struct(
+    "<8sIIQQ"
+)  # magic, version, bytes of the JSON and of the arrays, xxh3-64 of all before the blocks
+_NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
+_MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
+_BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
+_LARGE, _MOST_HOLES = 16 << 20, 16
+"""A file above this size must lie on disk by a sixteenth: a sparse one of a few KiB could take all memory."""
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """An array of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What stands before the blocks."""
+
+    segment: str
+    content: str
+    """Which bytes of the segment it was made from (see `_content_of`)."""
+    kind: str
+    facts: str
+    """What it was made by: JSON with sorted keys."""
+    arrays: tuple[_Place, ...]
+    seal: Seal | None
+    digests: np.ndarray
+    """Of its blocks: `DIGEST_DTYPE` `[blocks]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of all arrays, each padded."""
+        return sum(aligned(array.nbytes, _ARRAY_ALIGNMENT) for array in self.arrays)
+
+
+class Beside:
+    """The arrays beside the segments of a store.
+
+    Args:
+        backend: where they lie.
+        cipher: what they are encrypted with, if they are.
+        counters: where traffic and faults are counted.
+        notices: where faults are said.
+        reserved: takes the room for so many bytes under a name, and spares some segments (see `Publisher.reserved`).
+    """
+
+    def __init__(
+        self,
+        backend: SegmentBackend,
+        cipher: Plain,
+        counters: Counters,
+        notices: Notices,
+        reserved: Callable[[str, int, Collection[str]], AbstractContextManager[Upload]],
+    ) -> None:
+        self._backend, self._cipher, self._reserved = backend, cipher, reserved
+        self._counters, self._notices = counters, notices
+
+    # --- keeping and finding
+
+    def keep(
+        self, reader: SegmentReader, kind: str, arrays: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+    ) -> bool:
+        """Keep arrays beside a segment, in the place of those of this kind that are there.
+
+        Args:
+            reader: the segment that they were made from.
+            kind: what they are: a letter, and then letters, digits or `_`, all small.
+            arrays: dense ones by name, of `DTYPES`.
+            facts: what they were made by, JSON-ready: they are found by the same facts alone. Readable without a key.
+
+        Returns:
+            Whether they are there now. A full disk, the quota, an unwritable place or a lock that is not to be had drop
+            them, counted; they are dropped, too, if the segment has gone or is another now.
+
+        Raises:
+            ValueError: kind, arrays or facts cannot be kept.
+        """
+        name = f"{reader.id}.{kind}"
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"{kind!r} is no kind of arrays")
+        places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
+        if odd := {place.dtype for place in places} - set(DTYPES.values()):
+            raise ValueError(f"arrays of {odd} cannot be kept")
+        if not self._backend.writable:
+            self._counters.add("dropped_writes")
+            return False
+        seal = self._cipher.new_seal()
+        head = _Head(reader.id, _content_of(reader), kind, _text(facts), places, seal, np.empty(0, DIGEST_DTYPE))
+        blocks, text, guard = _pack(head.nbytes, arrays.values()), _encode_json(head), self._cipher.guard(seal)
+        head_bytes = _head_bytes(len(text), head.nbytes)
+        try:
+            with self._reserved(name, head_bytes + blocks.numel(), {reader.id}) as upload:
+                digests = write_blocks(upload, head_bytes, guard, 0, blocks)
+                upload.write(memoryview(_encode_head(text, head.nbytes, digests, guard)), 0)
+                if not reader.is_current():
+                    return False
+                upload.publish(True)
+                self._counters.add("bytes_written", upload.nbytes())
+        except (OSError, QuotaError, StoreBusyError) as error:
+            self._counters.add("dropped_writes")
+            self._notices.warn(f"beside {type(error).__name__}", f"{name} was not kept: {error}")
+            return False
+        return True
+
+    def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+        """The arrays of a kind that were kept beside a segment: dense, on the CPU, side by side in one memory.
+
+        Args:
+            reader: the segment. What was made from others of its name does not count.
+            kind, facts: as they were kept with.
+
+        Returns:
+            None if there are none: not kept, of other facts, or damaged, of another key or unreadable, which counts.
+        """
+        name = f"{reader.id}.{kind}"
+        try:
+            return self._read(name, _content_of(reader), _text(facts))
+        except (OSError, MemoryError, FormatError, IntegrityError) as error:
+            self._report(name, error)
+            return None
+
+    def _report(self, name: str, error: Exception) -> None:
+        """Count what could not be read; what is damaged goes, to be made anew."""
+        if isinstance(error, FileNotFoundError):
+            return
+        damaged = isinstance(error, FormatError | IntegrityError)
+        figure = "verification_failures" if damaged else "read_errors"
+        if isinstance(error, NewerFormatError | OtherKeyError):
+            damaged, figure = False, "newer_files" if isinstance(error, NewerFormatError) else "other_key_files"
+        self._counters.add(figure)
+        self._notices.warn(name, f"{self._backend.where(name)} cannot be used: {error}; it is made anew")
+        if damaged and self._backend.writable:
+            self._delete(name)
+
+    # --- files
+
+    def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
+        """The arrays of a file, if they are these. Raises FormatError, IntegrityError or OSError."""
+        for last in (False, False, True):
+            stored, head, guard = self._head(name)
+            if (head.content, head.facts) != (content, facts):
+                break
+            try:
+                return self._arrays(name, stored, head, guard)
+            except (IntegrityError, OSError):
+                if last or np.array_equal(head.digests, self._head(name)[1].digests):
+                    raise  # else it was renewed twice meanwhile, and the file system has used an inode again
+        return None
+
+    def _head(self, name: str) -> tuple[Stored, _Head, Guard]:
+        """What stands before the blocks, checked. Raises FormatError or OSError."""
+        stored, data = self._backend.head(name, _length)
+        head = _decode_head(data)
+        if f"{head.segment}.{head.kind}" != name:
+            raise FormatError(f"it calls itself {head.segment}.{head.kind}")
+        guard = self._cipher.guard(head.seal)
+        if head.seal is not None and not is_tagged(guard, _untagged(data), data[-TAG_BYTES:]):
+            raise FormatError("it was not written with the store's key")
+        return stored, head, guard
+
+    def _arrays(self, name: str, stored: Stored, head: _Head, guard: Guard) -> dict[str, torch.Tensor]:
+        """The arrays themselves, checked, and decrypted. Raises IntegrityError or OSError."""
+        count, block_bytes = _blocks(head.nbytes)
+        data = aligned_bytes(count * block_bytes)  # uint8 [bytes of the arrays, padded]
+        if count:
+            file = self._backend.open(name, stored.version)
+            if file is None:
+                raise FileNotFoundError(errno.ENOENT, "it was renewed this moment", name)
+            self._backend.read([ReadOp(file, stored.size - data.numel(), data)]).result()
+            if guard.open(0, data.view(count, block_bytes), head.digests) is not None:
+                raise IntegrityError(f"{name} fails its checksum", version=stored.version)
+        found, offset = {}, 0
+        for array in head.arrays:
+            found[array.name] = data[offset : offset + array.nbytes].view(array.dtype).view(array.shape)
+            offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
+        return found
+
+    def check(self, name: str) -> int:
+        """Read a file and compare its checksums. Returns its bytes. Raises FormatError, IntegrityError or OSError."""
+        stored, head, guard = self._head(name)
+        self._arrays(name, stored, head, guard)
+        return stored.size
+
+    # --- looking after them
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """The room that each kind takes, segment by segment. Raises OSError."""
+        found: dict[str, dict[str, int]] = {}
+        for name, nbytes in self._backend.beside().items():
+            if match := _NAME.fullmatch(name):
+                found.setdefault(match[1], {})[match[2]] = nbytes
+        return found
+
+    def by_segment(self) -> dict[str, int]:
+        """The room that all beside each segment takes. Raises OSError."""
+        return {segment: sum(kinds.values()) for segment, kinds in self.sizes().items()}
+
+    def remove(self, segments: Collection[str]) -> None:
+        """These segments go. What cannot be deleted is swept later."""
+        with suppress(OSError):
+            found = self.sizes() if segments else {}
+            for segment in found.keys() & set(segments):
+                for kind in found[segment]:
+                    self._delete(f"{segment}.{kind}")
+
+    def sweep(self, dry_run: bool = False) -> int:
+        """Delete what belongs to segments that are not there.
+
+        Returns:
+            Bytes freed, or with `dry_run` those that would be.
+        """
+        freed = 0
+        with suppress(OSError):
+            found = self.sizes()  # before the segments: one that is stored meanwhile is none that is gone
+            for segment in found.keys() - self._backend.names():
+                for kind, nbytes in found[segment].items():
+                    freed += nbytes if dry_run or self._delete(f"{segment}.{kind}") else 0
+        return freed
+
+    def _delete(self, name: str) -> bool:
+        with suppress(OSError):
+            return self._backend.delete(name)
+        return False
+
+
+def _content_of(reader: SegmentReader) -> str:
+    """A name for the bytes of a segment: another as soon as one block is another, or is encrypted anew."""
+    return f"{reader.header.digests.digest:016x}"
+
+
+def _text(facts: Any) -> str:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
+
+
+def _blocks(nbytes: int) -> tuple[int, int]:
+    """How many blocks so many bytes of arrays take, and how large they are."""
+    block_bytes = min(_BLOCK_BYTES, aligned(nbytes, ALIGNMENT))
+    return -(-nbytes // max(1, block_bytes)), block_bytes
+
+
+def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Arrays one behind the other, uint8 `[blocks, block bytes]`, with zeros between and behind them."""
+    count, block_bytes = _blocks(nbytes)
+    data, offset = torch.zeros(count * block_bytes, dtype=torch.uint8), 0
+    for array in arrays:
+        size = array.numel() * array.dtype.itemsize
+        data[offset : offset + size].view(array.dtype).copy_(array.detach().reshape(-1))
+        offset += aligned(size, _ARRAY_ALIGNMENT)
+    return data.view(count, block_bytes)
+
+
+# --- what stands before the blocks
+
+
+def _head_bytes(json_bytes: int, nbytes: int) -> int:
+    return aligned(_PREFIX.size + json_bytes + _blocks(nbytes)[0] * DIGEST_DTYPE.itemsize + TAG_BYTES, ALIGNMENT)
+
+
+def _length(stored: Stored, page: bytes) -> int:
+    """See `HeadLength`. Raises FormatError; OSError where memory might not do."""
+    if len(page) < _PREFIX.size or page[:8] != MAGIC:
+        raise FormatError("bad magic, or too short")
+    _, version, json_bytes, nbytes, _ = _PREFIX.unpack_from(page)
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(f"format {version} is newer than {FORMAT_VERSION}; upgrade hf-tiered-cache")
+    if json_bytes > _MOST_JSON or nbytes > _MOST_BYTES:
+        raise FormatError(f"JSON of {json_bytes} bytes and arrays of {nbytes} are too much")
+    head_bytes, size = _head_bytes(json_bytes, nbytes), prod(_blocks(nbytes))
+    if stored.size != head_bytes + size:
+        raise FormatError(f"{stored.size} bytes and not {head_bytes + size}")
+    if stored.size > _LARGE and stored.size > _MOST_HOLES * stored.nbytes:
+        raise OSError(errno.EFBIG, f"{stored.size} bytes in a file that takes {stored.nbytes}")
+    return head_bytes
+
+
+def _encode_json(head: _Head) -> bytes:
+    """Raises ValueError: it is too long."""
+    data = {
+        "segment": head.segment,
+        "content": head.content,
+        "kind": head.kind,
+        "facts": json.loads(head.facts),
+        "arrays": [[a.name, str(a.dtype).removeprefix("torch."), list(a.shape)] for a in head.arrays],
+    }
+    text = _text(data | ({} if head.seal is None else {"cipher": head.seal.to_json()})).encode()
+    if len(text) > _MOST_JSON:
+        raise ValueError(f"names and facts of {len(text)} bytes are more than {_MOST_JSON}")
+    return text
+
+
+def _encode_head(text: bytes, nbytes: int, digests: np.ndarray, guard: Guard) -> bytes:
+    head = bytearray(_PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
+    head = head.ljust(_head_bytes(len(text), nbytes), b"\0")
+    tag = guard.tag(bytes(head))
+    head[len(head) - len(tag) :] = tag
+    struct.pack_into("<Q", head, _PREFIX.size - 8, xxh3(bytes(head)))
+    return bytes(head)
+
+
+def _untagged(data: bytes) -> bytes:
+    """What the tag is over: the head with zeros for checksum and tag."""
+    blank = bytearray(data[:-TAG_BYTES].ljust(len(data), b"\0"))
+    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
+    return bytes(blank)
+
+
+def _decode_head(data: bytes) -> _Head:
+    """Raises FormatError, also where what it says is not what `_encode_head` would have said."""
+    _, _, json_bytes, nbytes, digest = _PREFIX.unpack_from(data)
+    blank = bytearray(data)
+    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
+    if len(data) != _head_bytes(json_bytes, nbytes) or xxh3(bytes(blank)) != digest:
+        raise FormatError("what stands before the blocks fails its checksum")
+    end = _PREFIX.size + json_bytes
+    try:
+        said = json.loads(data[_PREFIX.size : end])
+        head = _Head(
+            segment=said["segment"],
+            content=said["content"],
+            kind=said["kind"],
+            facts=_text(said["facts"]),
+            arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in said["arrays"]),
+            seal=Seal.from_json(said["cipher"]) if "cipher" in said else None,
+            digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
+        )
+    except _UNREADABLE as error:
+        raise FormatError(f"what stands before the blocks cannot be read: {error!r}") from error
+    if head.nbytes != nbytes:
+        raise FormatError(f"arrays of {head.nbytes} bytes do not fit into {nbytes}")
+    return head
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    shape = tuple(sizes)
+    whole = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    if not whole or prod(size or 1 for size in shape) > _MOST_BYTES:
+        raise ValueError(f"{sizes!r} is no shape")
+    return shape
