@@ -84,6 +84,28 @@ def test_ls_for_scripts(run, store):
     assert all(row["tokens"] == row["usable_tokens"] == 64 for row in rows.values())
 
 
+def test_what_lies_beside_a_segment_is_shown_counted_and_deleted_with_it(run, store):
+    root, headers = store
+    name = headers["a"].id
+    before = json.loads(run("stat", root, "--json")[1])["disk_bytes"]
+    assert "beside it" not in run("stat", root, name)[1]
+    opened = open_store(root)
+    assert opened.beside.keep(opened.reader(name), "importance", {"of": torch.ones(5000)}, {})
+    opened.close()
+    size = (root / "beside" / f"{name}.importance").stat().st_blocks * 512
+    (line,) = [line for line in run("stat", root, name)[1].splitlines() if line.startswith("beside it")]
+    assert f"importance, 24.0 KiB ({size:,} bytes)" in line
+    assert json.loads(run("stat", root, name, "--json")[1])["beside"] == {"importance": size}
+    assert json.loads(run("stat", root, "--json")[1])["disk_bytes"] == before + size
+    assert ", 1 file beside them, " in run("verify", root)[1]
+    flip(root / "beside" / f"{name}.importance", -1)
+    status, out, _ = run("verify", root)
+    assert (status, f"{name}.importance: " in out) == (1, True)
+    row_bytes = json.loads(run("stat", root, name, "--json")[1])["bytes"]
+    assert json.loads(run("rm", root, name, "--json")[1])["bytes"] == row_bytes + size
+    assert not list((root / "beside").iterdir())
+
+
 def test_ls_says_what_is_damaged(run, store):
     root, headers = store
     opened = open_store(root)

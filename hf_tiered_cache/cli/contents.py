@@ -22,11 +22,14 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Contents:
-    """The segments of a store, last used last; for each fingerprint what is known of the model; and what is pinned."""
+    """The segments of a store, last used last; for each fingerprint what is known of the model; what is pinned; and
+    for each segment the bytes of what lies beside it, kind by kind.
+    """
 
     rows: list[SegmentRow]
     models: dict[str, dict[str, str]]
     pinned: set[str]
+    beside: dict[str, dict[str, int]]
 
     def describe(self, row: SegmentRow) -> dict[str, Any]:
         """A segment, JSON-ready."""
@@ -41,6 +44,7 @@ class Contents:
             "usable_tokens": row.tokens * row.valid_hashes // num_hashes,
             "position": row.position,
             "bytes": row.nbytes,
+            "beside": self.beside.get(row.id, {}),
             "created": row.created,
             "used": row.used,
             "uses": row.uses,
@@ -84,7 +88,17 @@ def contents_of(path: Path) -> Contents:
 
 
 def contents_of_open(store: KVStore) -> Contents:
-    return Contents(store.segments(), store.models(), store.pinned())
+    return Contents(store.segments(), store.models(), store.pinned(), _beside(store.path))
+
+
+def _beside(path: Path) -> dict[str, dict[str, int]]:
+    found: dict[str, dict[str, int]] = {}
+    with suppress(OSError), os.scandir(path / "beside") as entries:
+        for entry in entries:
+            segment, _, kind = entry.name.partition(".")
+            if kind:
+                found.setdefault(segment, {})[kind] = entry.stat(follow_symlinks=False).st_blocks * 512
+    return found
 
 
 def _catalogued(path: Path) -> Contents | None:
@@ -99,7 +113,7 @@ def _catalogued(path: Path) -> Contents | None:
     pinned: set[str] = set()
     with suppress(OSError):
         pinned.update(os.listdir(path / "pins"))
-    return Contents(rows, models, pinned)
+    return Contents(rows, models, pinned, _beside(path))
 
 
 def check_is_store(path: Path) -> None:

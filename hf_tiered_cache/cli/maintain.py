@@ -16,14 +16,14 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say wha
 
 def verify(
     store: StorePath,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove the damaged segments.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a store and compare every checksum.
 
     Nothing is changed without --repair. What it removes is computed and stored again when it is next asked for. The
-    exit status is 1 if a segment is damaged, and still there; else it is 2 if some were not read, since they are
+    exit status is 1 if something is damaged, and still there; else it is 2 if some were not read, since they are
     encrypted and --key-file names no key, or another one than theirs.
     """
     with open_store(store, key_file=key_file) as opened:
@@ -32,8 +32,9 @@ def verify(
         print_json(report.as_dict())
     else:
         verdict = f"{len(report.bad)} damaged" if report.bad else "all whole"
-        read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}, {format_bytes(report.nbytes)}"
-        print(f"{read}: {verdict}")
+        read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
+        beside = f", {count(report.beside, 'file')} beside them" if report.beside else ""
+        print(f"{read}{beside}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         if not report.ok and not repair:
@@ -54,8 +55,8 @@ def gc(
 ) -> None:
     """Delete what no request can use, and make room.
 
-    Expired and damaged segments go, and unfinished files of writers that have died. With --quota the least recently
-    used segments go too, until the store is well below it. Pinned ones stay.
+    Expired and damaged segments go, and files that dead writers or deleted segments left. With --quota the least
+    recently used segments go too, until the store is well below it. Pinned ones stay.
     """
     if quota is not None:
         parse_bytes(quota, "--quota")
@@ -92,7 +93,7 @@ def rm(
             chosen = contents.of_model(model)
         else:
             chosen = list({row.id: row for row in map(contents.one, segments or ())}.values())
-        nbytes = sum(row.nbytes for row in chosen)
+        nbytes = sum(row.nbytes + sum(contents.beside.get(row.id, {}).values()) for row in chosen)
         what = f"{count(len(chosen), 'segment')}, {format_bytes(nbytes)}"
         if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all of {store} ({what})?"):
             raise Refused("nothing was deleted")
