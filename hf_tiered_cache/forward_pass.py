@@ -145,6 +145,8 @@ class RestoringForward(ForwardPass):
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         if plan.budget_tokens is not None:
+            if method.reorder:
+                store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})
             self.selection = SelectiveRestore(
                 plan,
                 [source.index for source in self.kv_sources if source.selects],

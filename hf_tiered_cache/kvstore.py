@@ -240,7 +240,7 @@ class KVStore:
                 )
 
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
-        """Lay the tokens of segments out by the attention that prompts of this process paid them, most of it first.
+        """Lay the tokens of segments out by the attention that prompts paid them, most of it first.
 
         `Impress(reorder=True)` asks for that by itself, in the background, after 4, 8, 16, ... prompts of a segment.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+
+import torch
 
 from .codecs import coded_provenance
 from .errors import IntegrityError
@@ -18,6 +20,8 @@ from .store.relayout import relayout_segment
 from .store.segment import SegmentReader
 from .tiers.importance import TokenImportance
 
+_IMPORTANCE = "importance"
+"""Kind of the arrays beside a segment that say how important its tokens were, and to how many prompts."""
 logger = logging.getLogger("hf_tiered_cache")
 
 
@@ -53,8 +57,12 @@ class SegmentRewriter:
 
     def reorder(self, segment_id: str) -> bool:
         """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
-        reader, importance = self._disk.reader(segment_id), self.importance.of(segment_id)
-        if reader is None or importance is None or not _is_prefix(reader) or not reader.shape.whole:
+        reader = self._disk.reader(segment_id)
+        if reader is None or not _is_prefix(reader) or not reader.shape.whole:
+            return False
+        self.recall([reader])
+        importance = self.importance.of(segment_id)
+        if importance is None:
             return False
         tables = TokenTables.by_importance(importance, reader.shape.block_groups)
         return not tables.same(reader.shape.tables) and self._replace(segment_id, reader.shape.geometry, tables)
@@ -67,6 +75,32 @@ class SegmentRewriter:
                     queued = self._thread.submit(self._quietly, segment_id)
                     self._queued.add(queued)
                     queued.add_done_callback(self._queued.discard)
+
+    def recall(self, readers: Collection[SegmentReader]) -> None:
+        """Take in what earlier processes knew of these segments' tokens, where this one knows nothing of them."""
+        for reader in readers:
+            if reader.id in self.importance:
+                continue
+            kept = self._disk.beside.kept(reader, _IMPORTANCE, {}) or {}
+            shape = len(reader.shape.layout.layers), reader.shape.tokens
+            right = {"mass": (torch.float32, shape), "prompts": (torch.int64, (1,))}
+            if {name: (array.dtype, tuple(array.shape)) for name, array in kept.items()} == right:
+                self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
+
+    def keep_importance(self) -> None:
+        """Keep what is known of segments' tokens beside them, as far as it has changed since."""
+        if not self._disk.backend.writable:
+            return
+        changed = self.importance.changes()
+        self._disk.forget_deleted(changed)
+        for segment_id, (mass, prompts) in changed.items():
+            arrays = {"mass": torch.from_numpy(mass), "prompts": torch.tensor([prompts])}
+            try:
+                reader = self._disk.reader(segment_id) if segment_id in self.importance else None
+                if reader is not None:
+                    self._disk.beside.keep(reader, _IMPORTANCE, arrays, {})
+            except Exception:  # as below; the store is to be flushed, and closed, all the same
+                logger.exception("the importance of the tokens of segment %s was not kept", segment_id)
 
     def wait(self) -> None:
         """Until nothing is under way."""

@@ -9,6 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -189,6 +190,7 @@ class Storage:
         self.note_uses()
         self.seal()
         self.rewriter.wait()
+        self.rewriter.keep_importance()
         self.writer.flush()
         _keep_scores(self.disk, self.residency.scores)
 
@@ -248,6 +250,8 @@ class Storage:
         if self._close.alive:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+            with suppress(OSError):  # then without what lies beside them
+                stats.disk.bytes += sum(self.disk.beside.by_segment().values())
         stats.disk.budget = self.disk.limits.quota
         stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
         stats.device.bytes = sum(tier.allocated for tier in residency.devices.values())
@@ -312,5 +316,6 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
 
 def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable) -> None:
     rewriter.close()
+    rewriter.keep_importance()
     _keep_scores(disk, scores)
     disk.close()

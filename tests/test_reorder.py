@@ -274,6 +274,86 @@ def test_due_after_4_8_16_prompts():
     assert importance.of("b").tolist() == [[0, 0.25, 0.5, 0]]
 
 
+def test_what_was_learnt_of_tokens_outlives_the_process(model, tmp_path):
+    """Four prompts in two processes lay a segment out as four in one do, and the next four go on from there."""
+    ids, method = prompt(400), replace(METHOD, budget=0.1, alpha=9, reorder=True)
+    found = {}
+    for name, closed_after in (("one", ()), ("several", (1, 3, 5))):
+        store, found[name] = KVStore(tmp_path / name, engine="posix", host_memory=0), []
+        fill(store, model, ids, method)
+        for number in range(8):
+            ask(model, store, question(ids, seed=number % 2), method)
+            if number not in (1, 5):  # then closing keeps what is known; a segment is laid out at 3 and 7
+                store.flush()
+            (row,) = store.segments()
+            known = store._storage.rewriter.importance
+            found[name].append((row.id, known.of(row.id).tolist(), known._prompts[row.id]))
+            if number in closed_after:
+                store.close()
+                store = KVStore(tmp_path / name, engine="posix", host_memory=0)
+        assert list(store._storage.disk.beside.sizes()) == [row.id]
+        store.close()
+    assert found["several"] == found["one"]
+    assert len({name for name, *_ in found["one"]}) >= 2  # it was laid out anew
+    with KVStore(tmp_path / "several", engine="posix", host_memory=0) as store:
+        assert store._storage.rewriter.importance.of(row.id) is None
+        store.reorder(progress=False)  # asks for what was kept
+        assert store._storage.rewriter.importance.of(store.segments()[0].id) is not None
+
+
+@pytest.mark.parametrize("way", ["damaged", "another shape", "another name", "another dtype"])
+def test_importance_that_cannot_be_used_is_learnt_anew(model, tmp_path, way):
+    ids, method = prompt(200), replace(METHOD, reorder=True)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        ask(model, store, question(ids), method)
+        store.flush()
+        (row,) = store.segments()
+        disk, expected = store._storage.disk, store._storage.rewriter.importance.of(row.id)
+        reader, path = disk.reader(row.id), disk.path(f"{row.id}.importance")
+        assert expected.any()
+    forged = {
+        "damaged": None,
+        "another shape": {"mass": torch.ones(2, 3), "prompts": torch.tensor([1])},
+        "another name": {"weights": torch.ones(expected.shape), "prompts": torch.tensor([1])},
+        "another dtype": {"mass": torch.ones(expected.shape), "prompts": torch.tensor([float("nan")])},
+    }[way]
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        if forged is None:
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        else:
+            assert store._storage.disk.beside.keep(store._storage.disk.reader(row.id), "importance", forged, {})
+        ask(model, store, question(ids), method)
+        known = store._storage.rewriter.importance
+        assert np.array_equal(known.of(row.id), expected)  # as if it were the first prompt
+        assert known._prompts[row.id] == 1
+        assert store.stats.verification_failures == (forged is None)
+    assert not reader.gone
+
+
+def test_only_what_reorders_reads_and_keeps_importance(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        ask(model, store, question(ids), METHOD)
+        store.flush()
+        assert store._storage.disk.beside.sizes() == {}
+        written = store.stats.bytes_written
+        ask(model, store, question(ids), replace(METHOD, reorder=True))
+        store.flush()
+        kept = store._storage.disk.beside.by_segment()
+        assert store.stats.bytes_written == written + sum(kept.values()) > written
+        store.flush()  # nothing has changed since
+        assert store.stats.bytes_written == written + sum(kept.values())
+        assert store.stats.disk.bytes == store.segments()[0].nbytes + sum(kept.values())
+        store.remove(kept)
+        store.flush()
+        assert store._storage.disk.beside.sizes() == {}
+        assert store.stats.read_errors == 0
+
+
 # --- faults
 
 

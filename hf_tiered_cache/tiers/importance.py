@@ -12,7 +12,7 @@ _MOST_BYTES = 64 << 20
 
 
 class TokenImportance:
-    """What attention each token got in all, layer by layer, since the process began (IMPRESS, Section 4.4.1).
+    """What attention each token got in all, layer by layer (IMPRESS, Section 4.4.1).
 
     A sum and no average: of two tokens that matter alike, the one that is asked for more often is to lie in front.
 
@@ -25,6 +25,7 @@ class TokenImportance:
         self._every = every
         self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # of each segment float32 [layers, tokens]
         self._prompts: dict[str, int] = {}
+        self._changed: set[str] = set()
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -36,17 +37,26 @@ class TokenImportance:
                 self._nbytes += self._mass[segment].nbytes
             self._mass.move_to_end(segment)
             self._mass[segment][layer, tokens] += mass
-            while self._nbytes > _MOST_BYTES and len(self._mass) > 1:
-                oldest, known = self._mass.popitem(last=False)
-                self._nbytes -= known.nbytes
-                self._prompts.pop(oldest, None)
+            self._changed.add(segment)
+            self._bound()
+
+    def _bound(self) -> None:
+        while self._nbytes > _MOST_BYTES and len(self._mass) > 1:
+            oldest, known = self._mass.popitem(last=False)
+            self._nbytes -= known.nbytes
+            self._prompts.pop(oldest, None)
+            self._changed.discard(oldest)
 
     def prompt_done(self, segment: str) -> bool:
         """A prompt that asked for the segment is through. Returns whether it is due to be laid out anew."""
         with self._lock:
             count = self._prompts[segment] = self._prompts.get(segment, 0) + 1
+            self._changed |= {segment} & self._mass.keys()
         times = count // self._every
         return count % self._every == 0 and times & (times - 1) == 0  # every, 2 every, 4 every...
+
+    def __contains__(self, segment: object) -> bool:
+        return segment in self._mass
 
     def of(self, segment: str) -> np.ndarray | None:
         """The attention that its tokens got, float32 `[layers, tokens]`, or None if nothing is known of them."""
@@ -61,11 +71,28 @@ class TokenImportance:
                 self._nbytes -= self._mass.pop(segment).nbytes
             for segment in segments:
                 self._prompts.pop(segment, None)
+                self._changed.discard(segment)
 
     def rename(self, old: str, new: str) -> None:
         """A segment is called otherwise from now on."""
         with self._lock:
             if old in self._mass:
                 self._mass[new] = self._mass.pop(old)
+                self._changed.add(new)
+            self._changed.discard(old)
             if old in self._prompts:
                 self._prompts[new] = self._prompts.pop(old)
+
+    def changes(self) -> dict[str, tuple[np.ndarray, int]]:
+        """Of each segment of which more is known since this was asked last: the attention, and how many prompts."""
+        with self._lock:
+            changed, self._changed = self._changed, set()
+            return {name: (self._mass[name].copy(), self._prompts.get(name, 0)) for name in changed}
+
+    def load(self, segment: str, mass: np.ndarray, prompts: int) -> None:
+        """Take in what `changes` gave of a segment, in an earlier process, unless something is known of it."""
+        with self._lock:
+            if segment not in self._mass:
+                self._mass[segment], self._prompts[segment] = mass, prompts + self._prompts.get(segment, 0)
+                self._nbytes += mass.nbytes
+                self._bound()
