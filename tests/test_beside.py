@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
+from drawn_faults import Faults, du
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_backend import MemoryBackend
@@ -253,10 +255,6 @@ def test_orphans_are_swept_by_gc_and_where_room_is_wanted(tmp_path):
 # --- room
 
 
-def du(root):
-    return sum(p.lstat().st_blocks * 512 for p in root.rglob("*") if p.is_file())
-
-
 def test_what_is_kept_counts_in_the_quota_and_is_evicted_with_its_segment(tmp_path, cipher):
     probe = open_store(tmp_path / "probe", cipher=cipher)
     arrays = {"of": torch.rand(30_000)}
@@ -349,6 +347,42 @@ def test_a_store_that_cannot_be_written_reads_them(backend, cipher):
     same(looking.beside.kept(mine, "index", FACTS), ARRAYS)
     assert not looking.beside.keep(mine, "index", ARRAYS, FACTS)
     assert counted(looking).dropped_writes == 1
+
+
+@given(seed=st.integers(0, 1 << 32), share=st.sampled_from([0.02, 0.1, 0.4]), key=st.sampled_from([None, KEY]))
+def test_whatever_fails_nothing_wrong_is_found_and_the_quota_is_kept(tmp_path_factory, seed, share, key):
+    root, cipher = tmp_path_factory.mktemp("faults") / "store", key and StoreCipher(key)
+    limit = 900_000
+    faults = Faults(root, seed, share)
+    with faults.rest():
+        store = open_store(root, cipher=cipher, quota=limit)
+    last = {}  # what was kept last beside each segment, or may have been
+    with faults.under_way():
+        for step in range(30):
+            name, kind = faults.random.choice("abcdef"), faults.random.choice(["index", "scores"])
+            store.publish(*segment(hashes(4, name)))
+            rows = store.find(hashes(4, name)[:1])
+            reader = store.found(rows[0]) if rows else None
+            if reader is None:
+                continue
+            found = store.beside.kept(reader, kind, {})
+            assert found is None or any(torch.equal(found["of"], each) for each in last[reader.id, kind])
+            of = torch.full((faults.random.choice([9, 9000]),), float(step))
+            known = last.setdefault((reader.id, kind), [])
+            if store.beside.keep(reader, kind, {"of": of}, {}):
+                known.clear()
+            known.append(of)
+            if faults.random.random() < 0.2:
+                with suppress(OSError):
+                    store.remove([reader.id])
+            with faults.rest():
+                assert du(root) <= limit
+    again = open_store(root, cipher=cipher, quota=limit)
+    maintain.gc(again)
+    assert maintain.verify(again).ok
+    assert set(again.beside.sizes()) <= set(again.backend.names())
+    assert not list((root / "tmp").iterdir())
+    store.close()
 
 
 # --- kill -9
