@@ -166,6 +166,7 @@ class RestoringForward(ForwardPass):
             raise self.cannot_select() from error
         if self._parked is not None:
             raise self.cannot_select()
+        self.fetcher.confirm()  # one wait, for the side stream alone: a pass with a damaged block is undone
         return output
 
     def _begin(self, stack: ExitStack) -> None:

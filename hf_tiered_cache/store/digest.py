@@ -13,6 +13,8 @@ import xxhash
 
 DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])
 """One row of a segment's digest table: 16 bytes a block."""
+_PIECE_BYTES = 16 << 20
+"""Of blocks whose products are in memory at once, which take as much again."""
 
 
 def xxh3(data: memoryview | bytes) -> int:
@@ -44,7 +46,8 @@ def lin64(blocks: torch.Tensor) -> torch.Tensor:
         int64 `[n]`, the bits of the unsigned digests.
     """
     words = blocks.view(torch.int64)  # [n, block_bytes / 8]
-    return (words * _weights(words.shape[1], blocks.device)).sum(dim=1)
+    weights, step = _weights(words.shape[1], blocks.device), max(1, _PIECE_BYTES // blocks.shape[1])
+    return torch.cat([(piece * weights).sum(dim=1) for piece in words.split(step)])
 
 
 def block_digests(blocks: torch.Tensor) -> np.ndarray:
@@ -67,7 +70,13 @@ class Guard(Protocol):
         """
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None."""
+        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None.
+
+        Args:
+            first: number of the first block in the file.
+            blocks: uint8 `[n, block_bytes]` on the CPU.
+            digests: `DIGEST_DTYPE` `[n]`, as they were written.
+        """
 
     def tag(self, head: bytes) -> bytes:
         """What proves that who wrote a head had the key."""
@@ -80,11 +89,8 @@ class Checksums:
         yield blocks, block_digests(blocks)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        if blocks.device.type == "cpu":
-            found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
-            bad = np.flatnonzero(found != digests["xxh3"])
-        else:
-            bad = np.flatnonzero(lin64(blocks).cpu().numpy().view(np.uint64) != digests["lin64"])
+        found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
+        bad = np.flatnonzero(found != digests["xxh3"])
         return int(bad[0]) if len(bad) else None
 
     def tag(self, head: bytes) -> bytes:

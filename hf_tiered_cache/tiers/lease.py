@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ..errors import IntegrityError
 from ..latch import Latch
 from ..store.segment import SegmentReader
 from .blocks import Blocks
+from .late_check import LateCheck
 from .pool import SlotPool, Tier
 from .streams import CopyStream, DoneEvent, Event
 
@@ -25,6 +27,15 @@ class BlockRequest(NamedTuple):
     reader: SegmentReader
     block_group: int
     chunks: np.ndarray
+
+
+class LateBlocks(NamedTuple):
+    """Slots whose blocks are checked where they lie: until that is done nobody else finds them."""
+
+    tier: Tier
+    pool: SlotPool
+    slots: np.ndarray
+    request: BlockRequest
 
 
 @dataclass(eq=False)
@@ -44,6 +55,10 @@ class Hold:
     """Whether a read from disk may be writing to them."""
     moves_down: bool = False
     """Whether evicted blocks are being copied to them."""
+    check: LateCheck | None = None
+    """Of what was read to the device, past the host."""
+    late: list[LateBlocks] = field(default_factory=list)
+    """The slots that go by it."""
 
 
 @dataclass(eq=False)
@@ -89,10 +104,28 @@ class Lease:
         return self.latch.is_open
 
     def wait(self) -> None:
-        """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises."""
+        """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises.
+
+        Of some it may still be open whether they are what was written: see `confirm`.
+        """
         self.latch.wait()
         if self.hold.stream is not None:
             self.hold.stream.await_copies(self.hold.copied)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether `confirm` has nothing to wait for, and nothing to raise. Of a lease that was waited for."""
+        return self.hold.check is None or self.hold.check.is_confirmed
+
+    def confirm(self) -> None:
+        """Wait until the device has checked what it was given, also after `release`. Raises IntegrityError."""
+        if self.is_confirmed:
+            return
+        try:
+            self.residency.confirm(self.hold)
+        except IntegrityError as error:
+            self.failed = next(leased.request.reader for leased in self.leased if leased.request.reader.caused(error))
+            raise
 
     def release(self) -> None:
         """Let the slots go. Call after the last use of the blocks, and also for a lease that failed."""

@@ -23,7 +23,8 @@ from . import make_policy
 from .blocks import BlockRun, Blocks, overlaps
 from .guesses import Guesses
 from .interrupts import Apart, Step
-from .lease import BlockRequest, Hold, Lease, LeasedBlocks
+from .late_check import LateCheck
+from .lease import BlockRequest, Hold, LateBlocks, Lease, LeasedBlocks
 from .policy import Usage
 from .pool import ORPHANED, RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
@@ -41,8 +42,8 @@ class _Arrival:
     on_device: list[Blocks] = field(default_factory=list)
     on_host: list[Blocks] = field(default_factory=list)
     to_read: list[BlockRun] = field(default_factory=list)
-    direct: bool = False
-    """Whether some of that goes to the device without passing through the host."""
+    direct: list[BlockRun] = field(default_factory=list)
+    """What is read to the device without passing through the host."""
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
@@ -147,7 +148,9 @@ class Residency:
             self._hold_found(each, hold, collector)
         for each in arrivals:
             self._take_slots(each, hold)
-        from_disk = [each for each in arrivals if each.to_read]
+        from_disk = [each for each in arrivals if each.to_read or each.direct]
+        through_host = [(*each.leased.request[:2], each.to_read) for each in from_disk]
+        direct = [(*each.leased.request[:2], each.direct) for each in from_disk if each.direct]
 
         def arrive() -> None:
             for each in arrivals:
@@ -164,9 +167,9 @@ class Residency:
                 hold.reading = True
             collector.read_started()
             try:
-                if hold.stream is not None and any(each.direct for each in from_disk):
+                if hold.stream is not None and direct:
                     hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
-                reading = read_batch([(*each.leased.request[:2], each.to_read) for each in from_disk])
+                reading = read_batch(through_host, direct)
             except BaseException as error:  # the store was closed meanwhile
                 reading = Future()
                 reading.set_exception(error)
@@ -179,6 +182,12 @@ class Residency:
                 count = len(each.leased.from_disk)
                 found, lost = (0, count) if error else (count, 0)
                 collector.looked_up("disk", found, lost, each.block_bytes)
+            try:
+                unseen = [each for each in direct if each[0].verifies]
+                if error is None and unseen and hold.stream is not None:
+                    hold.check = LateCheck(hold.stream, unseen)
+            except Exception as caught:  # no memory on the device
+                error = caught
             self._settle(lease, arrive, error)
 
         return read if from_disk else None, arrive
@@ -296,8 +305,7 @@ class Residency:
         if each.tier is not None and self._direct and not gone:
             reserved = self._reserve(each.tier, size, rest, hold, each)
             each.on_device.append(reserved)
-            each.to_read.extend(reserved.runs())
-            each.direct, rest = len(reserved) > 0, rest[len(reserved) :]
+            each.direct, rest = reserved.runs(), rest[len(reserved) :]
         staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
         staged.extend(self.host.own_memory(rest[sum(map(len, staged)) :], size))
         each.on_host.extend(staged)
@@ -347,8 +355,31 @@ class Residency:
             new = slots[pool.owner[slots] == RESERVED]
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
+            elif lease.hold.check is not None:
+                direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
+                lease.hold.late.append(LateBlocks(holder, pool, new[direct], request))
+                new = new[~direct]
             if len(new):
                 holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
+
+    def confirm(self, hold: Hold) -> None:
+        """Wait until the device has checked what was read past the host, and enter it in the tier.
+
+        Raises:
+            IntegrityError: a block is not what was written.
+        """
+        if hold.check is not None:
+            hold.check.confirm()
+            with self._lock, self._step:
+                self._keep_checked(hold)
+
+    def _keep_checked(self, hold: Hold) -> None:
+        """Enter a batch that the device has checked in the tier; one with a damaged block goes with the lease."""
+        late, hold.late = hold.late, []
+        for tier, pool, slots, (reader, block_group, _) in late if hold.check and hold.check.found_whole() else ():
+            new = slots[pool.owner[slots] == RESERVED]
+            if len(new) and not reader.gone:
+                tier.settle(pool, new, reader.owner(block_group), pool.chunk[new], reader.shape.chunks)
 
     # --- between host and device
 
@@ -416,6 +447,8 @@ class Residency:
         for hold in list(self._holds):
             if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
                 hold.over = self._now(hold)
+            if hold.late and hold.check is not None and hold.check.is_done():
+                self._keep_checked(hold)
             if hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query():
                 for tier, pool, slots in hold.slots:
                     self._unpin(tier, pool, slots)
