@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,15 +29,6 @@ class BlockRequest(NamedTuple):
     chunks: np.ndarray
 
 
-class LateBlocks(NamedTuple):
-    """Slots whose blocks are checked where they lie: until that is done nobody else finds them."""
-
-    tier: Tier
-    pool: SlotPool
-    slots: np.ndarray
-    request: BlockRequest
-
-
 @dataclass(eq=False)
 class Hold:
     """Slots that may not be evicted. The residency keeps every one until nothing reads or writes them any more."""
@@ -57,8 +48,8 @@ class Hold:
     """Whether evicted blocks are being copied to them."""
     check: LateCheck | None = None
     """Of what was read to the device, past the host."""
-    late: list[LateBlocks] = field(default_factory=list)
-    """The slots that go by it."""
+    when_whole: list[Callable[[], None]] = field(default_factory=list)
+    """What is done once that has found it whole: until then nobody else finds it."""
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from .blocks import BlockRun, Blocks, overlaps
 from .guesses import Guesses
 from .interrupts import Apart, Step
 from .late_check import LateCheck
-from .lease import BlockRequest, Hold, LateBlocks, Lease, LeasedBlocks
+from .lease import BlockRequest, Hold, Lease, LeasedBlocks
 from .policy import Usage
 from .pool import ORPHANED, RESERVED, SlotPool, Tier
 from .resident import ResidentKeys
@@ -357,10 +357,18 @@ class Residency:
                 new = new[~np.isin(pool.chunk[new], moved)]
             elif lease.hold.check is not None:
                 direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
-                lease.hold.late.append(LateBlocks(holder, pool, new[direct], request))
+                lease.hold.when_whole.append(partial(self._enter, holder, pool, new[direct], request))
                 new = new[~direct]
-            if len(new):
-                holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
+            self._enter(holder, pool, new, request)
+
+    @staticmethod
+    def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
+        """The tier keeps the blocks that were read into these slots, for others to find."""
+        reader, block_group, _ = request
+        slots = slots[pool.owner[slots] == RESERVED]
+        if len(slots) and not reader.gone:
+            chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
+            tier.settle(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
 
     def confirm(self, hold: Hold) -> None:
         """Wait until the device has checked what was read past the host, and enter it in the tier.
@@ -373,13 +381,12 @@ class Residency:
             with self._lock, self._step:
                 self._keep_checked(hold)
 
-    def _keep_checked(self, hold: Hold) -> None:
-        """Enter a batch that the device has checked in the tier; one with a damaged block goes with the lease."""
-        late, hold.late = hold.late, []
-        for tier, pool, slots, (reader, block_group, _) in late if hold.check and hold.check.found_whole() else ():
-            new = slots[pool.owner[slots] == RESERVED]
-            if len(new) and not reader.gone:
-                tier.settle(pool, new, reader.owner(block_group), pool.chunk[new], reader.shape.chunks)
+    @staticmethod
+    def _keep_checked(hold: Hold) -> None:
+        """The device has checked a batch: keep it, unless a block is damaged: then it goes with the lease."""
+        keep, hold.when_whole = hold.when_whole, []
+        for action in keep if hold.check is not None and hold.check.found_whole() else ():
+            action()
 
     # --- between host and device
 
@@ -447,7 +454,7 @@ class Residency:
         for hold in list(self._holds):
             if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
                 hold.over = self._now(hold)
-            if hold.late and hold.check is not None and hold.check.is_done():
+            if hold.when_whole and hold.check is not None and hold.check.is_done():
                 self._keep_checked(hold)
             if hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query():
                 for tier, pool, slots in hold.slots:
