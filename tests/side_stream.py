@@ -37,12 +37,29 @@ class Point:
         self.stream.done = max(self.stream.done, self.number)
 
 
+class Computed:
+    """The end of a computation, which is done when it was waited for."""
+
+    def __init__(self, stream: SideStream) -> None:
+        self.stream, self.done = stream, False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.stream.computations[threading.current_thread().name] += 1
+        self.done = True
+
+
 class SideStream(CopyStream):
-    """Counts who waits for it, by thread."""
+    """Counts who waits for it and for computations, by thread."""
+
+    on_host = False
 
     def __init__(self) -> None:
         self.recorded = self.done = self.depth = 0
         self.waits: Counter[str] = Counter()
+        self.computations: Counter[str] = Counter()
 
     @contextmanager
     def copying(self):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -50,23 +50,47 @@ def lin64(blocks: torch.Tensor) -> torch.Tensor:
     return torch.cat([(piece * weights).sum(dim=1) for piece in words.split(step)])
 
 
-def block_digests(blocks: torch.Tensor) -> np.ndarray:
-    """Both digests of each block. `blocks`: uint8 `[n, block_bytes]` on the CPU; returns `DIGEST_DTYPE` `[n]`."""
+class PackedBlocks(NamedTuple):
+    """A block group's blocks, packed on a device that has also computed their lin64."""
+
+    blocks: torch.Tensor
+    """uint8 `[n, block_bytes]` on the CPU."""
+    lin64: np.ndarray
+    """int64 `[n]`, the bits of the unsigned digests."""
+
+
+Group = torch.Tensor | PackedBlocks
+"""A block group's blocks, uint8 `[n, block_bytes]` on the CPU, with or without their lin64."""
+
+
+def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
+    """Both digests of each block.
+
+    Args:
+        blocks: uint8 `[n, block_bytes]` on the CPU.
+        linear: int64 `[n]`, their lin64 if that is known.
+
+    Returns:
+        `DIGEST_DTYPE` `[n]`.
+    """
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
-    table["lin64"] = lin64(blocks).numpy().view(np.uint64)
+    table["lin64"] = (lin64(blocks).numpy() if linear is None else linear).view(np.uint64)
     return table
 
 
 class Guard(Protocol):
     """What stands between a file's blocks and memory: a digest for each block, and for the file's head a tag."""
 
-    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    def seal(
+        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         """Blocks as they are written, piece by piece, and their digests; each piece is good until the next.
 
         Args:
             first: number of the first block in the file.
             blocks: uint8 `[n, block_bytes]` on the CPU; left as it is.
+            linear: int64 `[n]`, their lin64 if that is known.
         """
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
@@ -85,8 +109,10 @@ class Guard(Protocol):
 class Checksums:
     """Guards blocks that are stored as they are, against accidents only."""
 
-    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        yield blocks, block_digests(blocks)
+    def seal(
+        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
         found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
