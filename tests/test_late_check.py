@@ -15,6 +15,7 @@ from hf_tiered_cache.errors import IntegrityError
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.fetch import Fetcher
+from hf_tiered_cache.sources import dense as dense_module
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.lease import BlockRequest
@@ -118,6 +119,22 @@ def test_a_pass_over_a_damaged_block_is_undone_and_planned_again(model, tmp_path
 
 def kv_in(pending):
     return [blocks.view(torch.float32) for blocks in pending.block_groups()]
+
+
+def test_an_error_that_damage_has_led_to_is_not_the_users(model, tmp_path, monkeypatch):
+    def restore(prefetch, plan, layer, kind, dtype, keys, values, *rest, real=dense_module.restore_layer):
+        real(prefetch, plan, layer, kind, dtype, keys, values, *rest)
+        if max(tensor[:, :, : plan.suffix].abs().max() for tensor in (keys, values)) > 20:
+            raise ValueError("the model cannot stand this")
+
+    monkeypatch.setattr(dense_module, "restore_layer", restore)
+    stored(model, tmp_path)
+    store, _ = with_device(monkeypatch, tmp_path)
+    with store:
+        damage(store, 1, 4)
+        ours, cache = ask(model, store, record=False)
+        assert (cache.stats.verification_failures, cache.stats.tokens_restored) == (1, 64)
+    same(ours, model.generate(IDS, **GREEDY))
 
 
 def test_without_checks_the_same_damage_is_seen_by_nobody_and_spoils_the_answer(model, tmp_path, monkeypatch):
@@ -236,6 +253,20 @@ def test_blocks_are_found_by_others_when_they_are_known_to_be_whole(open_segment
     fetch(residency, reader, 1)[0].release()
     (tier,) = residency.devices.values()
     assert tier.allocated <= tier.budget
+
+
+def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
+    """Else the slots of another lease would be taken for them. The check may end between two questions."""
+    residency, disk, name, _ = open_segment
+    reader = disk.reader(name)
+    lease, _ = fetch(residency, reader)
+    check, stream = lease.hold.check, residency._streams[CPU]
+    check.is_done = lambda: False
+    stream.done = stream.recorded
+    lease.release()
+    assert lease.hold.when_whole == []
+    assert lease.hold not in residency._holds
+    assert residency.where(reader.owner(0), np.arange(CHUNKS), CPU)["device"] == CHUNKS
 
 
 def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_segment):

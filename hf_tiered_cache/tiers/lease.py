@@ -51,6 +51,12 @@ class Hold:
     when_whole: list[Callable[[], None]] = field(default_factory=list)
     """What is done once that has found it whole: until then nobody else finds it."""
 
+    def keep_checked(self) -> None:
+        """The device has checked a batch: keep it, unless a block is damaged, which goes with the lease."""
+        keep, self.when_whole = self.when_whole, []
+        for action in keep if self.check is not None and self.check.found_whole() else ():
+            action()
+
 
 @dataclass(eq=False)
 class LeasedBlocks:

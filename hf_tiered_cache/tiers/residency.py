@@ -379,14 +379,7 @@ class Residency:
         if hold.check is not None:
             hold.check.confirm()
             with self._lock, self._step:
-                self._keep_checked(hold)
-
-    @staticmethod
-    def _keep_checked(hold: Hold) -> None:
-        """The device has checked a batch: keep it, unless a block is damaged: then it goes with the lease."""
-        keep, hold.when_whole = hold.when_whole, []
-        for action in keep if hold.check is not None and hold.check.found_whole() else ():
-            action()
+                hold.keep_checked()
 
     # --- between host and device
 
@@ -454,9 +447,10 @@ class Residency:
         for hold in list(self._holds):
             if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
                 hold.over = self._now(hold)
-            if hold.when_whole and hold.check is not None and hold.check.is_done():
-                self._keep_checked(hold)
-            if hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query():
+            over = hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query()
+            if over or (hold.check is not None and hold.check.is_done()):  # checks come before the end of copies
+                hold.keep_checked()
+            if over:
                 for tier, pool, slots in hold.slots:
                     self._unpin(tier, pool, slots)
                 self._holds.discard(hold)
