@@ -462,7 +462,8 @@ def _packer(
             stream = streams[device]
             device = torch.device("cpu") if stream.on_host else device
             with stream.copying():
-                blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8, device=device)
+                size = shape.chunks_in(block_group), block_group.block_bytes
+                blocks = torch.zeros(size, dtype=torch.uint8, device=device)
                 for part in block_group.parts:
                     heads = slice(part.first_head, part.first_head + part.heads)
                     tokens = _tokens(_caught(sources, part), row, heads, start, shape.tokens)

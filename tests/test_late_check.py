@@ -45,7 +45,7 @@ def damage(store, block_group, *chunks, first=0):
     block_group = range(len(reader.shape.block_groups))[block_group]
     size = reader.shape.block_groups[block_group].block_bytes
     with open(store._storage.disk.path(row.id), "r+b") as data:
-        for chunk in chunks or range(first, reader.shape.chunks):
+        for chunk in chunks or range(first, reader.shape.chunks_in(reader.shape.block_groups[block_group])):
             data.seek(reader.header.blocks.offset + reader.shape.group_offsets[block_group] + chunk * size)
             data.write(bytes([0x42]) * size)  # 48.6 each
     return reader.shape.block_groups[block_group].layers

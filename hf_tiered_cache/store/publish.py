@@ -70,7 +70,8 @@ class Publisher:
             offset = header.blocks.offset
             for block_group, group in enumerate(block_groups):
                 blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
-                digests.append(_write_group(upload, offset, guard, header.shape.first_block(block_group), blocks, linear))
+                first = header.shape.first_block(block_group)
+                digests.append(_write_group(upload, offset, guard, first, blocks, linear))
                 written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)

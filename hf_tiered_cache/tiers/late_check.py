@@ -28,7 +28,7 @@ class LateCheck:
         runs = [(reader, number, first, blocks) for reader, number, some in asked for first, blocks in some]
         self._runs = [(reader, number, first, len(blocks)) for reader, number, first, blocks in runs]
         expected = np.concatenate(
-            [reader.digests["lin64"][number, first : first + count] for reader, number, first, count in self._runs]
+            [reader.digests[number]["lin64"][first : first + count] for reader, number, first, count in self._runs]
         ).view(np.int64)
         with stream.copying():
             found = torch.cat([lin64(blocks) for *_, blocks in runs])  # int64 [blocks]
