@@ -273,6 +273,21 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
     assert rotated_at_once == [10] * 5 + [1]
 
 
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_rotation_is_asked_for_keys_alone_where_it_can_do_without_queries(infers):
+    keys, cos, sin = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+    expected, heads = apply_rotary_pos_emb(keys, keys, cos, sin)[1], []
+
+    def rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads.append(q.shape[1])
+        pairs = q.reshape(*q.shape[:-1], -1 if infers else 4, 2)  # -1 of no queries is ambiguous
+        return apply_rotary_pos_emb(pairs.flatten(-2), k, cos, sin)
+
+    rotary.RotaryCall(rotary._Watched(rotation), (keys, keys, cos, sin), {}, expected).rotate_(keys, cos, sin)
+    assert torch.equal(keys, expected)
+    assert heads == ([0, 1] if infers else [0])
+
+
 @dataclass(frozen=True)
 class Plain(Method):
     """Exact reuse under another geometry."""
