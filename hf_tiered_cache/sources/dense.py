@@ -37,7 +37,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def __init__(self, index: int) -> None:
         self.index = index
         super().__init__()
-        self.is_initialized = False
         self.end_pass()
 
     # --- a pass
@@ -118,7 +117,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `[batch, heads, n, dim]` and return all that the new queries may see."""
         count = key_states.shape[2]
-        keys, values = self.extend(key_states, value_states, count)
+        keys, values = super().extend(key_states, value_states, count)
         keys.copy_(key_states)
         values.copy_(value_states)
         return self._visible(count)
@@ -126,16 +125,18 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVBuffer`."""
-        if not self.is_initialized:
-            self.lazy_initialization(like_keys, like_values)
+        """See `KVBuffer`; in a pass that restores."""
         views = super().extend(like_keys, like_values, columns, first)
         self._announced()
         return views
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        """Nothing: buffers are made for the first columns."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has buffers."""
+        return self._keys is not None
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last `queries` columns may attend to, as `get_mask_sizes` announced it; None for scattered ones."""
@@ -180,7 +181,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def reset(self) -> None:
         self._drop()
-        self.is_initialized = False
         self.end_pass()
 
     def fork(self) -> DenseSource:

@@ -9,7 +9,7 @@ import torch
 
 from ..geometry import ALIGNMENT
 
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -28,13 +28,13 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
 
 
 def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and not pin and nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    if device.type == "cpu" and not pin and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         # a mapping begins with a huge page where its size is a multiple of theirs, or by luck: the last may not be used
-        pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        start = -memory.data_ptr() % _HUGE_PAGE
+        start = -memory.data_ptr() % HUGE_PAGE
         with suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
+            pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     else:
         memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin, device=device)
         start = -memory.data_ptr() % ALIGNMENT
