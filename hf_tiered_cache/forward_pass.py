@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ from .stats import StatsCollector
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
 from .transfers import to_device, to_host
+
+_layer_kv = lru_cache(maxsize=256)(LayerKV)
+"""Layers are alike at every token, and often among themselves: what describes them is made once."""
 
 
 class ForwardPass(Scope):
@@ -85,7 +89,7 @@ class ForwardPass(Scope):
         if not self._captures:
             return source.update(keys, values)
         pre_rope = self.tap.take(keys, values)
-        kind = LayerKV(
+        kind = _layer_kv(
             keys.shape[1],
             keys.shape[3],
             values.shape[1],

@@ -54,6 +54,7 @@ class LayerBuffer:
     """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
 
     kind: LayerKV
+    device: torch.device
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
@@ -140,7 +141,9 @@ class Recorder:
         """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
         if not self._catching:
             return
-        caught = self._layers.setdefault(layer, LayerBuffer(kind))
+        caught = self._layers.get(layer)
+        if caught is None:
+            caught = self._layers[layer] = LayerBuffer(kind, keys.device)
         if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
             self._catching = False
             return
@@ -294,7 +297,9 @@ class Recorder:
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
-            twin._layers = {i: LayerBuffer(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
+            twin._layers = {
+                i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
+            }
             twin._sealed, twin._found = list(self._sealed), list(self._found)
             twin._ancestors = list(self._ancestors)
             twin._streams, twin._computed = dict(self._streams), dict(self._computed)
@@ -320,7 +325,7 @@ class Recorder:
 
     def _mark(self) -> None:
         """Passes and seals may come from threads with streams of their own: note how far this one's are."""
-        for device in {tensors[-1].device for tensors in self._tensors() if tensors}:
+        for device in {caught.device for caught in self._layers.values()}:
             if device not in self._streams:
                 self._streams[device] = copy_stream(device)
             self._computed[device] = self._streams[device].computed()
@@ -493,7 +498,6 @@ def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, cou
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
-    tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
         return tensor.clone()
     return tensor
