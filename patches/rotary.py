@@ -87,13 +87,21 @@ class RotaryCall(Call):
         super().__init__(watched.function, watched.places, args, kwargs)
         self.rotated = rotated
 
-    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`, with tables `[1, n, dims]`."""
-        step = max(1, keys.shape[2])
+    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
+        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`.
+
+        Args:
+            keys: which.
+            cos, sin: tables `[1, first + n, dims]`, or longer ones: the keys' own begin with row `first`.
+            first: see there.
+        """
+        columns = step = keys.shape[2]
         if keys.device.type == "cpu" and keys.numel():
-            step = max(1, step * _PIECE_BYTES // (keys.numel() * keys.element_size()))
-        for some, *tables in zip(keys.split(step, 2), cos.split(step, 1), sin.split(step, 1), strict=True):
-            some.copy_(self._rotated(some, *tables))
+            step = max(1, columns * _PIECE_BYTES // (keys.numel() * keys.element_size()))
+        for at in range(0, columns, step or 1):
+            count = min(step, columns - at)
+            some = keys.narrow(2, at, count)
+            some.copy_(self._rotated(some, *(table.narrow(1, first + at, count) for table in (cos, sin))))
 
     def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         try:
@@ -161,9 +169,9 @@ class RotaryTap:
             like: keys that rotate.
             tensor: `[batch, heads, n, dim]`.
         """
-        count, call = tensor.shape[2], like.rotation
-        cos, sin = (table.narrow(1, first, count) for table in self._tables_at(call, first + count, tensor.device))
-        call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin)
+        call = like.rotation
+        cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
+        call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin, first)
 
     def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """The same for keys of any positions.

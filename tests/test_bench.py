@@ -108,7 +108,12 @@ def test_steps(tmp_path, monkeypatch):
     assert counts["prompt"]["calls"] > counts["token"]["calls"] > counts["token"]["functions"] > 10
     assert found["counts"]["CacheTune"]["prompt"]["calls"] > counts["prompt"]["calls"]
     assert len(found["times"]["Exact, first token"]) == 2
-    assert "changes of file" in (tmp_path / "steps-cpu.md").read_text()
+    asked = found["operations"]  # of a layer, beyond what it asks for with DynamicCache
+    # blocks to columns and what is computed behind them: four copies for its two joins; a rotation and its copy: six
+    assert asked["prompt"]["kernels"] <= 8 and asked["prompt"]["views"] <= 39
+    assert asked["token"]["kernels"] <= 0 and asked["token"]["views"] <= 4
+    page = (tmp_path / "steps-cpu.md").read_text()
+    assert "changes of file" in page and "Kernels / views" in page
 
 
 def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(monkeypatch):

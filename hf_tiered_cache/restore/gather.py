@@ -121,7 +121,8 @@ class Gather:
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
         """The fields of a part's first heads."""
-        return [view[:, :heads] for view in self._shape.field_views(memory, part)]
+        views = self._shape.field_views(memory, part)
+        return list(views) if heads == part.heads else [view[:, :heads] for view in views]
 
     def _decode(self, fields: Iterable[torch.Tensor]) -> torch.Tensor:
         return self._shape.codec.decode(tuple(fields), self._shape.layout.dtype)
