@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,6 +62,8 @@ class ForwardPass(Scope):
         self._stack = ExitStack()
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
         self.collector = collector
+        self.assemble_seconds = 0.0
+        """Time of this thread in what is restored and chosen, waiting for it included."""
         self._rechoice: Rechoice | None = None
         self.kv_sources = kv_sources(sources)
         self.selects = any(source.rechooses for source in self.kv_sources)
@@ -69,6 +72,7 @@ class ForwardPass(Scope):
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` on these arguments."""
         with self._stack as stack:
+            stack.callback(self._count)
             self._begin(stack)
             stack.enter_context(self.attachment.running_eagerly())
             stack.enter_context(entered(self))
@@ -77,6 +81,11 @@ class ForwardPass(Scope):
     def close(self) -> None:
         """End it, where a Ctrl-C on the way out kept it from ending."""
         self._stack.close()
+
+    def _count(self) -> None:
+        """Once for all layers."""
+        if self.assemble_seconds:
+            self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def _begin(self, stack: ExitStack) -> None:
         """Prepare what the pass needs; `stack` ends all of it."""
@@ -107,7 +116,11 @@ class ForwardPass(Scope):
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's queries, `[batch, heads, n, dim]`, attend to."""
-        return self.sources[layer].attend(self, query, keys, values, scaling)
+        started = time.perf_counter()
+        try:
+            return self.sources[layer].attend(self, query, keys, values, scaling)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
 
     def rechoice(self, live: LiveSelection) -> Rechoice:
         """The choices of this pass, for sources that choose again while decoding."""
@@ -204,6 +217,14 @@ class RestoringForward(ForwardPass):
                 self.rows[layer] = to_device(rows, self.attachment.device_of(layer))
             if (kept := plan.kept(layer)) is not None:
                 self.kept[layer] = to_device(kept, self.attachment.device_of(layer))
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ForwardPass`."""
+        started = time.perf_counter()
+        try:
+            return super().append(layer, keys, values)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
 
     # --- what sources ask (see `RestoringPass`)
 

@@ -13,14 +13,12 @@ from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.rechoose import LiveSelection, Rechoice
 from ..restore.selective import SelectiveRestore
-from ..stats import StatsCollector
 
 
 class Pass(Protocol):
     """What the sources of one forward pass share."""
 
     tap: RotaryTap
-    collector: StatsCollector
 
     def rechoice(self, live: LiveSelection) -> Rechoice:
         """The choices of the pass, for sources that choose again."""

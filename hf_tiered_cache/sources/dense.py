@@ -93,22 +93,21 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Restored and computed columns, side by side."""
         plan = restoring.plan
-        with restoring.collector.timing("assemble_seconds"):
-            first = max(0, plan.first_kept(self.window))
-            keys, values = self.extend(key_states, value_states, plan.columns, first)
-            rotate_ = partial(restoring.tap.rotate_, pre_rope)
-            dtype = pre_rope.keys.dtype
-            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
-            if plan.suffix is not None:
-                keys[:, :, plan.suffix - first :] = key_states
-                values[:, :, plan.suffix - first :] = value_states
-                return self._visible(key_states.shape[2])
-            columns = restoring.columns(self.index, first, keys.device)
-            if self.index == plan.compare_layer:
-                restoring.compare(self.index, values.index_select(2, columns), value_states)
-            keys.index_copy_(2, columns, key_states)
-            values.index_copy_(2, columns, value_states)
-            return self._visible(None)
+        first = max(0, plan.first_kept(self.window))
+        keys, values = self.extend(key_states, value_states, plan.columns, first)
+        rotate_ = partial(restoring.tap.rotate_, pre_rope)
+        dtype = pre_rope.keys.dtype
+        restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        if plan.suffix is not None:
+            keys[:, :, plan.suffix - first :] = key_states
+            values[:, :, plan.suffix - first :] = value_states
+            return self._visible(key_states.shape[2])
+        columns = restoring.columns(self.index, first, keys.device)
+        if self.index == plan.compare_layer:
+            restoring.compare(self.index, values.index_select(2, columns), value_states)
+        keys.index_copy_(2, columns, key_states)
+        values.index_copy_(2, columns, value_states)
+        return self._visible(None)
 
     # --- what transformers asks of a cache layer
 

@@ -102,17 +102,16 @@ class SelectedSource(DenseSource):
         (pre_rope, _), self._parked = self._parked, None
         restoring.unpark()
         plan, selection = restoring.plan, restoring.selection
-        with restoring.collector.timing("assemble_seconds"):
-            self._num_selected = plan.num_selected
-            all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
-            selected = slice(0, self._num_selected)
-            chosen = all_keys[:, :, selected], all_values[:, :, selected]
-            selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
-            all_keys[:, :, self._num_selected :] = keys
-            all_values[:, :, self._num_selected :] = values
-            if (live := selection.live(self.index, keys.shape[0])) is not None:
-                self._live, self._rows = live
-            return self._visible(keys.shape[2])
+        self._num_selected = plan.num_selected
+        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
+        selected = slice(0, self._num_selected)
+        chosen = all_keys[:, :, selected], all_values[:, :, selected]
+        selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
+        all_keys[:, :, self._num_selected :] = keys
+        all_values[:, :, self._num_selected :] = values
+        if (live := selection.live(self.index, keys.shape[0])) is not None:
+            self._live, self._rows = live
+        return self._visible(keys.shape[2])
 
     def _choose_again(
         self, live: LiveSelection, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
@@ -123,9 +122,8 @@ class SelectedSource(DenseSource):
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            with forward_pass.collector.timing("assemble_seconds"):
-                choices = forward_pass.rechoice(live)
-                self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+            choices = forward_pass.rechoice(live)
+            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # what was chosen before is still there
             logger.warning("%s; from here on what was chosen stays", error)
             self._live = None
