@@ -98,16 +98,10 @@ class ForwardPass(Scope):
         if not self._captures:
             return source.update(keys, values)
         pre_rope = self.tap.take(keys, values)
-        kind = _layer_kv(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[1],
-            values.shape[3],
-            source.window,
-            pre_rope.rotated,
-            pre_rope.dims,
-            pre_rope.position_independent,
-        )
+        _, key_heads, _, key_dim = keys.shape
+        _, value_heads, _, value_dim = values.shape
+        how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
         if self.recorder is not None:
             self.recorder.catch(layer, kind, pre_rope.keys, pre_rope.values)
         return source.append(kind, pre_rope, keys, values)

@@ -124,7 +124,7 @@ class SequenceState:
                 len(g.rows) * min(plan.budget_tokens, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups
             )
             if self.method.reorder:
-                self.store.rewriter.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
+                self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
         collector.add(
             tokens_restored=restored,
             tokens_computed=rows * columns - padding - restored,

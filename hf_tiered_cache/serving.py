@@ -134,7 +134,7 @@ class Serving:
         own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
         if plan is None:
             return self._run(cache, ForwardPass(*own), forward, request.kwargs)
-        for geometry in {piece.reader.shape.geometry for group in plan.groups for piece in group.pieces}:
+        for geometry in {reader.shape.geometry for reader in plan.readers}:
             if said := self.method.misfit(geometry):
                 self.store.disk.warn(said, said)
         restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method)

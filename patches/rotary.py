@@ -77,15 +77,17 @@ class RotaryTable:
         return cos[:, :-1], sin[:, :-1]
 
 
+@dataclass(eq=False)
 class RotaryCall(Call):
-    """One call of the modelling code's rotation of queries and keys, and the rotated keys."""
+    """One call of the modelling code's rotation of queries and keys.
 
+    Args:
+        rotated: the keys that it returned.
+        table: what it was given, as far as that was seen.
+    """
+
+    rotated: torch.Tensor
     table: RotaryTable | None = None
-    """The tables that it was given, as far as these were seen."""
-
-    def __init__(self, watched: _Watched, args: tuple, kwargs: dict[str, Any], rotated: torch.Tensor) -> None:
-        super().__init__(watched.function, watched.places, args, kwargs)
-        self.rotated = rotated
 
     def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
         """The same rotation, in place, of other keys, `[batch, heads, n, dims]`.
@@ -306,5 +308,5 @@ class _Watched:
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.function(*args, **kwargs)
         if not torch.compiler.is_compiling() and (scope := current()) is not None:
-            scope.tap.last = RotaryCall(self, args, kwargs, rotated[1])
+            scope.tap.last = RotaryCall(self.function, self.places, args, kwargs, rotated[1])
         return rotated

@@ -266,7 +266,8 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
     first = keys[:, :, :1]
-    call = rotary.RotaryCall(rotary._Watched(rotation), (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}, first)
+    given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
+    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
     monkeypatch.setattr(rotary, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
@@ -283,7 +284,8 @@ def test_a_rotation_is_asked_for_keys_alone_where_it_can_do_without_queries(infe
         pairs = q.reshape(*q.shape[:-1], -1 if infers else 4, 2)  # -1 of no queries is ambiguous
         return apply_rotary_pos_emb(pairs.flatten(-2), k, cos, sin)
 
-    rotary.RotaryCall(rotary._Watched(rotation), (keys, keys, cos, sin), {}, expected).rotate_(keys, cos, sin)
+    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, (keys, keys, cos, sin), {}, expected)
+    call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
     assert heads == ([0, 1] if infers else [0])
 

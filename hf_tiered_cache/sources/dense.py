@@ -68,7 +68,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         if restoring is None:
             return self.update(keys, values)
         if keys.shape[2] != len(restoring.plan.computed[self.index]):
-            reader = restoring.plan.groups[0].pieces[0].reader
+            reader = restoring.plan.readers[0]
             raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
         return self._restore(restoring, kind, pre_rope, keys, values)
 
