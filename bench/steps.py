@@ -28,7 +28,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from common import commit_of, interleaved, machine, median, save, seconds, table
+from common import commit_of, first_token, interleaved, machine, median, save, seconds, table
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_tiered_cache
@@ -163,10 +163,7 @@ class Workload:
         }
 
     def _first_token(self, name: str, make: Callable[[], Any]) -> float:
-        return seconds(
-            lambda: self.model.generate(self.prompts[name], past_key_values=make(), max_new_tokens=1, do_sample=False),
-            CPU,
-        )
+        return first_token(self.model, self.prompts[name], make)
 
 
 def measure(turns: int) -> dict[str, Any]:
