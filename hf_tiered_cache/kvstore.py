@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .calibrate import Calibration, calibrate
+from .calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
 from .codecs import RAW, codec_in, make_codec
 from .errors import ConfigError
 from .geometry import Geometry
@@ -209,6 +209,14 @@ class KVStore:
         `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
         """
         return calibrate(self._storage, model, **settings)
+
+    def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
+        """Measure what a token of a prefix costs here, computed and restored, for this model on this machine.
+
+        `Exact()` then computes what is expected to be slower to restore. For settings see
+        `hf_tiered_cache.calibrate.calibrate_prefix`.
+        """
+        return calibrate_prefix(self._storage, model, **settings)
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True
