@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -53,21 +54,25 @@ def run(
     """Measure, and write rows as they come."""
     # asked by an import, the runtime would be begun in this process, and fail in those that are forked from it
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from gpu_report import report
     from gpu_run import REPORT, ROWS, Run, described, read_rows, run_all
-    from gpu_stages import stages_of
-
-    from hf_tiered_cache.units import parse_bytes
 
     shapes = tuple(shape.split(","))
     lengths = prefixes or ("128,64" if shapes == ("tiny",) else "4096,16384,1024")
     out.mkdir(parents=True, exist_ok=True)
     (out / ROWS).unlink(missing_ok=True)
     work = Path(tempfile.gettempdir() if folder is None else folder) / f"on-gpu-{os.getpid()}"
-    planned = Run(
-        out.resolve(), work, BEGAN, BEGAN + seconds, shapes, dtype, device, tuple(map(int, lengths.split(","))), turns,
-        parse_bytes(disk, "--disk"), "run",
-    )  # fmt: skip
+    tokens = tuple(map(int, lengths.split(",")))
+    planned = Run(out.resolve(), work, BEGAN, BEGAN + seconds, shapes, dtype, device, tokens, turns, 0, "run")
+    try:
+        from gpu_report import report
+        from gpu_stages import stages_of
+
+        from hf_tiered_cache.units import parse_bytes
+    except ImportError as error:  # without its dependencies nothing can be measured
+        planned.skip("all of it", f"{error.name or error} is not installed")
+        print(f"nothing was measured: {error}")
+        raise typer.Exit(2) from error
+    planned = replace(planned, disk_bytes=parse_bytes(disk, "--disk"))
     wanted = set(filter(None, stages.split(",")))
     known = stages_of(shapes)
     if unknown := wanted - {stage.name.split()[0] for stage in known}:

@@ -253,6 +253,18 @@ def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
     assert not work.exists()  # the next run removes what this one left
 
 
+def test_on_gpu_without_a_dependency_says_so(tmp_path, monkeypatch):
+    import gpu_run
+
+    (tmp_path / "xxhash.py").write_text("raise ImportError('gone', name='xxhash')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    running = on_gpu(tmp_path / "out")
+    output, _ = running.communicate()
+    assert running.returncode == 2 and "Traceback" not in output, output
+    (row,) = gpu_run.read_rows(tmp_path / "out")
+    assert row["skipped"] == "xxhash is not installed"
+
+
 def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
     import gpu_run
 
