@@ -33,7 +33,7 @@ def probe(run: Run) -> None:
     """Versions first; then bandwidths, the most telling first."""
     device = device_of(run)
     small = run.shapes[0] == "tiny"
-    nbytes = 16 << 20 if small else 1 << 30
+    nbytes = 16 << 20 if small else 512 << 20
     run.row("machine", **machine(device, run.folder), **versions(), ram_bytes=_memory(), nbytes=nbytes)
     tried: list[tuple[str, Callable[[], Any]]] = [
         ("copies", lambda: copies(run, device, nbytes)),
