@@ -114,7 +114,7 @@ class Bench:
             readers[way] = storage_of(store).disk.reader(row.id)
         shape = readers["plain"].shape
         block_groups = [
-            aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(shape.chunks, -1)
+            aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(-1, block_group.block_bytes)
             for block_group in shape.block_groups
         ]
 
