@@ -237,9 +237,8 @@ class Storage:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
         stats.disk.budget = self.disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
-        stats.device.bytes = sum(tier.allocated for tier in residency.devices.values())
-        stats.device.budget = residency.device_budget
+        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.evicted_blocks = residency.evicted
         return stats
 

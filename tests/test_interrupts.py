@@ -35,8 +35,9 @@ from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.interrupts import Apart
 from hf_tiered_cache.tiers.lease import BlockRequest
-from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.slots import ORPHANED, RESERVED
+from hf_tiered_cache.tiers.streams import CopyStream
 
 CPU = torch.device("cpu")
 CHUNKS = 10
@@ -244,7 +245,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     readers, blocks = stored
     pending = Pending()
 
-    class Slow(residency_module.CopyStream):
+    class Slow(CopyStream):
         def computed(self):
             return pending
 

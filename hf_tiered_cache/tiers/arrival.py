@@ -1,0 +1,37 @@
+"""What is under way for one request of a lease."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .blocks import BlockRun, Blocks
+from .device import DeviceMemory
+from .lease import LeasedBlocks
+from .pool import Tier
+from .scores import Owner
+from .slots import SlotPool
+
+
+@dataclass(eq=False)
+class Arrival:
+    """Blocks that are found, read and moved for one request."""
+
+    leased: LeasedBlocks
+    gpu: DeviceMemory | None
+    """Where attention runs; None where that is the host."""
+    on_device: list[Blocks] = field(default_factory=list)
+    on_host: list[Blocks] = field(default_factory=list)
+    to_read: list[BlockRun] = field(default_factory=list)
+    direct: bool = False
+    """Whether some of that goes to the device without passing through the host."""
+    staged: Blocks = field(default_factory=Blocks.none)
+    """What of it goes to the staging area, and would be nowhere when the lease is over."""
+    reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    owner: Owner = field(init=False)
+    block_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        reader, block_group, _ = self.leased.request
+        self.owner, self.block_bytes = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
