@@ -384,6 +384,30 @@ def test_a_kvikio_batch_that_fails_is_resolved_only_when_nothing_writes_any_more
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "of_the_process"),
+    [
+        (RuntimeError("cuFile error: IO failed"), False),
+        (OSError(errno.EIO, "planted"), False),
+        (OSError(errno.EFAULT, "planted"), True),
+        (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"), True),
+    ],
+)
+def test_kvikio_says_whose_fault_it_was(monkeypatch, pages, error, of_the_process):
+    kvikio = fake_kvikio.install(monkeypatch, gds=True, device=True)
+
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr(kvikio.CuFile, "raw_read_async", refuse)
+    engine = open_engine("kvikio")
+    with pytest.raises(OSError) as caught:
+        engine.submit([ReadOp(engine.open(pages), 0, aligned_bytes(ALIGNMENT))]).result(timeout=10)
+    assert is_of_the_process(caught.value) is of_the_process
+    assert caught.value.filename == pages
+    engine.close()
+
+
 def test_gpudirect_waits_for_no_stream_of_the_model(monkeypatch, pages):
     """`pread` into device memory would synchronise the default stream."""
     kvikio = fake_kvikio.install(monkeypatch, gds=True, device=True)

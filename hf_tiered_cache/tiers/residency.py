@@ -162,7 +162,7 @@ class Residency:
                 reading = read_batch([(*each.leased.request[:2], each.to_read) for each in from_disk])
             except BaseException as error:  # the store was closed meanwhile
                 reading = Future()
-                reading.set_exception(error)
+                reading.set_exception(error.with_traceback(None))  # of which this frame would be a part
             reading.add_done_callback(done)
 
         def done(reading: Future[ReadReport]) -> None:
@@ -184,7 +184,7 @@ class Residency:
                 if error is None:
                     arrive()
         except Exception as caught:
-            error = caught
+            error = caught.with_traceback(None)
         if error is not None:
             readers = (leased.request.reader for leased in lease.leased)
             lease.failed = next((reader for reader in readers if reader.caused(error)), None)
@@ -403,6 +403,7 @@ class Residency:
             if lease.latch.is_open or not lease.hold.reading:
                 for leased in lease.leased:
                     leased.blocks = None
+                lease.latch.error = None  # raised, it holds the frames of who waited, and so their KV
             self._holds.reap(self._unpin)
 
     def _mend(self) -> None:

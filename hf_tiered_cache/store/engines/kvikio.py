@@ -106,8 +106,12 @@ class KvikioEngine(Engine):
         """One task, in a thread of the pool, until nothing writes to its destination any more."""
         try:
             got = self._read_device(task) if _on_gpu(task.dest) else _read_host(task)
-        except Exception as error:  # kvikio raises RuntimeError for what is an I/O error
-            raise OSError(errno.EIO, f"kvikio: {error}", task.file.path) from error
+        except OSError as error:
+            error.filename = task.file.path
+            raise
+        except RuntimeError as error:  # of kvikio's, for everything; what CUDA says of memory is no fault of the file
+            number = errno.EFAULT if "CUDA" in str(error) else errno.EIO
+            raise OSError(number, f"kvikio: {error}", task.file.path) from error
         if got != task.dest.numel():
             raise OSError(errno.EIO, "file ends before the block", task.file.path)
         return got
