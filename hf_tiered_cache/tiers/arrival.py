@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +12,7 @@ from .device import DeviceMemory
 from .lease import LeasedBlocks
 from .pool import Tier
 from .scores import Owner
+from .slab_maker import Needs
 from .slots import SlotPool
 
 
@@ -35,3 +37,22 @@ class Arrival:
     def __post_init__(self) -> None:
         reader, block_group, _ = self.leased.request
         self.owner, self.block_bytes = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
+
+    def needs(self, host: Tier, direct: bool) -> Needs:
+        """How many slots it may take of each tier, once what memory has is held.
+
+        Args:
+            host: the tier on the host.
+            direct: whether the disk fills device memory.
+        """
+        needs: Needs = Counter()
+        missing, size, gpu = len(self.leased.from_disk), self.block_bytes, self.gpu
+        up = missing + sum(map(len, self.on_host))
+        if gpu is not None and up:
+            room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
+            needs[gpu.tier, size] = up
+            needs[gpu.staging, size] = max(0, up - room)
+            needs[host, size] = max(0, min(up, room) - vacant)  # what is evicted
+            missing = max(0, missing - room) if direct else missing
+        needs[host, size] += missing
+        return needs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ..store.memory import aligned_bytes
-from .blocks import Blocks
+from .blocks import Blocks, overlaps
 from .policy import EvictionPolicy, Usage
 from .pool import Tier
 from .scores import Owner, ScoreTable
@@ -54,6 +54,12 @@ class DeviceMemory:
         self.device, self.stream = device, stream
         self.tier = Tier("device", budget, policy, allocate, on_evict, scores, added=added)
         self.staging = Tier("staging", staging, policy, allocate, scores=scores, added=added)
+
+    def copy(self, sources: Blocks, targets: Blocks) -> None:
+        """Copy blocks of the same chunks, to or from the GPU, on the side stream."""
+        with self.stream.copying():
+            for source, target in overlaps(sources.runs(), targets.runs()):
+                target.copy_(source, non_blocking=True)
 
     def room(self, block_bytes: int) -> int:
         """How many blocks of that size could come in now."""

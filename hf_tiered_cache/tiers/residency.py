@@ -22,7 +22,7 @@ from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
 from .arrival import Arrival
-from .blocks import Blocks, overlaps
+from .blocks import Blocks
 from .device import STAGING_BYTES, DeviceMemory
 from .guesses import Guesses
 from .interrupts import Apart, Step
@@ -31,7 +31,7 @@ from .policy import Usage
 from .pool import Tier
 from .resident import ResidentKeys
 from .scores import Owner, ScoreTable
-from .slab_maker import Needs, SlabMaker
+from .slab_maker import SlabMaker
 from .slots import ORPHANED, RESERVED, SlotPool
 from .streams import DoneEvent, copy_stream
 
@@ -103,11 +103,16 @@ class Residency:
         Returns:
             At once, a lease whose blocks arrive later.
         """
-        self._slabs.make(lambda: self._needs(requests, self._gpu(device)))
         lease = Lease(self, requests)
         try:
             with self._lock, self._step:
-                read, arrive = self._begin(lease, device, collector, ahead)
+                arrivals = self._find(lease, device, collector, ahead)
+                lacking = self._slabs.lacking(
+                    sum((each.needs(self.host, self._direct) for each in arrivals), Counter())
+                )
+            self._slabs.make(lacking)
+            with self._lock, self._step:
+                read, arrive = self._begin(lease, arrivals, collector)
             if read is None:
                 self._settle(lease, arrive)
             else:
@@ -118,14 +123,8 @@ class Residency:
             raise
         return lease
 
-    def _begin(
-        self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool
-    ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
-        """Hold what memory has and slots for the rest.
-
-        Returns:
-            What starts to read the rest, if there is any, and what is to be done when all is in memory.
-        """
+    def _find(self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool) -> list[Arrival]:
+        """Hold what memory has."""
         hold, gpu = lease.hold, self._gpu(device)
         self._tick(gpu)
         hold.stream = None if gpu is None else gpu.stream
@@ -136,6 +135,17 @@ class Residency:
         self._holds.await_moves_down(hold.stream)
         for each in arrivals:  # before slots are taken for others, which would evict
             self._hold_found(each, hold, collector)
+        return arrivals
+
+    def _begin(
+        self, lease: Lease, arrivals: Sequence[Arrival], collector: StatsCollector
+    ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
+        """Hold slots for the rest.
+
+        Returns:
+            What starts to read the rest, if there is any, and what is to be done when all is in memory.
+        """
+        hold = lease.hold
         for each in arrivals:
             self._take_slots(each, hold)
         from_disk = [each for each in arrivals if each.to_read]
@@ -198,7 +208,9 @@ class Residency:
         if count * block_bytes > self.host.budget:
             return
         chunks = np.arange(count)
-        self._slabs.make(lambda: Counter({(self.host, block_bytes): count}))
+        with self._lock, self._step:
+            lacking = self._slabs.lacking(Counter({(self.host, block_bytes): count}))
+        self._slabs.make(lacking)
         lease = Lease(self, ())  # of nobody but this method, while it fills them
         try:
             with self._lock, self._step:
@@ -352,10 +364,8 @@ class Residency:
         reserved = self._reserve(gpu.tier, size, on_host.chunks, lease.hold, each)
         staged = self._reserve(gpu.staging, size, on_host.chunks[len(reserved) :], lease.hold)
         rest = on_host.chunks[len(reserved) + len(staged) :]
-        with gpu.stream.copying():
-            targets = Blocks.join([reserved, staged, *gpu.tier.own_memory(rest, size)])
-            for source, target in overlaps(on_host.runs(), targets.runs()):
-                target.copy_(source, non_blocking=True)
+        targets = Blocks.join([reserved, staged, *gpu.tier.own_memory(rest, size)])
+        gpu.copy(on_host, targets)
         each.on_device.append(targets)
         lease.owns_memory |= len(rest) > 0
         return reserved.chunks
@@ -377,16 +387,14 @@ class Residency:
         blocks = blocks[self.host.keeps(size, usage)]
         if not len(blocks):
             return
-        stream = self._gpus[device].stream
-        down = Hold(stream, over=DoneEvent(), moves_down=True)
+        gpu = self._gpus[device]
+        down = Hold(gpu.stream, over=DoneEvent(), moves_down=True)
         self._holds.add(down)
         targets = self._reserve(self.host, size, blocks.chunks, down)
         if not len(targets):
             return
-        with stream.copying():
-            for source, target in overlaps(blocks.runs(), targets.runs()):
-                target.copy_(source, non_blocking=True)
-            down.copied = stream.copied()
+        gpu.copy(blocks, targets)
+        down.copied = gpu.stream.copied()
         _, pool, slots = down.slots[0]
         self.host.settle(pool, slots, owner, pool.chunk[slots], count)
 
@@ -462,22 +470,6 @@ class Residency:
         yield self.host
         for gpu in self._gpus.values():
             yield from (gpu.tier, gpu.staging)
-
-    def _needs(self, requests: Sequence[BlockRequest], gpu: DeviceMemory | None) -> Needs:
-        """How many slots of each tier, for blocks of each size, these may take."""
-        needs: Needs = Counter()
-        for reader, block_group, chunks in requests:
-            owner, size = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
-            past_host = evicted = 0
-            if gpu is not None:
-                chunks = chunks[gpu.tier.lookup(owner, chunks) < 0]
-                room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
-                needs[gpu.tier, size] += len(chunks)
-                needs[gpu.staging, size] += max(0, len(chunks) - room)
-                past_host, evicted = room if self._direct else 0, max(0, min(len(chunks), room) - vacant)
-            missing = int((self.host.lookup(owner, chunks) < 0).sum())
-            needs[self.host, size] += max(0, missing - past_host) + evicted
-        return needs
 
     @property
     def evicted(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 from .interrupts import Apart, Step
@@ -19,40 +19,32 @@ class SlabMaker:
     """Fills the stocks of a residency's tiers.
 
     Args:
-        lock: guards the tiers, and is taken for as long as nothing is made.
+        lock: guards the tiers; it is not held while memory is made.
         step: of the residency.
         host: its tier on the host.
-        ahead: whether a thread makes the slab after the next of that tier, too.
+        ahead: whether a thread makes one slab of that tier before it is needed.
     """
 
     def __init__(self, lock: threading.Lock, step: Step, host: Tier, ahead: bool) -> None:
         self._lock, self._step, self._host = lock, step, host
         self._apart = Apart() if ahead else None
 
-    def make(self, ask: Callable[[], Needs]) -> None:
-        """Make what slots are going to be missing for, as far as the budgets go. `ask` is called with the lock."""
-        with self._lock, self._step:
-            needs = ask()
-            wanted = [(tier, nbytes) for (tier, size), count in needs.items() for nbytes in tier.wants(size, count)]
-        self._stock(wanted)
-        if self._apart is not None and not self._host.stock.is_ordered:
-            with self._lock, self._step:
-                nbytes = self._soon(needs)
-                self._host.stock.is_ordered = nbytes > 0
-            if nbytes:
-                self._apart.do(partial(self._make_ahead, nbytes))
-
-    def _soon(self, needs: Needs) -> int:
-        """Bytes of the slab that is wanted when half of another's slots are taken beyond these; 0 for none."""
+    def lacking(self, needs: Needs) -> list[tuple[Tier, int]]:
+        """Which slabs these take that are not made yet, as far as the budgets go. The caller holds the lock."""
+        lacking: list[tuple[Tier, int]] = []
         for (tier, size), count in needs.items():
-            if tier is self._host:
-                wanted = tier.wants(size, count + slab_slots(size, tier.budget) // 2)
-                if wanted:
-                    return wanted[-1]
-        return 0
+            now = tier.wants(size, count)
+            lacking.extend((tier, nbytes) for nbytes in now)
+            if tier is self._host and self._apart is not None and not tier.stock.is_ordered:
+                soon = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(now) :]
+                if soon:
+                    tier.stock.is_ordered = True
+                    self._apart.do(partial(self._make_ahead, soon[0]))
+        return lacking
 
-    def _stock(self, wanted: Iterable[tuple[Tier, int]]) -> None:
-        for tier, nbytes in wanted:
+    def make(self, lacking: Iterable[tuple[Tier, int]]) -> None:
+        """Make slabs, and put them in stock. Without the lock: what cannot be made leaves a tier as it is."""
+        for tier, nbytes in lacking:
             try:
                 memory = tier.allocate(nbytes)
             except NO_MEMORY as error:
@@ -64,6 +56,6 @@ class SlabMaker:
 
     def _make_ahead(self, nbytes: int) -> None:
         try:
-            self._stock([(self._host, nbytes)])
+            self.make([(self._host, nbytes)])
         finally:
             self._host.stock.is_ordered = False
