@@ -46,6 +46,8 @@ class Arrival:
             direct: whether the disk fills device memory.
         """
         needs: Needs = Counter()
+        if self.leased.request.reader.gone:  # no tier keeps it
+            return needs
         missing, size, gpu = len(self.leased.from_disk), self.block_bytes, self.gpu
         up = missing + sum(map(len, self.on_host))
         if gpu is not None and up:

@@ -93,6 +93,20 @@ def test_the_device_tier_takes_hits_from_the_host(tmp_path):
     assert (second.device.hits, second.host.hits, second.bytes_read) == (second.device.blocks, 0, 0)
 
 
+@pytest.mark.parametrize("method", ["exact", "contiguous_kv", "h2o"])
+def test_blocks_reach_a_gpu_that_keeps_none(tmp_path, engine, method):
+    model, ids, method = build("llama").to(DEVICE), prompt(300).to(DEVICE), make_method(method)
+    with KVStore(tmp_path, engine=engine) as store:
+        store.precompute(model, ids, method=method, progress=False)
+    with KVStore(tmp_path, engine=engine, policy=method.policy) as store:
+        for seed in (3, 4):
+            cache = TieredCache(model, store, method=method, record=False)
+            model.generate(question(ids, seed), past_key_values=cache, **GREEDY)
+            assert cache.stats.tokens_restored > 0
+            assert 0 < store.stats.device.bytes <= store.stats.device.budget
+        assert (cache.stats.bytes_read, cache.stats.host.hits > 0) == (0, True)  # kept on the host
+
+
 def test_host_memory_is_pinned(tmp_path):
     model, ids = build("llama").to(DEVICE), prompt(100).to(DEVICE)
     with KVStore(tmp_path, host_memory="64MiB") as store:
