@@ -116,7 +116,7 @@ class Bench:
             readers[way] = storage_of(store).disk.reader(row.id)
         shape = readers["plain"].shape
         block_groups = [
-            aligned_bytes(shape.chunks * block_group.block_bytes).view(shape.chunks, -1)
+            aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(shape.chunks, -1)
             for block_group in shape.block_groups
         ]
 

@@ -193,7 +193,9 @@ class Bench:
         reader = storage_of(store).disk.reader(row.id)
         file = storage_of(store).disk.path(row.id)
         block_groups = [
-            aligned_bytes(reader.shape.chunks * block_group.block_bytes).view(-1, block_group.block_bytes)
+            aligned_bytes(reader.shape.chunks_in(block_group) * block_group.block_bytes).view(
+                -1, block_group.block_bytes
+            )
             for block_group in reader.shape.block_groups
         ]
         nbytes = sum(memory.numel() for memory in block_groups)

@@ -1,8 +1,9 @@
 """Geometry: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
 
 A `KVLayout` says what a model keeps for a token, a `Geometry` how that is cut, and together they give the
-*block groups* of a segment. A block group is a group of layers, heads and tensors that travel together; a block is one
-chunk of one block group. Blocks of a block group lie side by side on disk, so a run of chunks is one sequential read.
+*block groups* of a segment; `shape.py` says which tokens lie where in these. A block group is a group of layers, heads
+and tensors that travel together; a block is one chunk of one block group. Blocks of a block group lie side by side on
+disk, so a run of chunks is one sequential read.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import ceil
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
-from .codecs import CODECS, RAW, Codec, make_codec
+from .codecs import CODECS, RAW, make_codec
 from .errors import ConfigError, FormatError, NewerFormatError
 
 ALIGNMENT = 4096
@@ -123,6 +122,11 @@ class KVLayout:
                 raise FormatError(f"no layer stores {layer.rotated!r} before its rotation")
         if not kept or sum(layer.key_heads + layer.value_heads for layer in kept) > _MOST:
             raise FormatError(f"no model keeps KV in {len(kept)} such layers")
+
+    @property
+    def position_independent(self) -> bool:
+        """Whether all of it holds at other positions than its own."""
+        return all(layer is None or layer.position_independent for layer in self.layers)
 
     @property
     def bytes_per_token(self) -> int:
@@ -326,128 +330,3 @@ def _parts(
                 slots.append(FieldSlot(dtype, dim, offset, count * geometry.chunk_tokens * dim * dtype.itemsize))
                 offset += slots[-1].nbytes
             yield Part(index, name, first, count, layer.dim(name), tuple(slots))
-
-
-@dataclass(frozen=True, eq=False)
-class TokenOrder:
-    """The places of a segment's tokens in its blocks, where these do not follow one another (IMPRESS, Section 4.4.1).
-
-    Args:
-        places: uint32 `[layers, tokens]`, for each layer a permutation: the mapping list. A block group goes by its
-            first layer's; one with a sliding window, or of an index, holds its tokens in their own order all the same.
-        importance: float32 `[tokens]`, what the order goes by, where tokens of other segments are compared with these.
-    """
-
-    places: np.ndarray
-    importance: np.ndarray | None = None
-
-    def __post_init__(self) -> None:
-        if (np.sort(self.places, axis=1) != np.arange(self.places.shape[1])).any():
-            raise FormatError("the order of tokens is no permutation")
-
-    @classmethod
-    def by_importance(cls, importance: np.ndarray) -> TokenOrder:
-        """The most important tokens first, of equals the first, from float `[layers, tokens]`."""
-        order = np.argsort(-importance, axis=1, kind="stable")  # token in each place
-        return cls(np.argsort(order, axis=1).astype(np.uint32))
-
-
-@dataclass(frozen=True)
-class SegmentShape:
-    """The block groups of one segment, where its blocks lie, and where in them its tokens."""
-
-    layout: KVLayout
-    geometry: Geometry
-    tokens: int
-    order: TokenOrder | None = None
-    """None: tokens lie one after the other."""
-
-    @cached_property
-    def block_groups(self) -> tuple[BlockGroup, ...]:
-        return block_groups(self.layout, self.geometry)
-
-    @cached_property
-    def chunks(self) -> int:
-        return ceil(self.tokens / self.geometry.chunk_tokens)
-
-    @cached_property
-    def group_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each block group from the first block, and the total at the end."""
-        offsets = [0]
-        for block_group in self.block_groups:
-            offsets.append(offsets[-1] + block_group.block_bytes * self.chunks)
-        return tuple(offsets)
-
-    @property
-    def blocks_bytes(self) -> int:
-        return self.group_offsets[-1]
-
-    @cached_property
-    def codec(self) -> Codec:
-        """What stands between tensors and the bytes of blocks."""
-        return make_codec(self.geometry.codec)
-
-    def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """The typed views of a part's fields in `blocks`, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]`."""
-        return tuple(
-            blocks[:, slot.offset : slot.offset + slot.nbytes]
-            .view(slot.dtype)
-            .unflatten(1, (part.heads, self.geometry.chunk_tokens, slot.dim))
-            for slot in part.fields
-        )
-
-    def ordered(self, block_group: BlockGroup) -> bool:
-        """Whether the tokens of `block_group` lie in an order of their own."""
-        return self.order is not None and not block_group.identifies and not block_group.window
-
-    def places(self, block_group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """Where tokens, int64, of the segment lie in `block_group`: place p is in chunk p // chunk tokens."""
-        if self.order is None or not self.ordered(block_group):
-            return tokens
-        return self.order.places[block_group.layers[0]][tokens].astype(np.int64)
-
-    def chunks_of(self, block_group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """The chunks of `block_group` that hold `tokens`, ascending."""
-        return np.unique(self.places(block_group, tokens) // self.geometry.chunk_tokens)
-
-    def first_token(self, block_group: BlockGroup, chunk: int) -> int:
-        """The first token, in their own order, of a chunk."""
-        first = chunk * self.geometry.chunk_tokens
-        if not self.ordered(block_group):
-            return first
-        places = self.places(block_group, np.arange(self.tokens))
-        return int(np.flatnonzero((places >= first) & (places < first + self.geometry.chunk_tokens))[0])
-
-    def pack(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part, source: torch.Tensor) -> None:
-        """Write one part of all tokens, `[heads, tokens, dim]`, into `blocks`, uint8 `[chunks, block_bytes]`."""
-        self.pack_fields(blocks, block_group, part, self.codec.encode(source))
-
-    def pack_fields(
-        self, blocks: torch.Tensor, block_group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
-    ) -> None:
-        """The same of what is coded already, `[heads, tokens, field's dim]` each."""
-        chunk = self.geometry.chunk_tokens
-        for target, source in zip(self.field_views(blocks, part), fields, strict=True):
-            if self.ordered(block_group):
-                placed = torch.empty_like(source)
-                placed[:, self._every_place(block_group)] = source
-                source = placed
-            whole, rest = divmod(source.shape[1], chunk)
-            if whole:
-                target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
-            if rest:
-                target[whole, :, :rest] = source[:, whole * chunk :]
-
-    def unpack(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part) -> torch.Tensor:
-        """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
-        return self.codec.decode(self.unpack_fields(blocks, block_group, part), self.layout.dtype)
-
-    def unpack_fields(self, blocks: torch.Tensor, block_group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
-        """The reverse of `pack_fields`, a copy."""
-        placed = (view.transpose(0, 1).flatten(1, 2)[:, : self.tokens] for view in self.field_views(blocks, part))
-        return tuple(
-            field[:, self._every_place(block_group)] if self.ordered(block_group) else field for field in placed
-        )
-
-    def _every_place(self, block_group: BlockGroup) -> torch.Tensor:
-        return torch.from_numpy(self.places(block_group, np.arange(self.tokens)))

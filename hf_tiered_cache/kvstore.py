@@ -222,7 +222,8 @@ class KVStore:
             progress: whether to show a progress bar.
 
         Returns:
-            How many were cut in another way. What cannot be read is left as it is, and counted.
+            How many were cut in another way. What cannot be read is left as it is, and counted; so is, uncounted, what
+            holds a part of its tokens.
 
         Raises:
             ConfigError: a lossy codec is named, and a segment has another.

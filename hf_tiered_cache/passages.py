@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .errors import ConfigError
-from .geometry import HASH_TOKENS, TokenOrder
+from .geometry import HASH_TOKENS
 from .identity import Identity, rope_regime
 from .methods import Method, Passages, make_method
 from .precompute import PrecomputeReport, as_prompts, bar_over, fill
@@ -128,9 +128,8 @@ class PassageServing(Serving):
             check=check,
         )
 
-    def _keep(self, layers: Iterable[KV], count: int) -> TokenOrder | None:
+    def _keep(self, layers: Iterable[KV]) -> None:
         self.computed.extend(layers)
-        return None
 
 
 class PassageCache(StoredCache):

@@ -11,21 +11,23 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 
 from .errors import StoreClosedError
-from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
 from .reasons import NO_ROOM, ODD_MASK
 from .request import DecodingCheck
 from .restore.history import History
+from .shape import SegmentShape, TokenTables
 from .stats import StatsCollector
 from .store.format import EXACT, SegmentHeader, segment_id
 from .store.writer import PendingSegment, Writer
 from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
 
-Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]], int], TokenOrder | None]
-"""Given the layers' keys and values, and how many layers the model has."""
+Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray | None]
+"""Given the layers' keys and values, how much each token matters, float32 `[tokens]`; None leaves them in order."""
 
 Submit = Callable[[PendingSegment, bool], None]
 """Takes a segment to be written, and whether to wait for room in the queue."""
@@ -72,8 +74,8 @@ class Recorder:
         collector: counts the tokens that are stored.
         names: the facts of the model, and the user's label, for the headers of segments.
         check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
-        rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how its tokens
-            are ordered in its blocks; None leaves them as they are.
+        rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how much each
+            token matters; those that matter most lie in front. None leaves them in order.
     """
 
     def __init__(
@@ -357,11 +359,10 @@ class Recorder:
         tokens = len(mine) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
-        order = None if self.rank is None else self._order(self.rank, sources, row, start, tokens, layout)
-        shape = SegmentShape(layout, self.geometry, tokens, order)
+        shape = SegmentShape(layout, self.geometry, tokens, self._tables(sources, row, start, tokens, layout))
         now = time.time()
         header = SegmentHeader(
-            id=segment_id(parent, mine[-1], self.geometry, self.provenance, order),
+            id=segment_id(parent, mine[-1], shape, self.provenance),
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
@@ -382,21 +383,24 @@ class Recorder:
         collector.add(tokens_stored=-tokens)
         collector.explain(NO_ROOM)
 
-    def _order(
+    def _tables(
         self,
-        rank: Rank,
         sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
         row: int,
         start: int,
         tokens: int,
         layout: KVLayout,
-    ) -> TokenOrder | None:
+    ) -> TokenTables | None:
+        if self.rank is None:
+            return None
         every = slice(None)
         pairs = (
             (_tokens(keys, row, every, start, tokens), _tokens(values, row, every, start, tokens))
             for keys, values in sources.values()
         )
-        return rank(pairs, len(layout.layers))
+        if (importance := self.rank(pairs)) is None:
+            return None
+        return TokenTables.by_importance(importance[None], block_groups(layout, self.geometry), importance)
 
     def _keep_from(self, column: int) -> None:
         """Hold on to the columns from `column` on, and to no more memory than these take."""
@@ -437,7 +441,7 @@ def _packer(
                 stack.enter_context(stream.copying())
                 stream.await_computation(event)
             for block_group in shape.block_groups:
-                blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+                blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
                 for part in block_group.parts:
                     tensors = sources[part.layer][0 if part.tensor == "key" else 1]
                     heads = slice(part.first_head, part.first_head + part.heads)

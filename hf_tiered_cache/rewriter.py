@@ -8,11 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 
-import numpy as np
-
 from .codecs import coded_provenance
 from .errors import IntegrityError
-from .geometry import Geometry, TokenOrder
+from .geometry import Geometry, block_groups
+from .shape import TokenTables
 from .store.disk import SegmentStore
 from .store.format import EXACT
 from .store.relayout import relayout_segment
@@ -39,23 +38,26 @@ class SegmentRewriter:
         """Cut a segment in another way; its codec stays.
 
         Returns:
-            Whether it was cut. One that cannot be read is left, and counted.
+            Whether it was cut. One that cannot be read, which counts, or that holds a part of its tokens, is left.
         """
         reader = self._disk.reader(segment_id)
-        if reader is None or reader.shape.geometry == replace(geometry, codec=reader.shape.geometry.codec):
+        if reader is None or not reader.shape.whole:
             return False
-        order = None if _is_prefix(reader) else reader.shape.order  # a passage's ranking stays with it
-        return self._replace(segment_id, geometry, order)
+        shape, tables = reader.shape, None
+        if shape.geometry == replace(geometry, codec=shape.geometry.codec):
+            return False
+        if not _is_prefix(reader) and shape.tables is not None:  # a passage's ranking stays with it
+            groups = block_groups(shape.layout, geometry)
+            tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
+        return self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
         """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
-        reader, order = self._disk.reader(segment_id), self.importance.order(segment_id)
-        if reader is None or order is None or not _is_prefix(reader):
+        reader, importance = self._disk.reader(segment_id), self.importance.of(segment_id)
+        if reader is None or importance is None or not _is_prefix(reader) or not reader.shape.whole:
             return False
-        old = reader.shape.order
-        if old is not None and np.array_equal(old.places, order.places):
-            return False
-        return self._replace(segment_id, reader.shape.geometry, order)
+        tables = TokenTables.by_importance(importance, reader.shape.block_groups)
+        return not tables.same(reader.shape.tables) and self._replace(segment_id, reader.shape.geometry, tables)
 
     def prompt_done(self, segments: Iterable[str]) -> None:
         """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
@@ -80,12 +82,12 @@ class SegmentRewriter:
         except Exception:  # a background job must say what happened to it; nothing is lost
             logger.exception("segment %s was not laid out anew", segment_id)
 
-    def _replace(self, old: str, geometry: Geometry, order: TokenOrder | None) -> bool:
+    def _replace(self, old: str, geometry: Geometry, tables: TokenTables | None) -> bool:
         """The new segment is whole on disk, and found by look-ups, before the old one goes."""
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
         if reader is None:
             return False
-        header, prefix_hashes, block_groups = relayout_segment(reader, geometry, order)
+        header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
         try:
             if not self._disk.publish(header, prefix_hashes, block_groups):
                 return False

@@ -85,7 +85,7 @@ class SequenceState:
                 request.must_compute,
                 self.method,
                 self._layers,
-                partial(self.store.match, asking=self.recorder),
+                partial(self.store.match, usable=self.method.usable_hashes, asking=self.recorder),
                 self._finder() if self.method.passages else None,
             )
         for rows in found:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from .methods import Method
 from .restore.match import MatchedRun, longest_prefix
 from .restore.prefix_hasher import PrefixHasher
 from .rewriter import SegmentRewriter
+from .shape import SegmentShape
 from .stats import StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
@@ -106,12 +108,20 @@ class Storage:
         return PrefixHasher((fingerprint, provenance, regime), self._secret)
 
     def match(
-        self, prefix_hashes: list[bytes], start: int = 0, asking: Recorder | None = None
+        self,
+        prefix_hashes: list[bytes],
+        start: int = 0,
+        *,
+        usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
+        asking: Recorder | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
         """The longest stored prefix of a sequence, from prefix hash number `start` on: runs of segments, opened.
 
         What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
         as it matters.
+
+        Args:
+            usable: says how many prefix hashes of a segment can be used; those that are stored whole, by default.
         """
         self.check_open()
         if start >= len(prefix_hashes):
@@ -123,10 +133,12 @@ class Storage:
             runs = longest_prefix(prefix_hashes, rows, start)
             readers = [self.disk.found(run.row) for run in runs]
             found = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
-            if len(found) == len(runs):
+            most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in found}
+            if all(run.num_hashes <= most[run.row.id] for run in runs):
                 break
-            lost = {run.row.id for run in runs} - {run.row.id for run, _ in found}
-            rows = [row for row in rows if row.id not in lost]  # gone or damaged: look for a way around it
+            rows = [  # gone, damaged or there in part: look for a way around it
+                replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
+            ]
         self._used = (self._used or []) + [run.row.id for run, _ in found]
         return found
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_tiered_cache.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
+from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.stats import Counters
 from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
@@ -60,7 +61,7 @@ def segment(
     generator = np.random.default_rng(int(header.id[:8], 16))
     blocks = []
     for block_group in shape.block_groups:
-        data = generator.integers(0, 256, (shape.chunks, block_group.block_bytes), dtype=np.uint8)
+        data = generator.integers(0, 256, (shape.chunks_in(block_group), block_group.block_bytes), dtype=np.uint8)
         blocks.append(torch.from_numpy(data if fill is None else np.full_like(data, fill)))
     return header, chain, blocks
 
@@ -89,7 +90,9 @@ def read_back(store: SegmentStore, segment_id: str) -> list[torch.Tensor]:
     assert reader is not None
     block_groups = []
     for block_group in reader.shape.block_groups:
-        memory = aligned_bytes(reader.shape.chunks * block_group.block_bytes).view(-1, block_group.block_bytes)
+        memory = aligned_bytes(reader.shape.chunks_in(block_group) * block_group.block_bytes).view(
+            -1, block_group.block_bytes
+        )
         reader.read(block_group.index, [(0, memory)]).result()
         block_groups.append(memory)
     return block_groups

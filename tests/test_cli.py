@@ -223,7 +223,7 @@ def test_stat_of_a_segment(run, store):
     described = json.loads(run("stat", root, wanted[:8], "--json")[1])
     assert described["id"] == wanted
     assert described["geometry"]["chunk_tokens"] == 16
-    assert [block_group["layers"] for block_group in described["lanes"]] == [[0, 1, 2, 3], [4]]
+    assert [block_group["layers"] for block_group in described["block_groups"]] == [[0, 1, 2, 3], [4]]
     out = run("stat", root, wanted)[1]
     assert wanted in out
     assert "the report" in out

@@ -261,8 +261,9 @@ def test_any_blocks_of_any_geometry_are_read_as_they_were_written(tmp_path_facto
     reader = store.reader(header.id)
     for _ in range(4):
         block_group = data.draw(st.integers(0, len(block_groups) - 1))
-        first = data.draw(st.integers(0, reader.shape.chunks - 1))
-        count = data.draw(st.integers(1, reader.shape.chunks - first))
+        chunks = len(block_groups[block_group])
+        first = data.draw(st.integers(0, chunks - 1))
+        count = data.draw(st.integers(1, chunks - first))
         memory = aligned_bytes(count * reader.shape.block_groups[block_group].block_bytes).view(count, -1)
         reader.read(block_group, [(first, memory)]).result()
         assert torch.equal(memory, block_groups[block_group][first : first + count])
@@ -319,8 +320,8 @@ def recovered(root, model, cipher):
         head = read_file(path, cipher)
         shape = head.header.shape
         block_group = shape.block_groups[0]
-        data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks * block_group.block_bytes]
-        blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(shape.chunks, -1)
+        data = path.read_bytes()[head.header.blocks.offset :][: shape.chunks_in(block_group) * block_group.block_bytes]
+        blocks = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, block_group.block_bytes)
         if cipher is not None:
             assert head.guard.open(0, blocks, head.digests[0]) is None
         (part,) = [part for part in block_group.parts if part.layer == 0 and part.tensor == "value"]
@@ -498,14 +499,12 @@ def section(data, name):
 def block_of(data, number):
     """Where a block lies in the bytes of a file, and where its digest."""
     header, _ = decode_header(bytes(data[:HEADER_BYTES]))
-    block_group, chunk = divmod(number % header.block_count, header.shape.chunks)
-    start = (
-        header.blocks.offset
-        + header.shape.group_offsets[block_group]
-        + chunk * header.shape.block_groups[block_group].block_bytes
-    )
-    digest = header.digests.offset + (block_group * header.shape.chunks + chunk) * 16
-    return slice(start, start + header.shape.block_groups[block_group].block_bytes), slice(digest, digest + 16)
+    shape, number = header.shape, number % header.shape.block_count
+    block_group = shape.block_groups[number // shape.chunks_in(shape.block_groups[0])]  # all hold as many
+    start = header.blocks.offset + shape.group_offsets[block_group.index]
+    start += number % shape.chunks_in(block_group) * block_group.block_bytes
+    digest = header.digests.offset + number * 16
+    return slice(start, start + block_group.block_bytes), slice(digest, digest + 16)
 
 
 IDENTITY = ("id", "parent", "position", "provenance", "fingerprint")

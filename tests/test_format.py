@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, SegmentShape, TokenOrder
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
@@ -44,41 +45,42 @@ def test_what_is_written_is_read(tmp_path_factory, count, chunk, heads, split):
     assert found.shape == header.shape
     assert (found.id, found.fingerprint, found.parent, found.position) == (header.id, "model", header.parent, 0)
     assert table == b"".join(chain)
-    assert digests.shape == (len(header.shape.block_groups), header.shape.chunks)
+    assert [len(table) for table in digests] == [len(table) for table in blocks]
     assert nbytes >= found.file_bytes
     for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
 
 
 WRITTEN_BEFORE = {
-    Geometry(): ("c70dd34bcc5e34f3", "c5feceae43c79d6a"),
-    Geometry(24, 2, 1): ("ce25537c82873f8f", "263f02a3289a3799"),
-    Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("47bcd62e72b113a4", "cc82dbb1135bde4b"),
-    Geometry(16, 4, solo_layers=1): ("8ba8c36a3279602f", "96341e45affff1ad"),
+    Geometry(): ("c70dd34bcc5e34f3", "cc187d076ec32d9d", "567c2266102750cc"),
+    Geometry(24, 2, 1): ("ce25537c82873f8f", "21fdc035446efd93", "8ab2227934196631"),
+    Geometry(16, 8, split_kv=True, index=KeyIndex(2, 1)): ("47bcd62e72b113a4", "625837cde27668f1", "21618429b4f68a3d"),
+    Geometry(16, 4, solo_layers=1): ("8ba8c36a3279602f", "9bb806f369e7f6c7", "51cb10554839034b"),
 }
-"""sha256 of files as they were before there were codecs: without and with an order of tokens."""
+"""sha256 of files as they were before there were codecs: in order, in an order by layer, and with importance."""
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("kind_of_order", range(3), ids=["in order", "by layer", "with importance"])
 @pytest.mark.parametrize("geometry", WRITTEN_BEFORE, ids=str)
-def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(tmp_path, geometry, ordered):
+def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(tmp_path, geometry, kind_of_order):
     kind = LayerKV(2, 8, 2, 12, rotated="key", rotary_dims=8)
     layout = KVLayout((kind, kind, kind, LayerKV(1, 8, 3, 8, window=32), None, kind), torch.bfloat16)
     importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 64)
-    order = TokenOrder.by_importance(importance) if ordered else None
-    shape, chain, parent = SegmentShape(layout, geometry, 64, order), hashes(4), b"\0" * 16
-    name = segment_id(parent, chain[-1], geometry, "exact", order)
+    kept = np.arange(64, dtype=np.float32) if kind_of_order == 2 else None
+    tables = TokenTables.by_importance(importance, block_groups(layout, geometry), kept) if kind_of_order else None
+    shape, chain, parent = SegmentShape(layout, geometry, 64, tables), hashes(4), b"\0" * 16
+    name = segment_id(parent, chain[-1], shape, "exact")
     header = SegmentHeader(name, "f" * 32, shape, parent, position=0, created=1.0)
     blocks, put = [], {}
     for block_group in shape.block_groups:
-        blocks.append(torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8))
+        blocks.append(torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8))
         for part in block_group.parts:
             put[part] = torch.arange(part.heads * 64 * part.dim).view(part.heads, 64, part.dim).bfloat16() + part.layer
             shape.pack(blocks[-1], block_group, part, put[part])
     store = open_store(tmp_path)
     assert store.publish(header, chain, blocks)
     written = hashlib.sha256(store.path(name).read_bytes()).hexdigest()
-    assert written.startswith(WRITTEN_BEFORE[geometry][ordered])
+    assert written.startswith(WRITTEN_BEFORE[geometry][kind_of_order])
     read = store.reader(name).shape
     for block_group, memory in zip(read.block_groups, read_back(store, name), strict=True):
         assert all(torch.equal(read.unpack(memory, block_group, part), put[part]) for part in block_group.parts)
@@ -128,7 +130,7 @@ def test_a_flipped_bit_is_seen_wherever_it_is(tmp_path, region, bit):
     shape = SegmentShape(layout, Geometry(), 48)
     header = SegmentHeader("ab" * 16, "model", shape, b"\1" * 16, 0, created=1.0)
     blocks = [
-        torch.randint(0, 256, (shape.chunks, block_group.block_bytes), dtype=torch.uint8)
+        torch.randint(0, 256, (shape.chunks_in(block_group), block_group.block_bytes), dtype=torch.uint8)
         for block_group in shape.block_groups
     ]
     store.publish(header, hashes(3), blocks)
@@ -195,7 +197,7 @@ def test_a_model_of_126_different_layers_fits_the_header_page():
         "0" * 32, "f" * 32, SegmentShape(KVLayout(kinds, torch.bfloat16), Geometry(), 16), b"0" * 16, 0, 1.0
     )
     laid = lay_out(header, 1)
-    head = encode_head(laid, hashes(1), np.zeros(laid.block_count, DIGEST_DTYPE), Checksums())
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Checksums())
     assert decode_header(head[:4096])[0].shape.layout.layers == kinds
 
 

@@ -71,7 +71,7 @@ def damage(store):
         shape = reader.shape
         last = max((g for g in shape.block_groups if not g.identifies), key=lambda group: group.layers)
         with open(path, "r+b") as file:
-            for chunk in range(shape.chunks):
+            for chunk in range(shape.chunks_in(last)):
                 file.seek(reader.header.blocks.offset + shape.group_offsets[last.index] + chunk * last.block_bytes)
                 file.write(b"damage")
 

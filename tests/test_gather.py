@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.restore.gather import Gather
+from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.blocks import Blocks
 
 LAYERS, HEADS, DIM = 3, 4, 8
@@ -20,17 +21,18 @@ LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)
 def made(tokens, geometry, ordered, seed):
     """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each block group."""
     random = np.random.default_rng(seed)
-    order = TokenOrder.by_importance(random.random((LAYERS, tokens))) if ordered else None
-    shape = SegmentShape(LAYOUT, geometry, tokens, order)
+    importance = random.random((LAYERS, tokens))
+    tables = TokenTables.by_importance(importance, block_groups(LAYOUT, geometry)) if ordered else None
+    shape = SegmentShape(LAYOUT, geometry, tokens, tables)
     kv = {name: torch.from_numpy(random.random((LAYERS, HEADS, tokens, DIM), np.float32)) for name in ("key", "value")}
-    block_groups = []
+    memory = []
     for block_group in shape.block_groups:
-        blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+        blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
         for part in block_group.parts:
             heads = slice(part.first_head, part.first_head + part.heads)
             shape.pack(blocks, block_group, part, kv[part.tensor][part.layer, heads])
-        block_groups.append(blocks)
-    return shape, kv, block_groups
+        memory.append(blocks)
+    return shape, kv, memory
 
 
 def scattered(blocks, chunks, slabs, random):
@@ -76,12 +78,12 @@ def test_what_is_picked_is_what_was_packed(geometry, tokens, ordered, slabs, set
         wanted = [[np.arange(tokens - count, tokens) for _ in one] for one in wanted]
     for number, block_group in enumerate(segments[0][0].block_groups):
         gather = Gather(segments[0][0], block_group)
-        for at, ((shape, _, block_groups), one) in enumerate(zip(segments, wanted, strict=True)):
+        for at, ((shape, _, memory), one) in enumerate(zip(segments, wanted, strict=True)):
             chunks = shape.chunks_of(block_group, np.unique(np.concatenate(one)))
             if slabs:
-                blocks = scattered(block_groups[number], chunks, slabs, random)
+                blocks = scattered(memory[number], chunks, slabs, random)
             else:
-                blocks = Blocks.alone(chunks, block_groups[number][chunks])
+                blocks = Blocks.alone(chunks, memory[number][chunks])
             if not sets:
                 gather.add(shape, blocks, one[0], np.arange(count) + at * count)
             for head in heads_of(block_group) if sets else ():

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError, FormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, block_groups
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.shape import SegmentShape
 
 layers = st.builds(
     LayerKV,
@@ -76,10 +77,10 @@ def test_block_groups_are_aligned_separate_windows_and_come_in_the_order_of_laye
 def test_part_views_write_their_own_bytes_and_no_others(layout, geometry, tokens):
     shape = SegmentShape(layout, geometry, tokens)
     block_group = shape.block_groups[-1]
-    blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+    blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
     for number, part in enumerate(block_group.parts, start=1):
         view = shape.field_views(blocks, part)[0]
-        assert view.shape == (shape.chunks, part.heads, geometry.chunk_tokens, part.dim)
+        assert view.shape == (shape.chunks_in(block_group), part.heads, geometry.chunk_tokens, part.dim)
         view.fill_(number)
     for number, part in enumerate(block_group.parts, start=1):
         assert (shape.field_views(blocks, part)[0] == number).all()
@@ -89,8 +90,9 @@ def test_part_views_write_their_own_bytes_and_no_others(layout, geometry, tokens
 @given(layouts, geometries, st.integers(1, 500))
 def test_segment_offsets_tile_the_file(layout, geometry, tokens):
     shape = SegmentShape(layout, geometry, tokens)
-    assert (shape.chunks - 1) * geometry.chunk_tokens < tokens <= shape.chunks * geometry.chunk_tokens
-    sizes = [block_group.block_bytes * shape.chunks for block_group in shape.block_groups]
+    chunks = {shape.chunks_in(block_group) for block_group in shape.block_groups}
+    assert all((count - 1) * geometry.chunk_tokens < tokens <= count * geometry.chunk_tokens for count in chunks)
+    sizes = [block_group.block_bytes * shape.chunks_in(block_group) for block_group in shape.block_groups]
     assert [b - a for a, b in zip(shape.group_offsets, shape.group_offsets[1:], strict=False)] == sizes
     assert shape.blocks_bytes == sum(sizes)
 

@@ -91,12 +91,14 @@ def of_each(choose):
 
 def orders_in(store):
     """By the passage's length."""
-    return {row.tokens: store._storage.disk.reader(row.id).shape.order for row in store.segments()}
+    return {row.tokens: store._storage.disk.reader(row.id).shape.tables for row in store.segments()}
 
 
 def chosen_by(store, share):
     """Of each passage, the tokens that its stored ranking leaves to be restored."""
-    places = {tokens: order.places[0].astype(int) for tokens, order in orders_in(store).items() if order is not None}
+    places = {
+        tokens: order.slot_of_token[0].astype(int) for tokens, order in orders_in(store).items() if order is not None
+    }
     return lambda passage: [i for i, place in enumerate(places[len(passage)]) if place >= int(share * len(passage))]
 
 
@@ -347,7 +349,7 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
     with KVStore(tmp_path / "store", engine="posix", host_memory=0) as again:
         reader = again._storage.disk.reader(row.id)
         data = bytearray(again._storage.disk.path(row.id).read_bytes())
-        for chunk in range(reader.shape.chunks):
+        for chunk in range(reader.shape.chunks_in(reader.shape.block_groups[0])):
             data[reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes] ^= 1
         again._storage.disk.path(row.id).write_bytes(data)
         ours, cache = ask(model, again, PROMPT, CacheTune(recompute=0.0))

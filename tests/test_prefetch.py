@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, SegmentShape
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
+from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiers.blocks import Blocks
 from hf_tiered_cache.tiers.lease import LeasedBlocks
@@ -88,7 +89,7 @@ def prefetch(made, ahead, residency=None):
 def test_it_runs_ahead_within_its_bound_and_in_the_order_of_layers(ahead, segments):
     made = plan(segments)
     fetch, residency = prefetch(made, ahead << 10)
-    largest = max(p.reader.shape.block_groups[0].block_bytes * p.reader.shape.chunks for p in made.groups[0].pieces)
+    largest = max(p.reader.shape.group_offsets[1] for p in made.groups[0].pieces)  # bytes of the first block group
     for layer in range(LAYERS):
         list(fetch.units(layer))
         assert fetch._under_way <= (ahead << 10) + (len(segments) + 1) * largest  # in use, and one ahead

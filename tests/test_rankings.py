@@ -14,7 +14,7 @@ from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, jo
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens, ranked
+from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens
 
 
 @pytest.fixture
@@ -47,7 +47,6 @@ def test_layers_count_alike_and_ties_go_to_the_first():
     scores = rank_tokens([(1000 * loud, 1000 * loud), (quiet, quiet)], "low_frequency", 1.0)
     assert scores[1] == pytest.approx(scores[2])
     assert scores.sum() == pytest.approx(2)
-    assert ranked(np.array([1.0, 3, 3, 0]), 2).places.tolist() == [[2, 0, 1, 3]] * 2
 
 
 def test_ranked_by_how_far_other_text_moves_them(store):
@@ -61,7 +60,7 @@ def test_ranked_by_how_far_other_text_moves_them(store):
         moved = ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
         scores += moved
     row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
-    places = store._storage.disk.reader(row.id).shape.order.places[0].astype(int)
+    places = store._storage.disk.reader(row.id).shape.tables.slot_of_token[0].astype(int)
     ours, theirs = set(np.flatnonzero(places < 24)), set(scores.topk(24).indices.tolist())
     assert len(ours & theirs) >= 16  # values alone say nearly the same
     assert len(store.segments()) == 2  # what was only looked at is not stored
@@ -72,7 +71,7 @@ def test_what_stands_before_a_passage_has_positions(family, store):
     """A model of 128 positions, some of them learned, is not asked for more."""
     model, method = build(family, max_position_embeddings=128), CacheTune(ranking="context")
     fill(store, model, [*PASSAGES, prompt(127, seed=6)[0]], method)
-    importance = [store._storage.disk.reader(row.id).shape.order.importance for row in store.segments()]
+    importance = [store._storage.disk.reader(row.id).shape.tables.importance for row in store.segments()]
     assert sum(scores.max() > 0 for scores in importance) == len(PASSAGES)
     assert sum((scores == 0).all() for scores in importance) == 1  # where no position is left for anything else
 
@@ -127,7 +126,7 @@ def test_a_passage_stored_without_scores_goes_by_its_order(store):
     before, _ = ask(model, store, PROMPT, method)
     for row in store.segments():
         reader = store._storage.disk.reader(row.id)
-        store._storage.rewriter._replace(row.id, reader.shape.geometry, replace(reader.shape.order, importance=None))
+        store._storage.rewriter._replace(row.id, reader.shape.geometry, replace(reader.shape.tables, importance=None))
     assert all(order.importance is None for order in orders_in(store).values())
     after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)

@@ -20,9 +20,11 @@ from test_selective import ask, fill, question, same
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.forward_pass import RestoringForward
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, SegmentShape, TokenOrder
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.methods import METHODS, Impress
 from hf_tiered_cache.restore.fetch import FetchUnit
+from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
+from hf_tiered_cache.store.format import segment_id
 from hf_tiered_cache.store.relayout import relayout_segment
 from hf_tiered_cache.tiers.importance import TokenImportance
 
@@ -30,16 +32,21 @@ LAYERS = len(LAYOUT.layers)
 METHOD = Impress(budget=0.25, probe_heads=2, chunk_tokens=16, reorder=False)
 
 
-def random_order(layers, tokens, seed=0):
-    return TokenOrder.by_importance(np.random.default_rng(seed).random((layers, tokens)))
+def random_tables(groups, tokens, seed=0, apart=False):
+    """All tokens in a random order: layer by layer, or in every block group another."""
+    random = np.random.default_rng(seed)
+    if not apart:
+        return TokenTables.by_importance(random.random((1 + max(map(max, (g.layers for g in groups))), tokens)), groups)
+    slots = random.permuted(np.tile(np.arange(tokens, dtype=np.uint32), (len(groups), 1)), axis=1)
+    return TokenTables(slots, np.arange(len(groups), dtype=np.uint32))
 
 
-def shuffle(store, seed=0):
+def shuffle(store, seed=0, apart=False):
     """Lay every segment of `store` out in a random order."""
     for row in store.segments():
         reader = store._storage.disk.reader(row.id)
-        order = random_order(len(reader.shape.layout.layers), reader.shape.tokens, seed)
-        assert store._storage.rewriter._replace(row.id, reader.shape.geometry, order)
+        tables = random_tables(reader.shape.block_groups, reader.shape.tokens, seed, apart)
+        assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables)
         assert store._storage.disk.reader(row.id) is None
         assert not store._storage.disk.path(row.id).exists()
 
@@ -53,47 +60,59 @@ def model():
 
 
 def test_the_most_important_come_first_and_equals_as_they_were():
-    order = TokenOrder.by_importance(np.array([[0.0, 5, 1, 5], [0, 0, 0, 0]]))
-    assert order.places.tolist() == [[3, 0, 2, 1], [0, 1, 2, 3]]
-    with pytest.raises(FormatError, match="permutation"):
-        TokenOrder(np.array([[0, 0, 1]], np.uint32))
+    groups = block_groups(KVLayout((LayerKV(1, 4, 1, 4),) * 2, torch.float32), Geometry(16, 1))
+    tables = TokenTables.by_importance(np.array([[0.0, 5, 1, 5], [0, 0, 0, 0]]), groups)
+    assert tables.slot_of_token[tables.of_group].tolist() == [[3, 0, 2, 1], [0, 1, 2, 3]]
+    alike = TokenTables.by_importance(np.array([[1.0, 3, 3, 0]]), groups)
+    assert alike.slot_of_token.tolist() == [[2, 0, 1, 3]] and alike.of_group.tolist() == [0, 0]
+    for wrong in ([0, 0, 1], [1, 2, 3], [NOT_HELD, 0, 2]):
+        with pytest.raises(FormatError, match="slots"):
+            TokenTables(np.array([wrong], np.uint32), np.zeros(2, np.uint32))
+    with pytest.raises(FormatError, match="not there"):
+        TokenTables(np.array([[0, 1]], np.uint32), np.array([0, 1], np.uint32))
 
 
 @given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 99))
 def test_an_order_and_back_is_the_identity(tmp_path_factory, before, after, count, seed):
+    groups = block_groups(LAYOUT, after)
     store = open_store(tmp_path_factory.mktemp("store"))
-    header, chain, block_groups = segment(hashes(count), geometry=before)
-    assert store.publish(header, chain, block_groups)
+    header, chain, blocks = segment(hashes(count), geometry=before)
+    assert store.publish(header, chain, blocks)
     plain = store.reader(header.id)
     expected = tensors(plain, read_back(store, plain.id))
     last = plain
-    scored = replace(random_order(LAYERS, 16 * count, seed + 1), importance=np.arange(16 * count, dtype=np.float32))
-    for order in (random_order(LAYERS, 16 * count, seed), scored, None):
+    by_layer, apart = (random_tables(groups, 16 * count, seed, each) for each in (False, True))
+    scored = replace(by_layer, importance=np.arange(16 * count, dtype=np.float32))
+    for order in (by_layer, apart, scored, replace(apart, importance=scored.importance), None):
         new_header, new_hashes, blocks = relayout_segment(last, after, order)
         assert store.publish(new_header, new_hashes, blocks)
         last = store.reader(new_header.id)
-        assert (last.shape.order is None) == (order is None)
+        assert (last.shape.tables is None) == (order is None)
         if order is not None:
-            assert np.array_equal(last.shape.order.places, order.places)
-            assert np.array_equal(last.shape.order.importance, order.importance)
+            assert last.shape.tables.same(order)
+            assert np.array_equal(last.shape.tables.importance, order.importance)
+            assert last.id == segment_id(header.parent, chain[-1], last.shape, header.provenance)
         version = struct.unpack_from("<I", store.path(last.id).read_bytes(), 8)[0]
-        assert version == 3 if order is scored else version < 3  # so that older programs read what they can
+        needs_tables = order is not None and order.as_layers(groups, LAYERS) is None
+        assert not needs_tables or order.slot_of_token is apart.slot_of_token
+        assert version == 6 if needs_tables else version < 6  # so that older programs read what they can
+        assert version == 3 if order is scored else True
         found = tensors(last, read_back(store, last.id))
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@given(geometries, st.integers(1, 60), st.integers(0, 99), st.data())
-def test_tokens_are_where_the_shape_says(geometry, tokens, seed, data):
+@given(geometries, st.integers(1, 60), st.integers(0, 99), st.booleans(), st.data())
+def test_tokens_are_where_the_shape_says(geometry, tokens, seed, apart, data):
     layout = KVLayout((LayerKV(2, 4, 2, 4), LayerKV(2, 4, 2, 4, window=8), None, LayerKV(2, 4, 2, 4)), torch.float32)
-    shape = SegmentShape(layout, geometry, tokens, random_order(4, tokens, seed))
+    shape = SegmentShape(layout, geometry, tokens, random_tables(block_groups(layout, geometry), tokens, seed, apart))
     wanted = np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1))))
     for block_group in shape.block_groups:
-        places = shape.places(block_group, np.arange(tokens))
+        places = shape.slot_of_token(block_group, np.arange(tokens))
         assert sorted(places.tolist()) == list(range(tokens))
-        assert shape.ordered(block_group) == (not block_group.window and not block_group.identifies)
+        assert shape.in_order(block_group) == (not apart and bool(block_group.window or block_group.identifies))
         chunks = shape.chunks_of(block_group, wanted)
         assert set(chunks.tolist()) == {int(places[token]) // geometry.chunk_tokens for token in wanted}
-        for chunk in range(shape.chunks):
+        for chunk in range(shape.chunks_in(block_group)):
             inside = [token for token in range(tokens) if places[token] // geometry.chunk_tokens == chunk]
             assert shape.first_token(block_group, chunk) == min(inside)
         some = wanted[np.isin(places[wanted] // geometry.chunk_tokens, chunks[:1])]
@@ -107,14 +126,15 @@ def test_tokens_are_where_the_shape_says(geometry, tokens, seed, data):
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "opt", "phi3", "deepseek_v3"])
 @pytest.mark.parametrize("cut", [Geometry(), METHOD.geometry, Geometry(24, 2, 1)], ids=str)
-def test_the_exact_method_reads_any_order(family, cut, tmp_path):
+@pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
+def test_the_exact_method_reads_any_order(family, cut, apart, tmp_path):
     model, ids = build(family), prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         store.precompute(model, ids, progress=False)
         store.relayout(cut, progress=False)
         asked = [question(ids[:, :tokens]) for tokens in (200, 100)]  # all of the segment, and a part of it
         before = [ask(model, store, whole, None)[0] for whole in asked]
-        shuffle(store)
+        shuffle(store, apart=apart)
         for whole, expected, tokens in zip(asked, before, (192, 96), strict=True):
             found, cache = ask(model, store, whole, None)
             same(found, expected)
@@ -139,8 +159,9 @@ def test_a_batch_and_a_second_turn_over_a_shuffled_store(model, tmp_path):
         )
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["by layer", "by group"])
 @pytest.mark.parametrize("name", ["attention_store", "contiguous_kv", "h2o", "impress"])
-def test_every_method_chooses_the_same_from_any_order(name, model, tmp_path):
+def test_every_method_chooses_the_same_from_any_order(name, apart, model, tmp_path):
     kind = METHODS[name]
     method = kind() if name == "attention_store" else kind(budget=0.25)
     method = replace(method, reorder=False) if name == "impress" else method
@@ -148,7 +169,7 @@ def test_every_method_chooses_the_same_from_any_order(name, model, tmp_path):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, method)
         before, _ = ask(model, store, question(ids), method)
-        shuffle(store)
+        shuffle(store, apart=apart)
         after, cache = ask(model, store, question(ids), method)
         same(after, before)
         assert cache.stats.bytes_read > 0
@@ -173,7 +194,7 @@ def test_impress_lays_out_by_importance_and_then_reads_less(model, tmp_path):
         assert store._storage.disk.pinned() == {row.id}
         assert not store.verify().bad
         shape = store._storage.disk.reader(row.id).shape
-        assert shape.order is not None
+        assert shape.tables is not None
         assert shape.geometry == method.geometry
         again = [ask(model, store, whole, method) for whole in questions[8:]]
         for (before, cold), (after, ordered) in zip(asked[:4], again, strict=True):
@@ -245,44 +266,45 @@ def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
 def test_due_after_4_8_16_prompts():
     importance = TokenImportance()
     assert [n for n in range(1, 70) if importance.prompt_done("a")] == [4, 8, 16, 32, 64]
-    assert importance.order("a") is None
+    assert importance.of("a") is None
     importance.note("a", (1, 4), 0, slice(1, 3), np.array([0.25, 0.5]))
-    assert importance.order("a").places.tolist() == [[2, 1, 0, 3]]
+    assert importance.of("a").tolist() == [[0, 0.25, 0.5, 0]]
     importance.rename("a", "b")
-    assert importance.order("a") is None
-    assert importance.order("b").places.tolist() == [[2, 1, 0, 3]]
+    assert importance.of("a") is None
+    assert importance.of("b").tolist() == [[0, 0.25, 0.5, 0]]
 
 
 # --- faults
 
 
-@pytest.mark.parametrize("region", ["order", "block"])
+@pytest.mark.parametrize("region", ["order", "tables", "block"])
 def test_damage_in_an_ordered_segment_is_a_miss(model, tmp_path, region):
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, METHOD)
         expected, _ = ask(model, store, question(ids), None)
-        shuffle(store)
+        shuffle(store, apart=region == "tables")
         (row,) = store.segments()
         reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
     chunk, block_group = 5, reader.shape.block_groups[0]
     data = bytearray(path.read_bytes())
     blocks = reader.header.blocks.offset + chunk * block_group.block_bytes
-    data[reader.header.order.offset + 8 if region == "order" else blocks] ^= 1
+    data[blocks if region == "block" else getattr(reader.header, region).offset + 8] ^= 1
     path.write_bytes(data)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), None)
         assert torch.equal(found.sequences, expected.sequences)
         assert store.stats.verification_failures + store.stats.damaged_files > 0
-        whole = 0 if region == "order" else reader.shape.first_token(block_group, chunk) // 16 * 16
+        whole = 0 if region != "block" else reader.shape.first_token(block_group, chunk) // 16 * 16
         assert cache.stats.tokens_restored == whole
 
 
 def test_a_version_that_knows_no_order_would_leave_such_a_file_alone(tmp_path):
     store = open_store(tmp_path)
-    header, chain, block_groups = segment(hashes(3))
-    store.publish(header, chain, block_groups)
-    new, new_hashes, blocks = relayout_segment(store.reader(header.id), Geometry(), random_order(LAYERS, 48))
+    header, chain, blocks = segment(hashes(3))
+    store.publish(header, chain, blocks)
+    tables = random_tables(block_groups(LAYOUT, Geometry()), 48)
+    new, new_hashes, blocks = relayout_segment(store.reader(header.id), Geometry(), tables)
     store.publish(new, new_hashes, blocks)
     versions = {i: int.from_bytes(store.path(i).read_bytes()[8:12], "little") for i in (header.id, new.id)}
     assert versions == {header.id: 1, new.id: 2}

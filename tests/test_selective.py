@@ -531,7 +531,7 @@ def test_a_damaged_block_is_computed_anew(model, store, identifies):
     path = store._storage.disk.path(row.id)
     start = reader.header.blocks.offset + reader.shape.group_offsets[block_group.index]
     data = bytearray(path.read_bytes())
-    for chunk in range(reader.shape.chunks):
+    for chunk in range(reader.shape.chunks_in(block_group)):
         data[start + chunk * block_group.block_bytes + 7] ^= 1
     path.write_bytes(data)
     store._storage.residency.clear()

@@ -16,7 +16,8 @@ from .contents import Contents, contents_of, unique_length
 from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable, show
 
 if TYPE_CHECKING:
-    from ..geometry import BlockGroup, LayerKV, SegmentShape
+    from ..geometry import BlockGroup, LayerKV
+    from ..shape import SegmentShape
 
 
 def ls(store: StorePath, as_json: AsJson = False) -> None:
@@ -133,6 +134,8 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
             {
                 "layers": list(block_group.layers),
                 "index": block_group.identifies,
+                "blocks": shape.chunks_in(block_group),
+                "tokens": shape.tokens_in(block_group),
                 "block_bytes": block_group.block_bytes,
             }
             for block_group in shape.block_groups
@@ -141,7 +144,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
         return print_json(
             described
             | {"parent": header.parent.hex(), "geometry": asdict(shape.geometry), "layout": shape.layout.to_json()}
-            | {"chunks": shape.chunks, "lanes": block_groups, "sections": places}
+            | {"block_groups": block_groups, "sections": places}
         )
     table = facts()
     table.add_row("segment", row.id)
@@ -169,9 +172,8 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     groups_table = figures("group", "layers", "holds", "blocks", "of", right=("group", "blocks", "of"))
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
-        groups_table.add_row(
-            str(block_group.index), _ranges(block_group.layers), _held(block_group), str(shape.chunks), size
-        )
+        blocks = str(shape.chunks_in(block_group))
+        groups_table.add_row(str(block_group.index), _ranges(block_group.layers), _held(block_group), blocks, size)
     show(groups_table)
     print()
     places_table = figures("section", "offset", "size", right=("offset", "size"))
@@ -205,8 +207,10 @@ def _cut(shape: SegmentShape) -> str:
         said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")
     if geometry.codec != RAW:
         said.append(f"coded as {geometry.codec}")
-    if shape.order is not None:
+    if shape.tables is not None:
         said.append("tokens in an order of their own")
+    if not shape.whole:
+        said.append("some groups hold a part of the tokens")
     return ", ".join(said)
 
 

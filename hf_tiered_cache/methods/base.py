@@ -12,6 +12,7 @@ from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
 from ..restore.plan import PlanContext
 from ..select.selector import Selector
+from ..shape import SegmentShape
 from ..sources import DenseSource, SelectedSource
 from ..store.format import EXACT
 
@@ -77,6 +78,13 @@ class Method:
         if context.base == 0 and first < _LITTLE * suffix and suffix * context.columns > _LARGE_MASK:
             first = 0
         return (np.arange(first, context.columns),) * context.layers
+
+    def usable_hashes(self, shape: SegmentShape) -> int:
+        """How many of a stored segment's prefix hashes, from the first on, a plan of this method can do with.
+
+        Those of tokens that every block group holds, unless a method computes what is missing.
+        """
+        return shape.whole_hashes
 
     def token_budget(self, prefix_tokens: int) -> int:
         """How many of `prefix_tokens` restored tokens a layer with full attention attends to: all, by default."""

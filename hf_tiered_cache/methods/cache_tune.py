@@ -12,10 +12,10 @@ import numpy as np
 
 from ..codecs import coded_provenance
 from ..errors import ConfigError
-from ..geometry import Geometry, TokenOrder
+from ..geometry import Geometry
 from ..restore.plan import PlanContext, SegmentSlice
 from ..restore.recompute import LOWEST
-from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens, ranked
+from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from .base import Method
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -54,13 +54,14 @@ class Passages(Method, ABC):
         ranked_by = f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
         return coded_provenance(ranked_by, self.geometry.codec)
 
-    def rank(self, layers: Iterable[KV], count: int, kv_in_context: Iterable[KV] | None = None) -> TokenOrder:
-        """How the tokens of a new passage lie in its blocks, given its keys and values; the model has `count` layers.
+    def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
+        """How much it matters that each token of a new passage is computed in context: float32 `[tokens]`.
 
         Args:
-            kv_in_context: its keys and values behind other text, for rankings that look at these too.
+            layers: its keys and values.
+            kv_in_context: the same behind other text, for rankings that look at these too.
         """
-        return ranked(rank_tokens(layers, self.ranking, self.alpha, kv_in_context), count)
+        return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
         restored = self._restored(context, self.reused_tokens)
@@ -200,9 +201,11 @@ class CacheBlend(Passages):
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:
     """How much it matters that each token of a passage is computed: float `[tokens]`."""
-    order = piece.reader.shape.order
-    assert order is not None  # passages have one
-    every = -order.places[0].astype(np.float64) if order.importance is None else order.importance  # None: format 2
+    tables = piece.reader.shape.tables
+    assert tables is not None  # passages have some
+    every = tables.importance
+    if every is None:  # format 2 keeps the order alone, one for all layers
+        every = -tables.slot_of_token[0].astype(np.float64)
     return every[piece.first : piece.first + piece.count]
 
 

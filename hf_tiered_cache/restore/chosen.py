@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..geometry import BlockGroup, Part, SegmentShape
+from ..geometry import BlockGroup, Part
 from ..select.chunks import ChunkMap
+from ..shape import SegmentShape
 from .fetch import FetchUnit
 from .gather import Gather
 from .plan import RowGroup, SegmentSlice

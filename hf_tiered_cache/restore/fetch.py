@@ -65,7 +65,8 @@ class FetchUnit:
     def bytes_used(self, chunks: np.ndarray) -> int:
         """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
         shape, total = self.reader.shape, 0
-        inside = np.isin(shape.places(self.block_group, np.arange(shape.tokens)) // shape.geometry.chunk_tokens, chunks)
+        slots = shape.slot_of_token(self.block_group, np.arange(shape.tokens))
+        inside = np.isin(slots // shape.geometry.chunk_tokens, chunks)
         for part in self.block_group.parts:
             if (mask := self.used.get(part.layer)) is not None:
                 heads = mask if len(mask) == 1 else mask[part.first_head : part.first_head + part.heads]

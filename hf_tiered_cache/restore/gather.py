@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..geometry import BlockGroup, Part, SegmentShape
+from ..geometry import BlockGroup, Part
+from ..shape import SegmentShape
 from ..tiers.blocks import Blocks
 from ..transfers import to_device
 
@@ -64,7 +65,7 @@ class Gather:
         if not len(tokens):
             return
         chunk_tokens = shape.geometry.chunk_tokens
-        if head < 0 and not shape.ordered(self._block_group) and _is_run(tokens) and _is_run(columns):
+        if head < 0 and shape.in_order(self._block_group) and _is_run(tokens) and _is_run(columns):
             low, high = int(tokens[0]), int(tokens[-1]) + 1
             first, last = np.searchsorted(blocks.chunks, (low // chunk_tokens, (high - 1) // chunk_tokens + 1))
             runs = blocks[slice(first, last)].runs()
@@ -74,7 +75,7 @@ class Gather:
                     count = min(high, (chunk + len(memory)) * chunk_tokens) - start
                     self._runs.append(_Run(memory, start - chunk * chunk_tokens, count, int(columns[0]) + start - low))
                 return
-        self._added.append((blocks, shape.places(self._block_group, tokens), columns, head))
+        self._added.append((blocks, shape.slot_of_token(self._block_group, tokens), columns, head))
 
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one tensor of one layer, or some of its heads.
@@ -130,11 +131,11 @@ class Gather:
         chunk_tokens = self._shape.geometry.chunk_tokens
         slabs: dict[int, tuple[int, torch.Tensor]] = {}
         rows: list[np.ndarray] = []  # int64 [5, n]: slab, slot, inside, column, head
-        for blocks, places, columns, head in self._added:
-            chunk, inside = np.divmod(places, chunk_tokens)
+        for blocks, token_slots, columns, head in self._added:
+            chunk, inside = np.divmod(token_slots, chunk_tokens)
             at = np.searchsorted(blocks.chunks, chunk)
             numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
-            every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(places), head)
+            every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
             rows.append(np.stack(every))
         if not rows:
             return

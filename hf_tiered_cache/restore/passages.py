@@ -40,11 +40,10 @@ class PassageFinder:
             pieces = []
             for match in find_passages(tokens, hasher, self.find, start, self.begins):
                 reader = self.reader(match.row)
+                whole = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes)
                 exact = number == 0 and self._begins_with(tokens, match.at)
-                if reader is not None and (
-                    exact or all(k is None or k.position_independent for k in reader.shape.layout.layers)
-                ):
-                    pieces.append(SegmentSlice(reader, 0, match.num_hashes * HASH_TOKENS, match.at, exact))
+                if reader and whole and (exact or reader.shape.layout.position_independent):
+                    pieces.append(SegmentSlice(reader, 0, whole * HASH_TOKENS, match.at, exact))
             if pieces:
                 return pieces
         return []

@@ -196,11 +196,11 @@ class SelectiveRestore:
             mine = slice(first, first + len(inside))
             for block_group in restoring_groups(shape, self._periods[number]) if len(inside) else ():
                 step = shape.geometry.chunk_tokens
-                chunks, which = np.unique(shape.places(block_group, inside) // step, return_inverse=True)
-                held = np.minimum(step, shape.tokens - chunks * step)  # tokens of each
+                chunks, which = np.unique(shape.slot_of_token(block_group, inside) // step, return_inverse=True)
+                held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each
                 self.residency.note_attention(
                     piece.reader.owner(block_group.index),
-                    shape.chunks,
+                    shape.chunks_in(block_group),
                     chunks,
                     np.bincount(which, choice.mass[tokens[mine]]),
                     np.bincount(which, share[mine]) / held,

@@ -6,13 +6,10 @@ One ranking for all layers, since hidden states are dropped once. Sources: Cache
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Literal
 
 import numpy as np
 import torch
-
-from ..geometry import TokenOrder
 
 Ranking = Literal["low_frequency", "high_frequency", "random", "context"]
 RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random", "context")
@@ -65,13 +62,13 @@ def rank_tokens(
         kv_in_context: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
 
     Returns:
-        float64 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
+        float32 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
     """
     scores = []
     others = iter(kv_in_context or ())
     for pair in layers:
         if ranking == "random":
-            return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1])
+            return np.random.default_rng(pair[0].shape[1]).random(pair[0].shape[1]).astype(np.float32)
         if ranking == "context":
             score = change(pair, next(others))
         else:
@@ -79,10 +76,4 @@ def rank_tokens(
             energy = keys + values
             score = energy / energy.sum().clamp_min(1e-30)
         scores.append(score.double())
-    return torch.stack(scores).sum(0).numpy()
-
-
-def ranked(scores: np.ndarray, layers: int) -> TokenOrder:
-    """The tokens by falling score, of equals the first, in the same order at every layer; the scores are kept."""
-    kept = scores.astype(np.float32)
-    return replace(TokenOrder.by_importance(np.broadcast_to(kept, (layers, len(kept)))), importance=kept)
+    return torch.stack(scores).sum(0).float().numpy()

@@ -20,21 +20,22 @@ import numpy as np
 
 from ..codecs import RAW, codec_in
 from ..errors import ConfigError, FormatError, NewerFormatError
-from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, SegmentShape, TokenOrder, aligned
+from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
+from ..shape import SegmentShape, TokenTables
 from . import EXACT, HASH_BYTES
 from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
-_ENCRYPTED_VERSION, _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 4, 3, 2, 1
+_CODED_VERSION, _ENCRYPTED_VERSION, _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 5, 4, 3, 2, 1
 CIPHER = "aes-256-gcm"
 KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
-_PLACE_BYTES = _IMPORTANCE_BYTES = 4
-_SECTIONS = ("chain", "digests", "order", "importance", "blocks")
-_OPTIONAL = ("order", "importance")
+_NUMBER_BYTES = 4  # of a slot, of the number of a table, of an importance
+_SECTIONS = ("chain", "digests", "order", "tables", "importance", "blocks")
+_OPTIONAL = ("order", "tables", "importance")
 _MOST_TOKENS, _MOST_POSITION, _MOST_SECONDS = 1 << 28, 1 << 48, 1e12
 _MOST_BRACKETS = 1000  # a layout has a few, and one for each kind of layer
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
@@ -82,6 +83,7 @@ class SegmentHeader:
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     order: Section = Section(0, 0)
+    tables: Section = Section(0, 0)
     importance: Section = Section(0, 0)
     blocks: Section = Section(0, 0)
 
@@ -89,63 +91,69 @@ class SegmentHeader:
     def file_bytes(self) -> int:
         return self.blocks.offset + self.blocks.nbytes
 
-    @property
-    def block_count(self) -> int:
-        return self.shape.chunks * len(self.shape.block_groups)
 
-
-def segment_id(parent: bytes, last: bytes, geometry: Geometry, provenance: str, order: TokenOrder | None = None) -> str:
+def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
     """The name of a segment between two prefix hashes of a chain: what it holds, how it is cut and made."""
     name = hashlib.blake2b(digest_size=HASH_BYTES)
-    for item in (parent, last, repr(geometry.to_json()).encode(), provenance.encode()):
+    for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
-    for table in _tables(order):
-        name.update(table)
+    for section in _sections_of_tables(shape).values():
+        name.update(section)
     return name.hexdigest()
 
 
-def _tables(order: TokenOrder | None) -> tuple[bytes, bytes]:
-    """The sections of an order, without padding."""
-    if order is None:
-        return b"", b""
-    values = b"" if order.importance is None else order.importance.astype("<f4").tobytes()
-    return order.places.astype("<u4").tobytes(), values
+def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
+    """Order, or tables if an order does not say it all, and importance; without padding."""
+    if (tables := shape.tables) is None:
+        return {}
+    if (by_layer := tables.as_layers(shape.block_groups, len(shape.layout.layers))) is not None:
+        found = {"order": by_layer.astype("<u4").tobytes()}
+    else:
+        numbers = np.array([len(tables.slot_of_token)]), tables.of_group, tables.slot_of_token
+        found = {"tables": b"".join(each.astype("<u4").tobytes() for each in numbers)}
+    if tables.importance is not None:
+        found["importance"] = tables.importance.astype("<f4").tobytes()
+    return found
 
 
 def lay_out(header: SegmentHeader, num_hashes: int) -> SegmentHeader:
     """`header` with the offsets of its sections, which follow from its shape and the number of prefix hashes."""
-    chain = Section(HEADER_BYTES, aligned(num_hashes * HASH_BYTES))
-    digests = Section(chain.offset + chain.nbytes, aligned(header.block_count * DIGEST_DTYPE.itemsize))
-    known, tokens = header.shape.order, header.shape.tokens  # a decoded header's order is not read yet
-    places = len(header.shape.layout.layers) * tokens if known is not None or header.order.nbytes else 0
-    values = tokens if (known is not None and known.importance is not None) or header.importance.nbytes else 0
-    order = Section(digests.offset + digests.nbytes, aligned(places * _PLACE_BYTES))
-    importance = Section(order.offset + order.nbytes, aligned(values * _IMPORTANCE_BYTES))
-    blocks = Section(importance.offset + importance.nbytes, header.shape.blocks_bytes)
-    return replace(header, chain=chain, digests=digests, order=order, importance=importance, blocks=blocks)
+    return _lay_out(header, num_hashes, {name: len(data) for name, data in _sections_of_tables(header.shape).items()})
+
+
+def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int]) -> SegmentHeader:
+    """The same with the bytes of what says where tokens lie, which a decoded header's shape does not have yet."""
+    nbytes = {
+        "chain": num_hashes * HASH_BYTES,
+        "digests": header.shape.block_count * DIGEST_DTYPE.itemsize,
+        **of_tables,
+        "blocks": header.shape.blocks_bytes,
+    }
+    found: dict[str, Any] = {}
+    offset = HEADER_BYTES
+    for name in _SECTIONS:
+        found[name] = Section(offset, aligned(nbytes.get(name, 0)))
+        offset += found[name].nbytes
+    return replace(header, **found)
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
-    """Everything before the blocks: header page, chain, digest table, order and importance, each padded to 4 KiB.
+    """Everything before the blocks: header page, chain, digests, and what says where tokens lie, each padded to 4 KiB.
 
     Args:
         header: as `lay_out` returned it.
         prefix_hashes: the segment's prefix hashes, `HASH_BYTES` each.
-        digests: `DIGEST_DTYPE` `[block_groups * chunks]`, block group after block group.
+        digests: `DIGEST_DTYPE` `[blocks]`, block group after block group.
         guard: of the blocks; makes the tag, if there is to be one.
     """
-    chain = b"".join(prefix_hashes).ljust(header.chain.nbytes, b"\0")
-    table = digests.tobytes().ljust(header.digests.nbytes, b"\0")
-    places, values = _tables(header.shape.order)
-    places, values = places.ljust(header.order.nbytes, b"\0"), values.ljust(header.importance.nbytes, b"\0")
-    header = replace(
-        header,
-        chain=replace(header.chain, digest=xxh3(chain)),
-        digests=replace(header.digests, digest=xxh3(table)),
-        order=replace(header.order, digest=xxh3(places)),
-        importance=replace(header.importance, digest=xxh3(values)),
-    )
-    tables = chain + table + places + values
+    data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_sections_of_tables(header.shape)}
+    found = {}
+    for name in _SECTIONS[:-1]:
+        section = getattr(header, name)
+        data[name] = data.get(name, b"").ljust(section.nbytes, b"\0")
+        found[name] = replace(section, digest=xxh3(data[name]))
+    header = replace(header, **found)
+    tables = b"".join(data[name] for name in _SECTIONS[:-1])
     page = _encode_page(header, len(prefix_hashes))
     page[len(page) - _tag_bytes(header) :] = guard.tag(bytes(page) + tables)
     struct.pack_into("<Q", page, _PREFIX.size - 8, xxh3(bytes(page)))
@@ -210,8 +218,10 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.shape.geometry.codec != RAW:
+    if header.tables.nbytes:
         return FORMAT_VERSION
+    if header.shape.geometry.codec != RAW:
+        return _CODED_VERSION
     if header.seal is not None:
         return _ENCRYPTED_VERSION
     if header.importance.nbytes:
@@ -225,7 +235,7 @@ def sections(header: SegmentHeader) -> dict[str, Section]:
     return {name: section for name, section in every.items() if section.nbytes or name not in _OPTIONAL}
 
 
-def _places(header: SegmentHeader) -> dict[str, tuple[int, int]]:
+def _extents(header: SegmentHeader) -> dict[str, tuple[int, int]]:
     return {name: (section.offset, section.nbytes) for name, section in sections(header).items()}
 
 
@@ -250,14 +260,31 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
         raise FormatError("the header page fails its checksum")
     try:
         header, num_hashes = _header_of(page[_PREFIX.size : _PREFIX.size + length])
-        laid = lay_out(header, num_hashes)
+        _check_sections(header, num_hashes)
     except FormatError:
         raise
     except (ConfigError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         raise FormatError(f"the header cannot be read: {error!r}") from error
-    if _places(laid) != _places(header):
-        raise FormatError("the header's offsets do not follow from its geometry")
     return header, num_hashes
+
+
+def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
+    """What lies where follows from the shape. With token tables, which are not read yet, it is this or less."""
+    shape, groups = header.shape, len(header.shape.block_groups)
+    most = {
+        "order": _NUMBER_BYTES * len(shape.layout.layers) * shape.tokens,
+        "tables": _NUMBER_BYTES * (1 + groups * (1 + shape.tokens)),
+        "importance": _NUMBER_BYTES * shape.tokens,
+    }
+    laid = _lay_out(header, num_hashes, {name: size for name, size in most.items() if getattr(header, name).nbytes})
+    right = _extents(laid) == _extents(header)
+    if header.tables.nbytes:
+        found, end = sections(header), HEADER_BYTES
+        right = all(section.nbytes <= getattr(laid, name).nbytes for name, section in found.items())
+        for section in found.values():
+            right, end = right and section.offset == end, end + section.nbytes
+    if not right:
+        raise FormatError("the header's offsets do not follow from its geometry")
 
 
 def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
@@ -328,12 +355,14 @@ def _seal(data: Any) -> Seal:
     return Seal(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
-def decode_tables(header: SegmentHeader, num_hashes: int, data: bytes) -> tuple[bytes, np.ndarray, TokenOrder | None]:
-    """Read chain, digest table, order and importance from `data`, the bytes between the header page and the blocks.
+def decode_tables(
+    header: SegmentHeader, num_hashes: int, data: bytes
+) -> tuple[SegmentHeader, bytes, tuple[np.ndarray, ...]]:
+    """Read what stands between the header page and the blocks.
 
     Returns:
-        The chain's prefix hashes side by side, the digests, `DIGEST_DTYPE` `[block_groups, chunks]`, and the order of
-        tokens.
+        The header, whose shape now knows which tokens lie where; the chain's prefix hashes side by side; and of each
+        block group the digests, `DIGEST_DTYPE` `[chunks]`.
     """
     found = {}
     for name, section in sections(header).items():
@@ -342,15 +371,27 @@ def decode_tables(header: SegmentHeader, num_hashes: int, data: bytes) -> tuple[
             found[name] = data[at : at + section.nbytes]
             if xxh3(found[name]) != section.digest:
                 raise FormatError(f"the section {name!r} fails its checksum")
-    digests = np.frombuffer(found["digests"], DIGEST_DTYPE, header.block_count)
-    order = None
+    shape = replace(header.shape, tables=_tables(header.shape, found))
+    header = replace(header, shape=shape)
+    if _extents(lay_out(header, num_hashes)) != _extents(header):
+        raise FormatError("the header's offsets do not follow from its token tables")
+    digests = np.frombuffer(found["digests"], DIGEST_DTYPE, shape.block_count)
+    firsts = [shape.first_block(group.index) for group in shape.block_groups]
+    return header, found["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
+
+
+def _tables(shape: SegmentShape, found: Mapping[str, bytes]) -> TokenTables | None:
+    """What says where tokens lie, if something does."""
+    tokens, groups = shape.tokens, shape.block_groups
+    importance = np.frombuffer(found["importance"], "<f4", tokens) if "importance" in found else None
     if "order" in found:
-        shape = len(header.shape.layout.layers), header.shape.tokens
-        places = np.frombuffer(found["order"], "<u4", shape[0] * shape[1]).reshape(shape)
-        importance = np.frombuffer(found["importance"], "<f4", shape[1]) if "importance" in found else None
-        order = TokenOrder(places, importance)
-    return (
-        found["chain"][: num_hashes * HASH_BYTES],
-        digests.reshape(len(header.shape.block_groups), header.shape.chunks),
-        order,
-    )
+        layers = len(shape.layout.layers)
+        by_layer = np.frombuffer(found["order"], "<u4", layers * tokens).reshape(layers, tokens)
+        return TokenTables.by_layer(by_layer, groups, importance)
+    if "tables" not in found:
+        return None
+    numbers = np.frombuffer(found["tables"], "<u4")
+    count, slots = int(numbers[0]), numbers[1 + len(groups) :]
+    if count > len(groups) or count * tokens > len(slots):
+        raise FormatError(f"{count} token tables of {len(groups)} block groups do not fit their section")
+    return TokenTables(slots[: count * tokens].reshape(count, tokens), numbers[1 : 1 + len(groups)], importance)

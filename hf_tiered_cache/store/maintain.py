@@ -103,11 +103,10 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
     """Read all blocks, window by window; yields the bytes and blocks of each."""
     for index, block_group in enumerate(reader.shape.block_groups):
         step = max(1, _WINDOW_BYTES // block_group.block_bytes)
-        memory = aligned_bytes(min(step, reader.shape.chunks) * block_group.block_bytes).view(
-            -1, block_group.block_bytes
-        )
-        for first in range(0, reader.shape.chunks, step):
-            count = min(step, reader.shape.chunks - first)
+        chunks = reader.shape.chunks_in(block_group)
+        memory = aligned_bytes(min(step, chunks) * block_group.block_bytes).view(-1, block_group.block_bytes)
+        for first in range(0, chunks, step):
+            count = min(step, chunks - first)
             window: torch.Tensor = memory[:count]
             done: Future = reader.read(index, [(first, window)])
             done.result()

@@ -14,7 +14,7 @@ from ..errors import FormatError, NotOursError, StoreBusyError
 from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .digest import Guard, content_of
+from .digest import DIGEST_DTYPE, Guard, content_of
 from .format import SegmentHeader, encode_head
 from .index import Index
 from .segment import read_head
@@ -69,7 +69,7 @@ class Publisher:
             digests = []
             offset = header.blocks.offset
             for block_group, blocks in enumerate(block_groups):
-                digests.append(_write_group(upload, offset, guard, block_group * header.shape.chunks, blocks))
+                digests.append(_write_group(upload, offset, guard, header.shape.first_block(block_group), blocks))
                 written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
@@ -135,8 +135,8 @@ class Publisher:
 
 def _write_group(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
     """Write a block group's blocks, numbered from `first` on, and return their digests."""
-    digests = []
-    for piece, table in guard.seal(first, blocks):
+    digests = [np.empty(0, DIGEST_DTYPE)]
+    for piece, table in guard.seal(first, blocks) if len(blocks) else ():  # it may hold no token
         upload.write(piece.numpy().data.cast("B"), offset)
         offset += piece.numel()
         digests.append(table)

@@ -8,29 +8,38 @@ from dataclasses import replace
 
 import torch
 
-from ..geometry import Geometry, Part, SegmentShape, TokenOrder
-from .format import HASH_BYTES, Section, SegmentHeader, segment_id
+from ..geometry import Geometry, Part
+from ..shape import SegmentShape, TokenTables
+from .format import HASH_BYTES, SegmentHeader, segment_id
 from .memory import aligned_bytes
 from .segment import SegmentReader
 
 
 def relayout_segment(
-    reader: SegmentReader, geometry: Geometry, order: TokenOrder | None = None
+    reader: SegmentReader, geometry: Geometry, tables: TokenTables | None = None
 ) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
-    """What `SegmentStore.publish` takes, for the same tokens in another geometry or order.
+    """What `SegmentStore.publish` takes, for the same tokens in another geometry, or in other slots.
 
     Blocks keep their codec: what lies in them is moved, and nothing is lost on the way. Another codec would be another
     provenance, whose chain takes the tokens to hash.
 
+    Args:
+        tables: of the new geometry's block groups. None: all tokens in order.
+
     Returns:
         Header, prefix hashes, and each block group's blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
+
+    Raises:
+        ValueError: the segment does not hold all its tokens everywhere, so that another geometry's would be missing.
     """
     prefix_hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
     geometry = replace(geometry, codec=reader.shape.geometry.codec)
-    shape = SegmentShape(reader.shape.layout, geometry, reader.shape.tokens, order)
     old = reader.header
-    name = segment_id(old.parent, prefix_hashes[-1], geometry, old.provenance, order)
-    header = replace(old, id=name, shape=shape, created=time.time(), order=Section(0, 0), importance=Section(0, 0))
+    if not old.shape.whole:
+        raise ValueError(f"segment {old.id} holds a part of its tokens and cannot be laid out anew")
+    shape = SegmentShape(old.shape.layout, geometry, old.shape.tokens, tables)
+    name = segment_id(old.parent, prefix_hashes[-1], shape, old.provenance)
+    header = replace(old, id=name, shape=shape, created=time.time())
     return header, prefix_hashes, _block_groups(reader, shape)
 
 
@@ -38,7 +47,7 @@ def _block_groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.
     """The old segment's block groups are read as the new ones need them, and held as long as later ones do."""
     held: dict[int, torch.Tensor] = {}
     for number, block_group in enumerate(shape.block_groups):
-        blocks = torch.zeros(shape.chunks, block_group.block_bytes, dtype=torch.uint8)
+        blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
         for part in block_group.parts:
             shape.pack_fields(blocks, block_group, part, _fields(reader, part, held))
         yield blocks
@@ -67,8 +76,7 @@ def _fields(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) 
 
 def _read(reader: SegmentReader, block_group: int) -> torch.Tensor:
     """All blocks of a block group, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
-    blocks = aligned_bytes(reader.shape.chunks * reader.shape.block_groups[block_group].block_bytes).view(
-        reader.shape.chunks, -1
-    )
+    group = reader.shape.block_groups[block_group]
+    blocks = aligned_bytes(reader.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
     reader.read(block_group, [(0, blocks)]).result()
     return blocks

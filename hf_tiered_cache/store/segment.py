@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -34,8 +33,8 @@ class Head(NamedTuple):
     header: SegmentHeader
     chain: bytes
     """Its prefix hashes side by side."""
-    digests: np.ndarray
-    """`DIGEST_DTYPE` `[block_groups, chunks]`."""
+    digests: tuple[np.ndarray, ...]
+    """Of each block group `DIGEST_DTYPE` `[chunks]`."""
     nbytes: int
     """What the segment takes on disk."""
     version: Hashable
@@ -71,8 +70,7 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
     page, tables = head[:HEADER_BYTES], head[HEADER_BYTES:]
     if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
         raise FormatError("what stands before the blocks was not written with the store's key")
-    chain, digests, order = decode_tables(header, num_hashes, tables)
-    header = replace(header, shape=replace(header.shape, order=order))
+    header, chain, digests = decode_tables(header, num_hashes, tables)
     return Head(header, chain, digests, stored.nbytes, stored.version, guard)
 
 
@@ -149,8 +147,8 @@ class SegmentReader:
         """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
         if self._guard is None:
             return
-        expected = self.digests[block_group, first : first + blocks.shape[0]]
-        bad = self._guard.open(block_group * self.shape.chunks + first, blocks, expected)
+        expected = self.digests[block_group][first : first + blocks.shape[0]]
+        bad = self._guard.open(self.shape.first_block(block_group) + first, blocks, expected)
         if bad is not None:
             chunk = first + bad
             raise IntegrityError(

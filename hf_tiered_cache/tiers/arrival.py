@@ -33,10 +33,14 @@ class Arrival:
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
+    chunks: int = field(init=False)
+    """Of the block group."""
 
     def __post_init__(self) -> None:
         reader, block_group, _ = self.leased.request
-        self.owner, self.block_bytes = reader.owner(block_group), reader.shape.block_groups[block_group].block_bytes
+        group = reader.shape.block_groups[block_group]
+        self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
+        self.chunks = reader.shape.chunks_in(group)
 
     def needs(self, host: Tier, direct: bool) -> Needs:
         """How many slots it may take of each tier, once what memory has is held.

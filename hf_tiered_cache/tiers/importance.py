@@ -8,8 +8,6 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ..geometry import TokenOrder
-
 _MOST_BYTES = 64 << 20
 
 
@@ -50,11 +48,11 @@ class TokenImportance:
         times = count // self._every
         return count % self._every == 0 and times & (times - 1) == 0  # every, 2 every, 4 every...
 
-    def order(self, segment: str) -> TokenOrder | None:
-        """The most important tokens first, or None if nothing is known of them."""
+    def of(self, segment: str) -> np.ndarray | None:
+        """The attention that its tokens got, float32 `[layers, tokens]`, or None if nothing is known of them."""
         with self._lock:
             known = self._mass.get(segment)
-            return None if known is None else TokenOrder.by_importance(known)
+            return None if known is None else known.copy()
 
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone."""

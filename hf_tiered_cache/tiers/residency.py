@@ -353,7 +353,7 @@ class Residency:
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
             if len(new):
-                holder.settle(pool, new, each.owner, pool.chunk[new], request.reader.shape.chunks)
+                holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
 
     # --- between host and device
 
@@ -377,7 +377,7 @@ class Residency:
             return
         known = self.scores.of(each.owner, chunks)
         usage = Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
-        self._move_down(each.gpu.device, each.owner, reader.shape.chunks, each.staged, usage)
+        self._move_down(each.gpu.device, each.owner, each.chunks, each.staged, usage)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""

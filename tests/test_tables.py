@@ -1,0 +1,299 @@
+"""Block groups that hold a part of a segment's tokens, in slots of their own: in files, look-ups and restores."""
+
+from __future__ import annotations
+
+import copy
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
+from test_forged import ODD, forge, page_of, places
+from test_passages import BOS, PASSAGES, QUESTION, join
+from test_passages import ask as ask_passages
+from test_passages import fill as fill_passages
+from test_relayout import geometries, tensors
+from test_selective import GREEDY, ask, fill, question, same
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.errors import FormatError
+from hf_tiered_cache.geometry import Geometry, block_groups
+from hf_tiered_cache.methods import CacheTune, Impress, Method
+from hf_tiered_cache.reasons import IN_PART
+from hf_tiered_cache.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
+from hf_tiered_cache.store import maintain
+from hf_tiered_cache.store.cipher import StoreCipher
+from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
+from hf_tiered_cache.store.relayout import relayout_segment
+
+
+def tables_of(held, tokens):
+    """Tables from what each block group holds: int64 `[n]` tokens of each, by slot; None for all in order."""
+    rows, of_group = [], []
+    for one in held:
+        if one is None:
+            of_group.append(IN_ORDER)
+            continue
+        row = np.full(tokens, NOT_HELD, np.uint32)
+        row[one] = np.arange(len(one))
+        of_group.append(len(rows))
+        rows.append(row)
+    slots = np.stack(rows) if rows else np.empty((0, tokens), np.uint32)
+    return TokenTables(slots, np.array(of_group, np.uint32))
+
+
+def drawn(groups, tokens, seed):
+    """For each block group some of the tokens in any order, or all of them, or none."""
+    random = np.random.default_rng(seed)
+    counts = [int(random.choice([0, tokens, random.integers(0, tokens + 1)])) for _ in groups]
+    return [random.permutation(tokens)[:count] if random.random() < 0.8 else None for count in counts]
+
+
+def hold_part(store, row, held_of):
+    """Replace a segment by one whose block groups hold what `held_of` says of them: int64 `[n]` tokens, by slot."""
+    reader = store._storage.disk.reader(row.id)
+    held = [held_of(group) for group in reader.shape.block_groups]
+    assert store._storage.rewriter._replace(row.id, reader.shape.geometry, tables_of(held, reader.shape.tokens))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+# --- files
+
+
+@given(geometries.filter(lambda g: g.index is None), geometries, st.integers(1, 7), st.integers(0, 999), st.booleans())
+def test_what_is_held_is_read_and_nothing_else_is_stored(tmp_path_factory, before, after, count, seed, sealed):
+    store = open_store(tmp_path_factory.mktemp("store"), cipher=StoreCipher(bytes(32)) if sealed else None)
+    header, chain, blocks = segment(hashes(count), geometry=before)
+    assert store.publish(header, chain, blocks)
+    whole = store.reader(header.id)
+    expected = tensors(whole, read_back(store, header.id))
+    groups = block_groups(LAYOUT, after)
+    held = drawn(groups, 16 * count, seed)
+    new_header, new_chain, new_blocks = relayout_segment(whole, after, tables_of(held, 16 * count))
+    assert store.publish(new_header, new_chain, new_blocks)
+    reader = store.reader(new_header.id)
+    shape = reader.shape
+    assert maintain.verify(store).ok
+    sizes = [16 * count if one is None else len(one) for one in held]
+    chunks = [-(-size // after.chunk_tokens) for size in sizes]
+    assert [len(blocks) for blocks in read_back(store, reader.id)] == chunks == [len(one) for one in reader.digests]
+    assert shape.blocks_bytes == sum(n * group.block_bytes for n, group in zip(chunks, groups, strict=True))
+    held = [np.arange(16 * count) if one is None else one for one in held]
+    common = set(range(16 * count)).intersection(*(one.tolist() for one in held))
+    first_gap = next((token for token in range(16 * count) if token not in common), 16 * count)
+    assert shape.whole_hashes == first_gap // 16 and shape.whole == (first_gap == 16 * count)
+    for group, one, memory in zip(groups, held, read_back(store, reader.id), strict=True):
+        assert shape.tokens_in(group) == len(one) and shape.tokens_by_slot(group).tolist() == one.tolist()
+        missing = np.setdiff1d(np.arange(16 * count), one)
+        if len(missing):
+            with pytest.raises(ValueError, match="part of its tokens"):
+                shape.chunks_of(group, missing[-1:])
+        for part in group.parts:
+            found = shape.unpack(memory, group, part).view(torch.int32)  # NaN among them
+            right = expected[part.layer, part.tensor][part.first_head : part.first_head + part.heads]
+            assert torch.equal(found[:, one], right[:, one]) and not found[:, missing].any()
+    if not shape.whole:
+        with pytest.raises(ValueError, match="part of its tokens"):
+            relayout_segment(reader, before)
+
+
+@pytest.fixture(scope="module")
+def in_part(tmp_path_factory):
+    """A store with one segment whose groups hold a part of its tokens."""
+    store = open_store(tmp_path_factory.mktemp("part"))
+    header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 1))
+    assert store.publish(header, chain, blocks)
+    held = [np.arange(64), np.arange(63, -1, -1), np.arange(16, 64), None, np.arange(0)]
+    made = relayout_segment(store.reader(header.id), Geometry(16, 1), tables_of(held, 64))
+    assert store.publish(*made)
+    store.remove([header.id])
+    whole = store.path(made[0].id).read_bytes()
+    store.close()
+    return store.backend.root, made[0].id, whole
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.data())
+def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
+    root, name, whole = in_part
+    path = root / "segments" / f"{name}.kv"
+    path.write_bytes(whole)
+    page = page_of(path)
+    way = data.draw(st.sampled_from(list(places(page))))
+    holder = page
+    for key in way[:-1]:
+        holder = holder[key]
+    holder[way[-1]] = copy.deepcopy(data.draw(st.sampled_from(ODD) | st.sampled_from([4096, 8192, 1 << 20])))
+    forge(path, page)
+    for suffix in ("", "-wal", "-shm"):
+        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    store = open_store(root)
+    if store.find(hashes(4)):
+        reader = store.reader(name)
+        assert [len(one) for one in reader.digests] == [4, 4, 3, 4, 0]
+        read_back(store, name)
+    else:
+        stats = store.counters.snapshot()
+        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.index.catalogue.ids() == {name}
+    store.close()
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.integers(0, 5 + 4 * 64), st.sampled_from([0, 1, 3, 5, 63, 64, 2**31, 2**32 - 1]))
+def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, number, value):
+    """With right checksums: only what is a permutation, and fits the file, is read."""
+    root, name, whole = in_part
+    path = root / "segments" / f"{name}.kv"
+    header, _ = decode_header(whole[:HEADER_BYTES])
+    data = bytearray(whole)
+    struct.pack_into("<I", data, header.tables.offset + 4 * number, value)
+    path.write_bytes(data)
+    page = page_of(path)
+    start, size, _ = page["sections"]["tables"]
+    page["sections"]["tables"][2] = xxh3(bytes(data[start : start + size]))
+    forge(path, page)
+    if bytes(data) == whole:
+        return
+    try:
+        head = read_file(path)
+    except FormatError:
+        return
+    shape = head.header.shape
+    assert shape.blocks_bytes == header.blocks.nbytes and [len(one) for one in head.digests] == [4, 4, 3, 4, 0]
+    for group in shape.block_groups:
+        assert len(set(shape.tokens_by_slot(group).tolist())) == shape.tokens_in(group)
+
+
+def test_orders_of_older_programs_are_read_whatever_they_say_of_layers_that_nobody_asks(tmp_path):
+    """They wrote a row for every layer; a block group goes by its first layer's."""
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 3))
+    groups = block_groups(LAYOUT, Geometry(16, 3))
+    assert store.publish(header, chain, blocks)
+    order = TokenTables.by_importance(np.random.default_rng(0).random((5, 64)), groups)
+    made = relayout_segment(store.reader(header.id), Geometry(16, 3), order)
+    assert store.publish(*made)
+    path, found = store.path(made[0].id), read_file(store.path(made[0].id)).header
+    expected = tensors(store.reader(made[0].id), read_back(store, made[0].id))
+    data = bytearray(path.read_bytes())
+    rows = np.frombuffer(data, "<u4", 5 * 64, found.order.offset).reshape(5, 64)
+    rows[[1, 2, 4]] = np.random.default_rng(1).permuted(rows[[1, 2, 4]], axis=1)
+    path.write_bytes(data)
+    page = page_of(path)
+    page["sections"]["order"][2] = xxh3(bytes(data[found.order.offset : found.order.offset + found.order.nbytes]))
+    forge(path, page)
+    store.close()
+    again = open_store(tmp_path)
+    reader = again.reader(made[0].id)
+    assert reader.shape.tables.same(order)
+    read = tensors(reader, read_back(again, reader.id))
+    assert all(torch.equal(read[name], expected[name]) for name in expected)
+
+
+# --- look-ups
+
+
+@pytest.mark.parametrize("method", [None, Impress(budget=0.25, reorder=False)], ids=["exact", "within a budget"])
+def test_a_prefix_is_restored_up_to_the_first_token_that_a_group_lacks(model, tmp_path, method):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids[:, :96], method or Method())
+        expected, _ = ask(model, store, question(ids), method)
+        (row,) = store.segments()
+        hold_part(store, row, lambda group: np.arange(64) if group.index % 2 else np.random.permutation(96))
+        (row,) = store.segments()
+        found, cache = ask(model, store, question(ids), method)
+        assert cache.stats.tokens_restored == 64
+        if method is None:
+            assert torch.equal(found.sequences, expected.sequences)
+        assert store.lookup(model, ids, method=method).stored == 64
+        assert store.relayout(Geometry(32, 1), progress=False) == 0
+        assert [one.id for one in store.segments()] == [row.id]
+
+
+def test_of_two_the_whole_one_is_restored(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, progress=False)
+        expected, _ = ask(model, store, question(ids), None)
+        (row,) = store.segments()
+        disk = store._storage.disk
+        reader = disk.reader(row.id)
+        lacking = tables_of([np.arange(16, 192) for _ in reader.shape.block_groups], 192)
+        assert disk.publish(*relayout_segment(reader, reader.shape.geometry, lacking))
+        assert len(store.segments()) == 2
+        found, cache = ask(model, store, question(ids), None)
+        same(found, expected)
+        assert cache.stats.tokens_restored == 192
+
+
+def test_why_nothing_is_restored_of_what_has_no_front(model, tmp_path):
+    ids = prompt(200)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, progress=False)
+        (row,) = store.segments()
+        hold_part(store, row, lambda group: np.arange(16, row.tokens))
+        expected = model.generate(question(ids), past_key_values=DynamicCache(), max_new_tokens=4, do_sample=False)
+        found, cache = ask(model, store, question(ids), None)
+        assert torch.equal(found.sequences[:, : expected.shape[1]], expected)
+        assert (cache.stats.tokens_restored, cache.stats.reason) == (0, IN_PART)
+        assert store.lookup(model, ids).reason == IN_PART
+
+
+def test_a_passage_is_restored_up_to_the_first_token_that_a_group_lacks(model, tmp_path):
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill_passages(store, model, PASSAGES[:1])
+        (row,) = store.segments()
+        ids = join(BOS, prompt(7, seed=50)[0], PASSAGES[0], QUESTION)
+        method = CacheTune(recompute=0.0)
+        _, cache = ask_passages(model, store, ids, method)
+        assert cache.stats.tokens_restored == 96
+        hold_part(store, row, lambda group: np.concatenate([np.arange(48), np.arange(70, 96)]))
+        _, cache = ask_passages(model, store, ids, method)
+        assert cache.stats.tokens_restored == 48
+
+
+# --- a method for it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fronts(Method):
+    """Computes a front of the stored tokens, shorter with depth, and restores what lies behind."""
+
+    fronts: tuple[int, ...]
+
+    def usable_hashes(self, shape: SegmentShape) -> int:
+        return shape.tokens // 16
+
+    def positions_to_compute(self, context):
+        suffix = super().positions_to_compute(context)
+        return tuple(np.union1d(np.arange(front), one) for front, one in zip(self.fronts, suffix, strict=True))
+
+
+def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, tmp_path):
+    ids = prompt(200)
+    fronts = (96, 80, 33, 32, 5, 0)[: model.config.num_hidden_layers]
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, method=Method(geometry=Geometry(16, 1)), progress=False)
+        (row,) = store.segments()
+        hold_part(store, row, lambda group: np.arange(fronts[group.layers[0]], row.tokens))
+        full = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)
+        found, cache = ask(model, store, question(ids), Fronts(fronts=fronts))
+        assert torch.equal(found.sequences, full.sequences)
+        for a, b in zip(found.logits, full.logits, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4 * float(b.abs().max()))
+        (row,) = store.segments()
+        shape = store._storage.disk.reader(row.id).shape
+        assert cache.stats.bytes_read == shape.blocks_bytes  # all that is stored, once
+        assert cache.stats.read_amplification < 1.2 and cache.stats.verification_failures == 0
