@@ -160,12 +160,14 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`."""
         try:
             output = super().run(forward, kwargs)
-        except RuntimeError as error:
-            if self._parked is None:
+        except Exception as error:
+            self.fetcher.confirm()  # what a damaged block has led to is not the model's fault
+            if self._parked is None or not isinstance(error, RuntimeError):
                 raise
             raise self.cannot_select() from error
         if self._parked is not None:
             raise self.cannot_select()
+        self.fetcher.confirm()  # one wait, for the side stream alone: a pass with a damaged block is undone
         return output
 
     def _begin(self, stack: ExitStack) -> None:

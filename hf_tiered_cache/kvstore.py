@@ -60,6 +60,8 @@ class KVStore:
         free_space_floor: bytes of the file system that always stay free.
         queue_memory: bytes of KV that may wait to be written before a request waits for the disk. What a cache
             leaves when it is collected cannot wait: without room it is not stored, and counted.
+        queue_device_memory: bytes of it that may lie on GPUs, where it was computed. Beyond, what waits is brought down
+            to the host first; what one prompt has computed may be more.
         codec: how KV becomes bytes, where a method names none of its own: "raw", or "int8" or "fp8", which take half of
             what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
 
@@ -85,6 +87,7 @@ class KVStore:
         watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
         queue_memory: int | str = "2GiB",
+        queue_device_memory: int | str = "1GiB",
         codec: str = RAW,
     ) -> None:
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
@@ -98,6 +101,7 @@ class KVStore:
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
         limits = Limits(quota, high, low, floor)
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
+        queue_device_bytes = parse_bytes(queue_device_memory, "queue_device_memory")
         self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
         cipher = cipher_of(key)
         self.ttl = ttl
@@ -124,6 +128,7 @@ class KVStore:
             codec=self.codec,
             ttl=ttl,
             queue_bytes=queue_bytes,
+            queue_device_bytes=queue_device_bytes,
         )
 
     # --- KV of prompts

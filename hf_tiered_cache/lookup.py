@@ -66,6 +66,7 @@ def warm(
             lease = storage.residency.fetch([request], device, collector, ahead=True)
             try:
                 lease.wait()
+                lease.confirm()
             except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
                 storage.disk.report(unit.reader.id, error)
             finally:

@@ -135,6 +135,7 @@ class Rechoice:
         changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
+        self._fetcher.confirm()  # what is written in place could not be taken back
         now: list[LiveRow | None] = []
         for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
             if held is None or change is None:

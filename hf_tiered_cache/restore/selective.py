@@ -242,6 +242,7 @@ class SelectiveRestore:
                 ]
                 units = [apart.get(name) or among[name] for name in names]
                 self.fetcher.wait_for(units)
+                self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
                 if not self.selector.resident:
                     asked.extend(units)
                     continue

@@ -26,21 +26,22 @@ class Arrival:
     on_device: list[Blocks] = field(default_factory=list)
     on_host: list[Blocks] = field(default_factory=list)
     to_read: list[BlockRun] = field(default_factory=list)
-    direct: bool = False
-    """Whether some of that goes to the device without passing through the host."""
+    """What is read to the host."""
+    direct: list[BlockRun] = field(default_factory=list)
+    """What is read to the device without passing through the host."""
     staged: Blocks = field(default_factory=Blocks.none)
-    """What of it goes to the staging area, and would be nowhere when the lease is over."""
+    """What of that goes to the staging area, and would be nowhere when the lease is over."""
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
-    chunks: int = field(init=False)
-    """Of the block group."""
+    count: int = field(init=False)
+    """Chunks of the block group."""
 
     def __post_init__(self) -> None:
         reader, block_group, _ = self.leased.request
         group = reader.shape.block_groups[block_group]
         self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
-        self.chunks = reader.shape.chunks_in(group)
+        self.count = reader.shape.chunks_in(group)
 
     def needs(self, host: Tier, direct: bool) -> Needs:
         """How many slots it may take of each tier, once what memory has is held.

@@ -26,6 +26,7 @@ from .blocks import Blocks
 from .device import STAGING_BYTES, DeviceMemory
 from .guesses import Guesses
 from .interrupts import Apart, Step
+from .late_check import LateCheck
 from .lease import BlockRequest, Hold, Holds, Lease
 from .policy import Usage
 from .pool import Tier
@@ -148,7 +149,9 @@ class Residency:
         hold = lease.hold
         for each in arrivals:
             self._take_slots(each, hold)
-        from_disk = [each for each in arrivals if each.to_read]
+        from_disk = [each for each in arrivals if each.to_read or each.direct]
+        through_host = [(*each.leased.request[:2], each.to_read) for each in from_disk]
+        direct = [(*each.leased.request[:2], each.direct) for each in from_disk if each.direct]
 
         def arrive() -> None:
             for each in arrivals:
@@ -156,7 +159,10 @@ class Residency:
             if hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
                 hold.copied = hold.stream.copied()
             for each in arrivals:
-                self._keep_staged(each)
+                if hold.check is None:
+                    self._keep_staged(each)
+                else:
+                    hold.when_whole.append(partial(self._keep_staged, each))
 
         def read() -> None:
             """In the thread that starts reads."""
@@ -167,9 +173,9 @@ class Residency:
                 hold.reading = True
             collector.read_started()
             try:
-                if hold.stream is not None and any(each.direct for each in from_disk):
+                if hold.stream is not None and direct:
                     hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
-                reading = read_batch([(*each.leased.request[:2], each.to_read) for each in from_disk])
+                reading = read_batch(through_host, direct)
             except BaseException as error:  # the store was closed meanwhile
                 reading = Future()
                 reading.set_exception(error.with_traceback(None))  # of which this frame would be a part
@@ -182,6 +188,12 @@ class Residency:
                 count = len(each.leased.from_disk)
                 found, lost = (0, count) if error else (count, 0)
                 collector.looked_up("disk", found, lost, each.block_bytes)
+            try:
+                unseen = [each for each in direct if each[0].verifies]
+                if error is None and unseen and hold.stream is not None:
+                    hold.check = LateCheck(hold.stream, unseen)
+            except Exception as caught:  # no memory on the device
+                error = caught
             self._settle(lease, arrive, error)
 
         return read if from_disk else None, arrive
@@ -300,9 +312,8 @@ class Residency:
             reserved = self._reserve(each.gpu.tier, size, rest, hold, each)
             each.staged = self._reserve(each.gpu.staging, size, rest[len(reserved) :], hold)
             each.on_device.extend((reserved, each.staged))
-            each.to_read.extend((*reserved.runs(), *each.staged.runs()))
+            each.direct = [*reserved.runs(), *each.staged.runs()]
             rest = rest[len(reserved) + len(each.staged) :]
-            each.direct = len(each.to_read) > 0
         staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
         staged.extend(self.host.own_memory(rest[sum(map(len, staged)) :], size))
         each.on_host.extend(staged)
@@ -352,8 +363,31 @@ class Residency:
             new = slots[pool.owner[slots] == RESERVED]
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
-            if len(new):
-                holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
+            elif lease.hold.check is not None:
+                direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
+                lease.hold.when_whole.append(partial(self._enter, holder, pool, new[direct], request))
+                new = new[~direct]
+            self._enter(holder, pool, new, request)
+
+    @staticmethod
+    def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
+        """The tier keeps the blocks that were read into these slots, for others to find."""
+        reader, block_group, _ = request
+        slots = slots[pool.owner[slots] == RESERVED]
+        if len(slots) and not reader.gone:
+            chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
+            tier.settle(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
+
+    def confirm(self, hold: Hold) -> None:
+        """Wait until the device has checked what was read past the host, and enter it in the tier.
+
+        Raises:
+            IntegrityError: a block is not what was written.
+        """
+        if hold.check is not None:
+            hold.check.confirm()
+            with self._lock, self._step:
+                hold.keep_checked()
 
     # --- between host and device
 
@@ -377,7 +411,7 @@ class Residency:
             return
         known = self.scores.of(each.owner, chunks)
         usage = Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
-        self._move_down(each.gpu.device, each.owner, each.chunks, each.staged, usage)
+        self._move_down(each.gpu.device, each.owner, each.count, each.staged, usage)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""

@@ -34,6 +34,9 @@ class CopyStream:
     """The one stream on which blocks move to and from a device. The base class is the CPU's, where copies are done
     when they return."""
 
+    on_host = True
+    """Whether the device's memory is the host's."""
+
     def copying(self) -> AbstractContextManager:
         """Within this, copies go to the side stream."""
         return nullcontext()
@@ -55,6 +58,8 @@ class CopyStream:
 
 class CudaCopyStream(CopyStream):
     """A side stream of one GPU."""
+
+    on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from families import FAMILIES, build, prompt
 from reference import kv_of, prefilled
+from segments import read_back
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.codecs import CODECS
 from hf_tiered_cache.methods import make_method
-from hf_tiered_cache.store.digest import lin64
+from hf_tiered_cache.store.digest import block_digests, lin64
 from hf_tiered_cache.store.engines import open_engine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
@@ -137,6 +139,18 @@ def test_a_flipped_bit_is_seen_on_the_way_to_the_device(tmp_path):
 def test_lin64_is_the_same_on_both_sides():
     blocks = torch.randint(0, 256, (7, 65536), dtype=torch.uint8)
     assert torch.equal(lin64(blocks), lin64(blocks.to(DEVICE)).cpu())
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_the_gpu_packs_has_the_digests_that_the_cpu_computes(tmp_path, codec, dtype):
+    model, ids = build("gemma3", dtype).to(DEVICE), prompt(300).to(DEVICE)
+    with KVStore(tmp_path, engine="posix", codec=codec) as store:
+        store.precompute(model, ids, progress=False)
+        (row,) = store.segments()
+        disk = store._storage.disk
+        digests = disk.reader(row.id).digests
+        for table, blocks in zip(digests, read_back(disk, row.id), strict=True):
+            assert np.array_equal(table, block_digests(blocks))
 
 
 def test_kv_of_the_cpu_serves_the_gpu(tmp_path):
