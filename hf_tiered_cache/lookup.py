@@ -61,7 +61,8 @@ def warm(
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
-            device = prompt.device_of(unit)
+            # a device that keeps nothing would be a detour
+            device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
             lease = storage.residency.fetch([request], device, collector, ahead=True)
             try:
