@@ -12,15 +12,29 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
-from happens_before import COMPUTATION, HOST, CopiesEvent, Memory, Race, Watch, WatchedStream, WorkEvent, World, join
+from happens_before import (
+    COMPUTATION,
+    COPIES,
+    HOST,
+    CopiesEvent,
+    Memory,
+    Race,
+    Watch,
+    WatchedStream,
+    WorkEvent,
+    World,
+    join,
+)
 from segments import LAYOUT
 
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.engines import ReadReport
+from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.lease import BlockRequest, Hold
+from hf_tiered_cache.tiers.late_check import LateCheck
+from hf_tiered_cache.tiers.lease import BlockRequest, Hold, Holds
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.streams import DoneEvent
 
@@ -38,12 +52,22 @@ class Reader:
 
     def __init__(self, number: int) -> None:
         self.id, self.shape, self.gone = f"segment {number}", SHAPE, False
+        self.verifies = True
 
     def owner(self, block_group: int) -> tuple[str, int, int]:
         return self.id, block_group, 0
 
     def caused(self, error: BaseException) -> bool:
         return False
+
+
+class WholeBlocks(LateCheck):
+    """A check on the device that reads what it checks, and finds nothing. Its own memory is none of the tiers'."""
+
+    def __init__(self, stream, asked) -> None:
+        blocks = [run for *_, runs in asked for _, run in runs]
+        stream.world.act(COPIES, blocks, [], "check")
+        self._bad, self._done, self._whole = torch.zeros(len(blocks), dtype=torch.bool), stream.copied(), None
 
 
 class Inline:
@@ -59,10 +83,11 @@ class Disk:
     def __init__(self, world: World) -> None:
         self.world, self.pending = world, []
 
-    def read_batch(self, asked):
+    def read_batch(self, asked, unseen=()):
         future: Future[ReadReport] = Future()
         future.set_running_or_notify_cancel()
-        self.pending.append((future, self.world.new_actor(), [run for *_, runs in asked for _, run in runs]))
+        runs = [run for *_, runs in (*asked, *unseen) for _, run in runs]
+        self.pending.append((future, self.world.new_actor(), runs))
         return future
 
     def finish(self, count: int) -> None:
@@ -80,16 +105,20 @@ class Run:
         self.random = random.Random(seed)
         self.world = World(self.random)
         self.disk, memory, stream = Disk(self.world), Memory(self.world), WatchedStream(self.world)
-        monkeypatch.setattr(residency_module, "aligned_bytes", memory.allocate)
+        for module in (residency_module, device_module):
+            monkeypatch.setattr(module, "aligned_bytes", memory.allocate)
+        monkeypatch.setattr(residency_module, "LateCheck", WholeBlocks)
         monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
         monkeypatch.setattr(residency_module, "read_batch", self.disk.read_batch)
-        host, device = (self.random.choice(blocks) * BLOCK_BYTES for blocks in ((0, 6, 14, 40), (0, 6, 14, 25)))
+        blocks = (0, 6, 14, 40), (0, 6, 14, 25), (0, 6, 25)
+        host, device, staging = (self.random.choice(counts) * BLOCK_BYTES for counts in blocks)
         self.residency = Residency(
             host and host + 4096,
             device and device + 4096,
             self.random.choice(["lru", "lfu"]),
             device_types=frozenset({GPU.type}),
             direct=direct,
+            staging_budget=staging and staging + 4096,
         )
         self.residency._starting = Inline()
         self.readers = [Reader(number) for number in range(3)]
@@ -141,6 +170,8 @@ class Run:
                 blocks = [run for _, run in leased.arrived.runs()]
                 actor = HOST if lease.hold.stream is None else COMPUTATION
                 self.world.act(actor, blocks, [], "attention")
+            if self.random.random() < 0.7:
+                lease.confirm()
         lease.release()
 
 
@@ -182,7 +213,12 @@ def no_event_of_copies(patch):
 
 def slots_go_with_the_lease(patch):
     """Not when the device is done with them."""
-    patch.setattr(Residency, "_now", staticmethod(lambda hold: DoneEvent()))
+
+    def end(hold):
+        hold.over = DoneEvent()
+        return hold.over
+
+    patch.setattr(Hold, "end", end)
 
 
 def slots_go_before_their_copies_are_done(patch):
@@ -194,7 +230,7 @@ def slots_go_while_the_disk_fills_them(patch):
 
 
 def the_host_reads_what_is_still_moving_down(patch):
-    patch.setattr(Residency, "_await_moves_down", lambda residency, stream: None)
+    patch.setattr(Holds, "await_moves_down", lambda holds, stream: None)
 
 
 def nobody_waits_for_events(patch):
