@@ -31,7 +31,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from common import commit_of, interleaved, machine, median, save, seconds, table
+from common import commit_of, first_token, interleaved, machine, median, save, seconds, table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -230,10 +230,7 @@ class Workload:
         }
 
     def _first_token(self, name: str, make: Callable[[], Any]) -> float:
-        return seconds(
-            lambda: self.model.generate(self.prompts[name], past_key_values=make(), max_new_tokens=1, do_sample=False),
-            CPU,
-        )
+        return first_token(self.model, self.prompts[name], make)
 
 
 def measure(turns: int) -> dict[str, Any]:
@@ -248,7 +245,7 @@ def measure(turns: int) -> dict[str, Any]:
 
 def measured_apart(source: Path, turns: int) -> dict[str, Any]:
     """The same in a process that imports the package from `source`."""
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, __file__, "--apart", "--turns", str(turns)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .calibrate import Calibration, calibrate
+from .calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
 from .codecs import RAW, codec_in, make_codec
 from .errors import ConfigError
 from .geometry import Geometry
@@ -39,7 +39,8 @@ class KVStore:
 
     Args:
         path: a folder; made if missing. On fast local storage, best.
-        device_memory: bytes of each GPU's memory for blocks. On a CPU-only machine the host tier is the device tier.
+        device_memory: bytes of each GPU's memory for blocks that stay there; 128 MiB more, where needed, are for those
+            on their way to a request. On a CPU-only machine the host tier is the device tier.
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
         index_memory: bytes of memory, where the model computes, for keys that methods with a resident index choose by.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
@@ -50,7 +51,8 @@ class KVStore:
             `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. By itself it hides
             tokens from those who have the files, not from those who have the model, too.
-        engine: "auto", "kvikio" (GPUDirect Storage or its compat mode), "posix", or an `Engine` made for this store.
+        engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or its compat
+            mode), "posix", or an `Engine` made for this store.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
         ttl: seconds a segment lives, or None.
@@ -113,6 +115,7 @@ class KVStore:
             pin=torch.cuda.is_available(),
             direct=self._engine.reads_device and key is None,  # the CPU decrypts
             index_budget=parse_bytes(index_memory, "index_memory"),
+            register=self._engine.register,
         )
         backend = FolderBackend(self.path, self._engine)
         disk = SegmentStore(backend, verify=verify, limits=limits, counters=Counters(), cipher=cipher)
@@ -209,6 +212,14 @@ class KVStore:
         `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
         """
         return calibrate(self._storage, model, **settings)
+
+    def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
+        """Measure what a token of a prefix costs here, computed and restored, for this model on this machine.
+
+        `Exact()` then computes what is expected to be slower to restore. For settings see
+        `hf_tiered_cache.calibrate.calibrate_prefix`.
+        """
+        return calibrate_prefix(self._storage, model, **settings)
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True

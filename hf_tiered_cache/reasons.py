@@ -41,10 +41,14 @@ NOT_ENCRYPTED = "what is stored of this model is not encrypted, and a store with
 NO_KEY = "what is stored of this model is encrypted; open the store with its key"
 OTHER_KEY = "what is stored of this model is encrypted with another key; open the store with that one"
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
+SLOWER = (
+    "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
+    "Exact(decline=False) restores them all the same"
+)
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
-_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE})
+_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE, SLOWER})
 
 
 def nameless(what: str) -> str:

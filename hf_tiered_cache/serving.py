@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrations import calibrated_ratio
+from .calibrations import calibrated_ratio, prefix_costs
 from .errors import CacheMismatchError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
@@ -21,6 +21,7 @@ from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
+from .payoff import pays
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
 from .restore.history import History
@@ -97,6 +98,8 @@ class Serving:
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
+            if plan is not None and not self._pays(plan, sequence):
+                plan, reason = None, reasons.SLOWER
             try:
                 output = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -165,6 +168,15 @@ class Serving:
         """What a pass restores, or None if that is nothing."""
         return sequence.plan(request, self.collector)
 
+    def _pays(self, plan: Plan, sequence: SequenceState) -> bool:
+        """Whether a plan is not known to take longer than computing what it restores."""
+        method, attachment = sequence.method, self.attachment
+        if not method.decline:
+            return True
+        fingerprint, device = sequence.identity.fingerprint, attachment.model.device
+        costs = prefix_costs(self.store, fingerprint, device, method.provenance, plan.base + (plan.suffix or 0))
+        return costs is None or pays(plan, costs, self.store.residency, attachment.device_of)
+
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
         admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
@@ -173,6 +185,8 @@ class Serving:
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
+        if plan is not None and not self._pays(plan, sequence):
+            plan, reason = None, reasons.SLOWER
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 

@@ -252,9 +252,8 @@ class Storage:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
         stats.disk.budget = self.disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
-        stats.device.bytes = sum(tier.allocated for tier in residency.devices.values())
-        stats.device.budget = residency.device_budget
+        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.evicted_blocks = residency.evicted
         stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
         return stats

@@ -260,12 +260,12 @@ def test_slots_are_never_free_before_their_blocks_are_kept_or_not(open_segment):
     residency, disk, name, _ = open_segment
     reader = disk.reader(name)
     lease, _ = fetch(residency, reader)
-    check, stream = lease.hold.check, residency._streams[CPU]
+    check, stream = lease.hold.check, residency._gpu(CPU).stream
     check.is_done = lambda: False
     stream.done = stream.recorded
     lease.release()
     assert lease.hold.when_whole == []
-    assert lease.hold not in residency._holds
+    assert not residency._holds
     assert residency.where(reader.owner(0), np.arange(CHUNKS), CPU)["device"] == CHUNKS
 
 

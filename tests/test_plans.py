@@ -93,7 +93,7 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
         storage, other = store._storage, partial(other_hashes, store, cache)
-        storage.match = lambda hashes, start, asking, honest=storage.match: honest(other(), start, asking)
+        storage.match = lambda hashes, *rest, honest=storage.match, **named: honest(other(), *rest, **named)
         with torch.no_grad():
             ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0

@@ -190,7 +190,7 @@ def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[R
             for reader, block_group, runs in asked:
                 reader.open_blocks(block_group, runs)
         except BaseException as error:
-            checked.set_exception(error)
+            checked.set_exception(error.with_traceback(None))  # its frames hold the future, and what was read into
         else:
             checked.set_result(report)
 

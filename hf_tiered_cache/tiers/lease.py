@@ -14,7 +14,8 @@ from ..latch import Latch
 from ..store.segment import SegmentReader
 from .blocks import Blocks
 from .late_check import LateCheck
-from .pool import SlotPool, Tier
+from .pool import Tier
+from .slots import SlotPool
 from .streams import CopyStream, DoneEvent, Event
 
 if TYPE_CHECKING:
@@ -56,6 +57,51 @@ class Hold:
         keep, self.when_whole = self.when_whole, []
         for action in keep if self.check is not None and self.check.found_whole() else ():
             action()
+
+    def is_over(self) -> bool:
+        """Whether nothing reads or writes its slots any more."""
+        return self.over is not None and not self.reading and self.over.query() and self.copied.query()
+
+    def end(self) -> Event:
+        """It is over when the device has done what it was given before now: the event that says so."""
+        self.over = self.stream.computed() if self.stream else DoneEvent()
+        return self.over
+
+
+class Holds:
+    """All of a residency, which guards them."""
+
+    def __init__(self) -> None:
+        self._holds: set[Hold] = set()
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def add(self, hold: Hold) -> None:
+        self._holds.add(hold)
+
+    def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
+        """The slots of a tier that are held."""
+        return [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
+
+    def await_moves_down(self, stream: CopyStream | None) -> None:
+        """Blocks on their way down are found on the host at once; only their own stream keeps the order by itself."""
+        for hold in self._holds:
+            if hold.moves_down and hold.stream is not stream:
+                hold.copied.synchronize()
+
+    def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
+        """Let go of the slots that nothing reads or writes any more."""
+        for hold in list(self._holds):
+            if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
+                hold.end()
+            if hold.is_over() or (hold.check is not None and hold.check.is_done()):  # before the end of copies
+                hold.keep_checked()
+        for hold in list(self._holds):  # with those that keeping has made
+            if hold.is_over() and not hold.when_whole:
+                for tier, pool, slots in hold.slots:
+                    unpin(tier, pool, slots)
+                self._holds.discard(hold)
 
 
 @dataclass(eq=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -86,5 +88,16 @@ class CudaCopyStream(CopyStream):
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """The stream for copies to and from `device`."""
-    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+    """The stream for copies to and from `device`: one for all stores and caches of the process."""
+    if device.type != "cuda":
+        return CopyStream()
+    with _making:  # `cache` alone would let two threads make two
+        return _cuda_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_making = threading.Lock()
+
+
+@cache
+def _cuda_stream(index: int) -> CudaCopyStream:
+    return CudaCopyStream(torch.device("cuda", index))
