@@ -86,12 +86,12 @@ def clusters_of(indexes, head):
     return found
 
 
-@pytest.mark.parametrize("keep_means", [True, False])
+@pytest.mark.parametrize("keep_representatives", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_means):
+def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representatives):
     """KVDRIVE's choice in loops: clusters by their centroids' softmax, inside a cluster chunks by their means."""
     keys, query, chunk_tokens = case(*shape)
-    indexes = [ClusterIndex.build(some, chunk_tokens, keep_means=keep_means) for some in keys]
+    indexes = [ClusterIndex.build(some, chunk_tokens, keep_representatives=keep_representatives) for some in keys]
     total = sum(index.chunks for index in indexes)
     for count in counts_of(total):
         chunks, scores = rank(indexes, query, 0.7, count)
@@ -109,10 +109,48 @@ def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_means):
             expected, shares = [], []
             for number in best_of(weights, len(clusters)):
                 members = clusters[number][1]
-                expected += sorted(members, key=lambda i: (-rating[i], i)) if keep_means else members
+                expected += sorted(members, key=lambda i: (-rating[i], i)) if keep_representatives else members
                 shares += [weights[number]] * len(members)
             assert chunks[head].tolist() == expected[:count]
             assert scores[head].tolist() == pytest.approx(shares[:count], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
+    """In loops: clusters by a quarter of the way to their bound, their chunks by half the way to their own."""
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built("cluster_boxes", keys, chunk_tokens)
+    total = sum(index.chunks for index in indexes)
+    for head in range(shape[0]):
+        parts = cut(keys, head, chunk_tokens)
+        bounds = [(part.amin(0), part.amax(0)) for part in parts]
+        members = [chunks for _, chunks in clusters_of(indexes, head)]
+        boxes = []  # of each cluster: centroid, least, largest
+        for chunks in members:
+            middles = [(bounds[i][0] + bounds[i][1]) / 2 for i in chunks]
+            lows, highs = zip(*(bounds[i] for i in chunks), strict=True)
+            boxes.append((sum(middles) / len(middles), torch.stack(lows).amin(0), torch.stack(highs).amax(0)))
+        weights, rating = [0.0] * len(members), [0.0] * total
+        for one in served(query, head, shape[0]):
+            for q in one:
+                found = [0.7 * part_of_the_way(q, *box, 0.25) for box in boxes]
+                weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
+                divisor = sum(math.exp(value) for value in found)
+                for i, (low, high) in enumerate(bounds):
+                    rating[i] += math.exp(0.7 * part_of_the_way(q, (low + high) / 2, low, high, 0.5)) / divisor
+        for count in counts_of(total):
+            candidates: list[int] = []
+            for number in best_of(weights, len(members)):
+                candidates += members[number] if len(candidates) < min(4 * count, total) else []
+            expected = sorted(candidates, key=lambda i: (-rating[i], i))[:count]
+            chunks, scores = rank(indexes, query, 0.7, count)
+            assert chunks[head].tolist() == expected
+            assert scores[head].tolist() == pytest.approx([rating[i] for i in expected], rel=1e-3)
+
+
+def part_of_the_way(q, middle, low, high, share):
+    """Between the product with a middle and the largest that a key in a box can have."""
+    return (1 - share) * product(q, middle) + share * product(torch.maximum(q * low, q * high), torch.ones_like(q))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -169,8 +207,8 @@ def test_one_query_head_keeps_quests_order():
     """Where no head shares keys, softmax changes nothing: pages stand as their bounds do."""
     keys, query, _ = case(1, 1, 1, 8, 16, [400])
     index = PageBoundsIndex.build(keys[0], 16)
-    high, low = index.bounds[0].split(8, dim=1)
-    bounds = torch.maximum(query[0, 0] * high, query[0, 0] * low).sum(1)
+    pages = keys[0][0].unflatten(0, (25, 16))
+    bounds = torch.maximum(query[0, 0] * pages.amax(1), query[0, 0] * pages.amin(1)).sum(1)
     chunks, _ = rank([index], query, None, index.chunks)
     assert chunks[0].tolist() == bounds.argsort(descending=True).tolist()
 
@@ -287,13 +325,14 @@ def test_empty_clusters_are_never_chosen():
     assert scores[0].tolist() == pytest.approx([0.5] * 40)  # two clusters, one of each index
 
 
-def test_planted_clusters_are_found():
+@pytest.mark.parametrize("kind", ["clusters", "cluster_boxes"])
+def test_planted_clusters_are_found(kind):
     """Runs of chunks around eight directions, in turn: a query for one gets its chunks before all others."""
     generator = torch.Generator().manual_seed(2)
     directions = torch.linalg.qr(torch.randn(16, 16, generator=generator))[0][:8] * 6
     topic = torch.randint(8, (64,), generator=generator)
     keys = directions[topic].repeat_interleave(4, 0) + 0.3 * torch.randn(256, 16, generator=generator)
-    index = ClusterIndex.build(keys[None], 4)
+    index = DECODE_INDEXES[kind].build(keys[None], 4)
     for wanted in range(8):
         mine = (topic == wanted).nonzero().flatten().tolist()
         chunks, _ = rank([index], directions[wanted].reshape(1, 1, 16), None, len(mine))
@@ -310,6 +349,20 @@ def test_a_random_choice_follows_the_query_and_is_even():
         assert torch.equal(chunks, rank([again, index], query, None, 20)[0])
         times.scatter_add_(1, chunks, torch.ones(2, 20))
     assert (times - 30).abs().max() < 25  # 30 each on average, by 5.2 off as a rule
+
+
+def test_boxes_find_a_key_that_its_chunk_hides():
+    """One key in 800 is looked for, and those beside it point away: their mean is next to nothing, not so their box."""
+    generator = torch.Generator().manual_seed(4)
+    keys = 0.4 * torch.randn(1, 800, 16, generator=generator)
+    query = torch.randn(1, 1, 16, generator=generator)
+    keys[0, 400:408] = -0.15 * query[0]
+    keys[0, 403] = query[0, 0]
+    found = {
+        kind: rank(built(kind, [keys], 8), query, None, 5)[0][0].tolist() for kind in ("clusters", "cluster_boxes")
+    }
+    assert found["cluster_boxes"][0] == 50
+    assert 50 not in found["clusters"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

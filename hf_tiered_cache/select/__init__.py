@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .chunk_means import ChunkMeanIndex
+from .cluster_boxes import ClusterBoxIndex
 from .clusters import ClusterIndex
 from .decode_index import DecodeIndex
 from .page_bounds import PageBoundsIndex
@@ -11,6 +12,7 @@ from .token_clusters import TokenClusterIndex
 
 DECODE_INDEXES: dict[str, type[DecodeIndex]] = {
     "clusters": ClusterIndex,
+    "cluster_boxes": ClusterBoxIndex,
     "page_bounds": PageBoundsIndex,
     "chunk_means": ChunkMeanIndex,
     "token_clusters": TokenClusterIndex,

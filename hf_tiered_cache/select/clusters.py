@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -38,6 +38,9 @@ from .kmeans import segmented_kmeans
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_MOST = 80.0
+"""Logarithm of the largest score, which float32 can hold: a chunk may get more than its cluster stands for."""
+
 
 @dataclass(frozen=True, eq=False)
 class ClusterIndex(DecodeIndex):
@@ -47,13 +50,16 @@ class ClusterIndex(DecodeIndex):
         centroids: `[kv_heads, clusters, dim]`, in the dtype of the keys.
         chunk_order: int32 `[kv_heads, chunks]`, cluster after cluster.
         starts: int32 `[kv_heads, clusters + 1]`, where a cluster begins in `chunk_order`; empty ones stand last.
-        means: `[kv_heads, chunks, dim]`, in the dtype of the keys; None to order chunks of a cluster by position.
+        representatives: `[kv_heads, chunks, dim]`, in the dtype of the keys, the mean of each chunk; None to order the
+            chunks of a cluster by position.
     """
 
     centroids: torch.Tensor
     chunk_order: torch.Tensor
     starts: torch.Tensor
-    means: torch.Tensor | None = None
+    representatives: torch.Tensor | None = None
+    candidates: ClassVar[int] = 1
+    """Clusters are looked into until they have so many times the chunks to choose; 1 to take them whole."""
 
     def __post_init__(self) -> None:
         _ = self.largest  # waits for the device: now, not when a query comes
@@ -66,15 +72,17 @@ class ClusterIndex(DecodeIndex):
         tokens_per_centroid: int = 16,
         segment_chunks: int = 8192,
         iterations: int = 9,
-        keep_means: bool = True,
+        keep_representatives: bool = True,
     ) -> Self:
         clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
         parts = []
         for some in head_slices(keys):
             means = mean_keys(keys[some], chunk_tokens)
             found = segmented_kmeans(means, clusters, segment_chunks, iterations)
-            centroids, chunk_order, starts = _by_position(*found)
-            parts.append((centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_means)))
+            centroids, chunk_order, starts = by_position(*found)
+            parts.append(
+                (centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_representatives))
+            )
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     @property
@@ -97,30 +105,42 @@ class ClusterIndex(DecodeIndex):
         starts = side_by_side([index.starts[:, :-1] + first for index, first in zip(indexes, firsts, strict=False)])
         starts = torch.cat([starts, starts.new_full((len(starts), 1), firsts[-1])], 1)  # [kv_heads, clusters + 1]
         sizes = starts.diff(dim=1)
+        query = cls._as_compared(query)
         weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, sizes == 0)
 
-        best = best_first(weights, min(count, weights.shape[1]))  # [kv_heads, clusters that may be needed]
+        wanted = min(count * cls.candidates, firsts[-1])
+        best = best_first(weights, min(wanted, weights.shape[1]))  # [kv_heads, clusters that may be needed]
         ends = sizes.gather(1, best).cumsum(1)
-        slots = min(count + max(index.largest for index in indexes) - 1, firsts[-1])
+        slots = min(wanted + max(index.largest for index in indexes) - 1, firsts[-1])
         place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
         nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: of which of the best clusters
-        beyond = nth >= ends.shape[1]  # behind all that can be wanted
+        beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster behind those that are wanted
         nth.clamp_(max=ends.shape[1] - 1)
         cluster = best.gather(1, nth)
         inside = place - (ends.gather(1, nth) - sizes.gather(1, cluster))
         at = (starts.gather(1, cluster) + inside).clamp_(max=firsts[-1] - 1)
         chunk_order = side_by_side([index.chunk_order + first for index, first in zip(indexes, firsts, strict=False)])
         chunks = chunk_order.gather(1, at).long()  # [kv_heads, slots]
-        if (means := _means_of(indexes, firsts, chunks)) is not None:
-            nth = nth.masked_fill_(beyond, ends.shape[1])
-            rating = _log_weights(query, means, scaling, totals)
+        if cls.candidates > 1:
+            chunks = chunks.masked_fill_(beyond, firsts[-1]).sort(dim=1).values  # so that of equals the first wins
+            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
+            best = best_first(rating.masked_fill_(chunks == firsts[-1], -torch.inf), count)
+            return chunks.gather(1, best), rating.gather(1, best).clamp_(max=_MOST).exp_()
+        if all(index.representatives is not None for index in indexes):
+            nth.masked_fill_(beyond, ends.shape[1])
+            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
             by_rating = rating.argsort(dim=1, descending=True, stable=True)
             by_cluster = nth.gather(1, by_rating).argsort(dim=1, stable=True)
             chunks, cluster = (t.gather(1, by_rating).gather(1, by_cluster) for t in (chunks, cluster))
         return chunks[:, :count], weights.gather(1, cluster[:, :count]).exp_()
 
+    @classmethod
+    def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with centroids and representatives."""
+        return query
 
-def _by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Clusters numbered by their first chunk, those without one last: centroids, `chunk_order` and `starts`."""
     clusters, chunks = centroids.shape[1], cluster_of.shape[1]
     position = torch.arange(chunks, device=cluster_of.device).expand_as(cluster_of)
@@ -132,20 +152,20 @@ def _by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[tor
     return centroids.take_along_dim(renumbered[..., None], 1), chunk_order.int(), starts.int()
 
 
-def _means_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor | None:
-    """`[kv_heads, n, dim]` of chunks `[kv_heads, n]` numbered through all indexes; None if the means are not kept."""
+def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
+    """`[kv_heads, n, dim]` of chunks `[kv_heads, n]` numbered through all indexes."""
     found: torch.Tensor | None = None
     for index, first in zip(indexes, firsts, strict=False):
-        if index.means is None:
-            return None
+        assert index.representatives is not None
         mine = (chunks - first).clamp_(0, index.chunks - 1)[..., None]
-        some = index.means.take_along_dim(mine, 1)
+        some = index.representatives.take_along_dim(mine, 1)
         found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
+    assert found is not None
     return found
 
 
-def _log_weights(query: torch.Tensor, means: torch.Tensor, scaling: float, totals: torch.Tensor) -> torch.Tensor:
+def _log_weights(query: torch.Tensor, keys: torch.Tensor, scaling: float, totals: torch.Tensor) -> torch.Tensor:
     """The logarithm of what each of `[kv_heads, n, dim]` gets, as shares of the totals of the centroids."""
-    step = positions_at_once(query, means.shape[1])
+    step = positions_at_once(query, keys.shape[1])
     pairs = zip(query.split(step, dim=1), totals.split(step, dim=2), strict=True)
-    return torch.stack([log_sum(logits(some, [means], scaling).sub_(total)) for some, total in pairs]).logsumexp(0)
+    return torch.stack([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs]).logsumexp(0)

@@ -24,29 +24,32 @@ class PageBoundsIndex(DecodeIndex):
     """Bounds of the keys of each chunk.
 
     Args:
-        bounds: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: largest values, then least ones.
+        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: the middle between the bounds, and how far the
+            largest value is from it, times `spread`.
     """
 
-    bounds: torch.Tensor
+    boxes: torch.Tensor
 
     @classmethod
-    def build(cls, keys: torch.Tensor, chunk_tokens: int = 16) -> Self:
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
+        """As in `DecodeIndex`; a smaller `spread` than Quest's 1 ranks between the middle and the bound."""
         parts = []
         for some in head_slices(keys):
             cut = cut_in_chunks(keys[some], chunk_tokens)
-            parts.append(torch.cat([cut.amax(2), cut.amin(2)], -1))
+            most, least = cut.amax(2).float(), cut.amin(2).float()
+            parts.append(torch.cat([(most + least) / 2, (most - least) * (spread / 2)], -1).to(keys.dtype))
         return cls(chunk_tokens, torch.cat(parts))
 
     @property
     def chunks(self) -> int:
-        return self.bounds.shape[1]
+        return self.boxes.shape[1]
 
     @classmethod
     def rank_together(
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # max(q · min, q · max) is q · max where q is positive, else q · min: one product of twice the channels
-        halves = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
-        weights, _ = log_attention(halves, [index.bounds for index in indexes], scaling)
+        # max(q · min, q · max) is q · middle + |q| · (max - middle): one product of twice the channels
+        both = torch.cat([query, query.abs()], -1)
+        weights, _ = log_attention(both, [index.boxes for index in indexes], scaling)
         best = best_first(weights, count)
         return best, weights.gather(1, best).exp_()
