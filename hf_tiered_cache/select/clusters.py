@@ -26,6 +26,7 @@ from .decode_index import (
     DecodeIndex,
     best_first,
     head_slices,
+    joined,
     log_attention,
     log_sum,
     logits,
@@ -155,10 +156,12 @@ def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torc
 def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
     """`[kv_heads, n, dim]` of chunks `[kv_heads, n]` numbered through all indexes."""
     found: torch.Tensor | None = None
+    heads = torch.arange(len(chunks), device=chunks.device)[:, None]
     for index, first in zip(indexes, firsts, strict=False):
         assert index.representatives is not None
-        mine = (chunks - first).clamp_(0, index.chunks - 1)[..., None]
-        some = index.representatives.take_along_dim(mine, 1)
+        rows = (chunks - first).clamp_(0, index.chunks - 1) + heads * index.chunks
+        some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # faster than gather by far
+        some = some.unflatten(0, chunks.shape)
         found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
     assert found is not None
     return found
@@ -168,4 +171,4 @@ def _log_weights(query: torch.Tensor, keys: torch.Tensor, scaling: float, totals
     """The logarithm of what each of `[kv_heads, n, dim]` gets, as shares of the totals of the centroids."""
     step = positions_at_once(query, keys.shape[1])
     pairs = zip(query.split(step, dim=1), totals.split(step, dim=2), strict=True)
-    return torch.stack([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs]).logsumexp(0)
+    return joined([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs])

@@ -166,7 +166,12 @@ def log_attention(
             weights.masked_fill_(absent[:, None, None], -torch.inf)
         totals.append(weights.logsumexp(-1, keepdim=True))
         found.append(log_sum(weights.sub_(totals[-1]), group_max))
-    return torch.stack(found).logsumexp(0), torch.cat(totals, 2)
+    return joined(found), torch.cat(totals, 2)
+
+
+def joined(logs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The logarithm of the sum of numbers whose logarithms these are; a single one is not copied."""
+    return logs[0] if len(logs) == 1 else torch.stack(list(logs)).logsumexp(0)
 
 
 def positions_at_once(query: torch.Tensor, columns: int) -> int:
