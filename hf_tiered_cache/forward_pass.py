@@ -22,9 +22,9 @@ from .patches.rotary import RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
+from .restore.live import Choices, Live
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
-from .restore.rechoose import LiveSelection, Rechoice
 from .restore.selective import SelectiveRestore
 from .sources import kv_sources
 from .stats import StatsCollector
@@ -64,7 +64,7 @@ class ForwardPass(Scope):
         self.collector = collector
         self.assemble_seconds = 0.0
         """Time of this thread in what is restored and chosen, waiting for it included."""
-        self._rechoice: Rechoice | None = None
+        self._rechoice: Choices | None = None
         self.kv_sources = kv_sources(sources)
         self.selects = any(source.rechooses for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
@@ -116,10 +116,10 @@ class ForwardPass(Scope):
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
-    def rechoice(self, live: LiveSelection) -> Rechoice:
+    def rechoice(self, live: Live) -> Choices:
         """The choices of this pass, for sources that choose again while decoding."""
         if self._rechoice is None:
-            self._rechoice = Rechoice(live, self.collector)
+            self._rechoice = live.begin(self.collector)
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
 

@@ -14,7 +14,7 @@ from transformers import Cache
 
 from . import reasons
 from .calibrations import calibrated_ratio, prefix_costs
-from .errors import CacheMismatchError, RestoreError
+from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
@@ -151,7 +151,7 @@ class Serving:
         self.forward_pass = forward_pass
         try:
             return forward_pass.run(forward, kwargs)
-        except BaseException:
+        except BaseException as error:
             forward_pass.close()
             leave(cache)
             for source, snapshot in zip(sources, snapshots, strict=True):
@@ -160,6 +160,8 @@ class Serving:
                 self.sequence.recorder.abandon()
             if not cache.get_seq_length():
                 self.bypass = ""  # the next prompt may be another
+            if isinstance(error, LostKVError) and isinstance(error.__cause__, RestoreError):
+                self.store.disk.report(error.segment, error.__cause__.__cause__ or error.__cause__)
             raise
         finally:
             self.forward_pass = None

@@ -71,6 +71,10 @@ class DecodeIndex(ABC):
         return cls(chunk_tokens, **tensors)
 
     @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors().values())).device
+
+    @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 

@@ -9,9 +9,9 @@ import torch
 from ..errors import UnsupportedModelError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV, RotaryTap
+from ..restore.live import Choices, Live
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
-from ..restore.rechoose import LiveSelection, Rechoice
 from ..restore.selective import SelectiveRestore
 
 
@@ -20,7 +20,7 @@ class Pass(Protocol):
 
     tap: RotaryTap
 
-    def rechoice(self, live: LiveSelection) -> Rechoice:
+    def rechoice(self, live: Live) -> Choices:
         """The choices of the pass, for sources that choose again."""
 
 

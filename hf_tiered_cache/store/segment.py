@@ -124,9 +124,9 @@ class SegmentReader:
         """The name that memory keeps a block group's blocks under: with what they contain, not the id alone."""
         return self.id, block_group, self._contents[block_group]
 
-    def key_owner(self, layer: int) -> tuple[str, int, int]:
-        """The same for the keys of a layer, in whichever block groups they lie."""
-        return self.id, layer, self.header.digests.digest
+    def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
+        """The same for what is made of the keys of a layer, in whichever block groups they lie."""
+        return self.id, layer, self.header.digests.digest, made
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
         """The reads that bring runs of blocks of one block group."""
