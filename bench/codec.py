@@ -27,7 +27,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import build, forget_page_cache, interleaved, load, machine, median, ratio, save, seconds, table
+from common import (
+    build,
+    first_token,
+    forget_page_cache,
+    interleaved,
+    load,
+    machine,
+    median,
+    ratio,
+    save,
+    table,
+)
 from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, QuantizedCache
@@ -85,9 +96,7 @@ class Bench:
             if place == "host memory":
                 store.warm(self.model, ids, progress=False)
             cache = TieredCache(self.model, store, record=False)
-            took = seconds(
-                lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
-            )
+            took = first_token(self.model, ids, lambda: cache)
         assert cache.stats.tokens_restored == (ids.shape[1] - SUFFIX) // HASH_TOKENS * HASH_TOKENS
         assert cache.stats.tier == ("host" if place == "host memory" else "disk")
         return took

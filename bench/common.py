@@ -51,11 +51,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def vocabulary(shape: str) -> int:
+    """How many tokens a model of that shape knows."""
+    return 1000 if shape == "tiny" else 151936
+
+
 def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
     """A Qwen2-architecture model of a known shape with random weights."""
-    vocabulary = 1000 if shape == "tiny" else 151936
     config = Qwen2Config(
-        vocab_size=vocabulary,
+        vocab_size=vocabulary(shape),
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         **SHAPES[shape],
@@ -96,13 +100,32 @@ def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) ->
     return time.perf_counter() - started
 
 
-def interleaved(actions: dict[str, Callable[[], T]], repeats: int, warm_up: int = 1) -> dict[str, list[T]]:
+def first_token(model: PreTrainedModel, ids: torch.Tensor, make: Callable[[], Any], memory: int = 0) -> float:
+    """Seconds that `generate()` takes to the first token, making its cache included.
+
+    Args:
+        ids: of the prompt, on the model's device.
+        make: makes the cache.
+        memory: as for `seconds`.
+    """
+    return seconds(
+        lambda: model.generate(ids, past_key_values=make(), max_new_tokens=1, do_sample=False), ids.device, memory
+    )
+
+
+def interleaved(
+    actions: dict[str, Callable[[], T]],
+    repeats: int,
+    warm_up: int = 1,
+    note: Callable[[str, T], None] = lambda name, measured: None,
+) -> dict[str, list[T]]:
     """Run measurements in turns, so that a machine that slows down slows all of them down; who comes first alternates.
 
     Args:
         actions: each returns what it measured, such as a time.
         repeats: turns that count.
         warm_up: turns before that do not.
+        note: is told at once what counts.
     """
     times: dict[str, list[T]] = {name: [] for name in actions}
     for turn in range(warm_up + repeats):
@@ -110,6 +133,7 @@ def interleaved(actions: dict[str, Callable[[], T]], repeats: int, warm_up: int 
             measured = actions[name]()
             if turn >= warm_up:
                 times[name].append(measured)
+                note(name, measured)
     return times
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import cryptography
 import numpy as np
 import torch
-from common import build, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
+from common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, seconds, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore, TieredCache
@@ -60,9 +60,7 @@ class Bench:
 
     def first_token(self, ids: torch.Tensor, cache: TieredCache) -> float:
         """Seconds that `generate()` takes to the first token."""
-        return seconds(
-            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
-        )
+        return first_token(self.model, ids, lambda: cache)
 
     def run(self, prefix: int) -> dict[str, Any]:
         path, document = self.folder / str(prefix), self.ids(prefix)
@@ -116,7 +114,7 @@ class Bench:
             readers[way] = storage_of(store).disk.reader(row.id)
         shape = readers["plain"].shape
         block_groups = [
-            aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(shape.chunks, -1)
+            aligned_bytes(shape.chunks_in(block_group) * block_group.block_bytes).view(-1, block_group.block_bytes)
             for block_group in shape.block_groups
         ]
 

@@ -23,7 +23,19 @@ from typing import Any
 import numpy as np
 import peers
 import torch
-from common import build, forget_page_cache, interleaved, machine, median, pyplot, ratio, save, seconds, table
+from common import (
+    build,
+    first_token,
+    forget_page_cache,
+    interleaved,
+    machine,
+    median,
+    pyplot,
+    ratio,
+    save,
+    seconds,
+    table,
+)
 from raw_disk import direct_read, fio
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
@@ -66,7 +78,7 @@ class Bench:
 
     def first_token_with(self, ids: torch.Tensor, make: Callable[[], Any]) -> float:
         """The same, making the cache included."""
-        return seconds(lambda: self.generate(ids, make()), self.device, _TIMES_KV * self.kv_bytes)
+        return first_token(self.model, ids, make, _TIMES_KV * self.kv_bytes)
 
     def generate(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         return self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False)
@@ -163,7 +175,7 @@ class Bench:
         dynamic.crop(min(0, document.shape[1] - dynamic.get_seq_length()))
         others = peers.Peers(dynamic, self.model.config, self.folder / "peers")
 
-        def first_token(make: Callable[[], Any]) -> float:
+        def timed(make: Callable[[], Any]) -> float:
             return self.first_token_with(ids, make)
 
         def tiered(store: KVStore) -> TieredCache:
@@ -172,17 +184,15 @@ class Bench:
         def opened() -> float:
             forget_page_cache(path)
             with ExitStack() as closing:
-                return first_token(
-                    lambda: TieredCache(self.model, closing.enter_context(self.store(path)), record=False)
-                )
+                return timed(lambda: TieredCache(self.model, closing.enter_context(self.store(path)), record=False))
 
         with self.store(path) as warm:
             caches = others.caches() | {"ours": partial(tiered, warm)}
             tokens = {int(self.generate(ids, make())[0, -1]) for make in caches.values()}
             assert len(tokens) == 1, f"the ways differ in the first token: {tokens}"
             assert warm.stats.host.bytes, "nothing was restored"
-            ours = {peers.OURS: opened, peers.OURS_WARM: lambda: first_token(caches["ours"])}
-            times = peers.measure(others, first_token, ours, turns)
+            ours = {peers.OURS: opened, peers.OURS_WARM: lambda: timed(caches["ours"])}
+            times = peers.measure(others, timed, ours, turns)
         shutil.rmtree(others.folder)
         return {"peers_s": times, "disk_over_file": peers.over_file(times)}
 

@@ -21,13 +21,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import build, machine, pyplot, save, seconds, table
+from common import build, first_token, machine, pyplot, save, table
 from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
@@ -110,9 +111,7 @@ class Bench:
     def ask(self, system: System, store: KVStore, ids: torch.Tensor) -> dict[str, Any]:
         """One request: what was counted, and the time to its first token."""
         cache = TieredCache(self.model, store, method=system.method, record=False)
-        took = seconds(
-            lambda: self.model.generate(ids, past_key_values=cache, max_new_tokens=1, do_sample=False), self.device
-        )
+        took = first_token(self.model, ids, lambda: cache)
         return cache.stats.as_dict() | {"ttft_s": took, "ratio": getattr(cache.method, "recompute", None)}
 
     def warm(self, store: KVStore, prefixes: KVStore) -> None:
@@ -121,6 +120,16 @@ class Bench:
         self.ask(systems(0.0)[2], store, torch.cat([*self.pool, question.cpu()]).unsqueeze(0).to(self.device))
         for passage in self.pool:
             self.ask(systems(0.0)[1], prefixes, torch.cat([passage, question.cpu()]).unsqueeze(0).to(self.device))
+
+    def turns(
+        self, wanted: list[System], store: KVStore, prefixes: KVStore, medium: str
+    ) -> Iterator[tuple[System, dict[str, Any]]]:
+        """Ask all systems one prompt after the other. What the first prompt gives, which warms up, is left out."""
+        for number, ids in enumerate(tqdm(self.prompts, unit="request", desc=medium)):
+            for system in wanted:
+                row = self.ask(system, store if system.passages else prefixes, ids)
+                if number:
+                    yield system, row
 
     def measure(self, media: list[str]) -> dict[str, dict[str, Any]]:
         """For each medium, what each system takes."""
@@ -143,11 +152,8 @@ class Bench:
                     cold=medium != "host",
                 )
                 rows: dict[str, list[dict[str, Any]]] = {FULL: full[1:]}
-                for number, ids in enumerate(tqdm(self.prompts, unit="request", desc=medium)):
-                    for system in wanted[1:]:
-                        row = self.ask(system, store if system.passages else prefixes, ids)
-                        if number:
-                            rows.setdefault(system.name, []).append(row)
+                for system, row in self.turns(wanted[1:], store, prefixes, medium):
+                    rows.setdefault(system.name, []).append(row)
             found[medium] = {name: summarise(some) for name, some in rows.items()}
         return found
 

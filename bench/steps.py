@@ -1,4 +1,4 @@
-"""Python work of a warm prompt pass: functions entered, how many there are, and how often the file changes.
+"""Work of a warm pass: functions entered, how many there are, how often the file changes; kernels and views.
 
     python bench/steps.py                        # this checkout
     python bench/steps.py --source ../before     # another beside it, such as `git worktree add ../before COMMIT` makes
@@ -6,7 +6,10 @@
 A pass of a Llama of two small layers over a prefix that lies in host memory, so that there is little to see but this
 library's own work. Counted are functions of the package that are entered in the calling thread; comprehensions, and
 generators that go on, are not, because what of these is a call depends on Python's version. Counts do not vary
-from run to run. Times are beside `DynamicCache`'s, in turns; sources take turns, too, with a process for each round.
+from run to run. Kernels and views are those that one more layer asks for, beyond what it does with `DynamicCache`: here
+all query heads have keys of their own, since what the CPU's attention spares where they share some is another matter;
+and an operation on nothing is no kernel. Times are beside `DynamicCache`'s, in turns; sources take turns, too, with a
+process for each round.
 """
 
 from __future__ import annotations
@@ -28,7 +31,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from common import commit_of, interleaved, machine, median, save, seconds, table
+from common import commit_of, first_token, interleaved, machine, median, save, seconds, table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import hf_tiered_cache
@@ -38,6 +43,7 @@ from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 PREFIX, SUFFIX = 256, 16
 METHODS = {"Exact": Exact(), "ContiguousKV": ContiguousKV(0.25), "CacheTune": CacheTune(recompute=0.15)}
+KINDS = ("prompt", "token")
 CPU = torch.device("cpu")
 _PARTS_OF_FUNCTIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}
 _RESUME = dis.opmap.get("RESUME", -1)  # since Python 3.11
@@ -79,22 +85,83 @@ def _goes_on(frame: FrameType) -> bool:
     return not (instructions[at] == _RESUME and instructions[at + 1] & 3 == 0)
 
 
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels, self.views = 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if function.is_view or name == "_unsafe_view":
+            self.views += 1
+        elif not name.startswith("empty"):  # which allocates
+            self.kernels += any(isinstance(leaf, torch.Tensor) and leaf.numel() for leaf in tree_leaves(result))
+        return result
+
+
+def model_of(layers: int, kv_heads: int) -> LlamaForCausalLM:
+    """A small one, with four heads."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+@torch.no_grad()
+def asked_for(folder: Path, layers: int) -> dict[str, tuple[int, int]]:
+    """Kernels and views of an exact prompt's pass, and of a token's, both recorded, beyond `DynamicCache`'s."""
+    model = model_of(layers, kv_heads=4)
+    prompt = torch.randint(1, 128, (1, PREFIX + SUFFIX))
+    prefix, suffix = prompt.split([PREFIX, SUFFIX], dim=1)
+
+    def count(cache: Any, ids: torch.Tensor) -> Operations:
+        with Operations() as operations:
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+        return operations
+
+    dynamic = DynamicCache(config=model.config)
+    model(input_ids=prefix, past_key_values=dynamic)
+    plain = {"prompt": count(dynamic, suffix), "token": count(dynamic, suffix[:, :1])}
+    with KVStore(folder / str(layers)) as store:
+        store.precompute(model, prefix, progress=False)
+        for record in (False, True):  # the first one warms up
+            cache = TieredCache(model, store, record=record)
+            ours = {"prompt": count(cache, prompt), "token": count(cache, suffix[:, :1])}
+            assert cache.stats.tokens_restored == PREFIX
+    return {
+        kind: (found.kernels - plain[kind].kernels, found.views - plain[kind].views) for kind, found in ours.items()
+    }
+
+
+def operations() -> dict[str, dict[str, float]]:
+    """Kernels and views that one more layer adds: four, one block's, are compared with eight."""
+    with tempfile.TemporaryDirectory() as folder:
+        few, many = (asked_for(Path(folder), layers) for layers in (4, 8))
+    return {
+        kind: {
+            name: (more - less) / 4
+            for name, less, more in zip(("kernels", "views"), few[kind], many[kind], strict=True)
+        }
+        for kind in few
+    }
+
+
 class Workload:
     """The model, a store with a prefix and two passages in it, and the prompts."""
 
     def __init__(self, folder: Path) -> None:
-        torch.manual_seed(0)
-        self.model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=128,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-            )
-        ).eval()
-        self.model.generation_config.pad_token_id = 0
+        self.model = model_of(layers=2, kv_heads=2)
         prefix, other = torch.randint(1, 128, (2, PREFIX))
         self.suffix = torch.randint(1, 128, (1, SUFFIX))
         self.stores: dict[str, KVStore] = {}
@@ -163,10 +230,7 @@ class Workload:
         }
 
     def _first_token(self, name: str, make: Callable[[], Any]) -> float:
-        return seconds(
-            lambda: self.model.generate(self.prompts[name], past_key_values=make(), max_new_tokens=1, do_sample=False),
-            CPU,
-        )
+        return first_token(self.model, self.prompts[name], make)
 
 
 def measure(turns: int) -> dict[str, Any]:
@@ -176,12 +240,12 @@ def measure(turns: int) -> dict[str, Any]:
         counts = {name: work.counts(name) for name in METHODS}
         times = work.times(turns)
         work.close()
-    return {"package": str(PACKAGE), "counts": counts, "times": times}
+    return {"package": str(PACKAGE), "counts": counts, "operations": operations(), "times": times}
 
 
 def measured_apart(source: Path, turns: int) -> dict[str, Any]:
     """The same in a process that imports the package from `source`."""
-    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, __file__, "--apart", "--turns", str(turns)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -205,16 +269,21 @@ def report(document: dict[str, Any]) -> str:
     def counts(found: dict[str, Any], name: str, kind: str) -> str:
         return " / ".join(str(count) for count in found["counts"][name][kind].values())
 
+    def asked(kind: str, found: dict[str, Any]) -> str:
+        return " / ".join(f"{count:+g}" for count in found["operations"][kind].values())
+
     def times(found: dict[str, Any], name: str, kind: str) -> str:
         return f"{median(found['times'][f'{name}, {kind}']) * 1e3:.2f} ms"
 
     return (
-        f"# Python work of a warm pass on {on['device']}\n\n"
+        f"# Work of a warm pass on {on['device']}\n\n"
         f"{on['cpu']}, {on['cores']} cores; Python {on['python']}, PyTorch {on['torch']}, transformers "
         f"{on['transformers']}; {on['date']}. A Llama of two layers, a prefix of {PREFIX} tokens (for CacheTune two "
         f"passages of {PREFIX}) in host memory, a suffix of {SUFFIX}. Columns are commits.\n\n"
         "## Calls / functions / changes of file\n\n"
-        + table(["pass of", *sources], rows(counts, ("prompt", "token")))
+        + table(["pass of", *sources], rows(counts, KINDS))
+        + "\n## Kernels / views that a layer adds to DynamicCache's, exact\n\n"
+        + table(["pass of", *sources], [[f"a {kind}", *map(partial(asked, kind), sources.values())] for kind in KINDS])
         + f"\n## Time beyond DynamicCache's\n\nMedians of {document['rounds']} rounds of {document['turns']} turns. "
         "For CacheTune, which computes a part of its passages, that is not a price but another prompt.\n\n"
         + table(["", *sources], rows(times, ("first token", "token")))
@@ -240,10 +309,10 @@ def main() -> None:
     )
     sources = {}
     for commit, all_found in rounds.items():
-        counts = all_found[0]["counts"]
-        assert all(found["counts"] == counts for found in all_found), "counts differ from run to run"
+        counted = {name: all_found[0][name] for name in ("counts", "operations")}
+        assert all(found | counted == found for found in all_found), "counts differ from run to run"
         times = {name: [found["times"][name] for found in all_found] for name in all_found[0]["times"]}
-        sources[commit] = {"counts": counts, "times": times}
+        sources[commit] = {**counted, "times": times}
     document = {
         "rounds": arguments.rounds,
         "turns": arguments.turns,

@@ -1,22 +1,25 @@
-"""Finding the ratio of recomputation that is fastest on this machine."""
+"""Measuring on this machine: the fastest ratio of recomputation, and what restoring a prefix costs."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
-from .calibrations import Calibration, keep
+from .calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs
 from .errors import ConfigError
+from .geometry import HASH_TOKENS
 from .identity import Fingerprinter
-from .methods import CacheTune
+from .methods import CacheTune, Exact, Method
 from .passages import precompute_passages
+from .precompute import precompute
 from .restore.recompute import LOWEST, Costs, fastest_ratio
 from .serving import CacheOptions
 from .storage import Storage
@@ -108,6 +111,84 @@ def calibrate(
     found = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
     keep(storage, Fingerprinter(inner)(), inner.device, found)
     return found
+
+
+def calibrate_prefix(
+    storage: Storage,
+    model: torch.nn.Module,
+    *,
+    tokens: Sequence[int] = (512, 4096),
+    suffix: int = 32,
+    repeats: int = 3,
+    progress: bool = True,
+) -> list[PrefixCosts]:
+    """Measure what a token of a prefix costs, computed and restored from disk and memory, and keep it in the store.
+
+    `Exact()` then computes what is expected to be slower to restore. Random prefixes are stored, asked for, and removed
+    again. Memory is that tier which the store's budgets let a prefix come to: with device memory, the device; without
+    any, it is not measured.
+
+    Args:
+        storage: whose disk and memory it is about.
+        model: any causal LM.
+        tokens: lengths of prefixes; between them costs go from one to the other.
+        suffix: tokens behind each.
+        repeats: of each measurement; the median counts.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ConfigError: a length is below 16, or the model's positions end before.
+    """
+    storage.check_open()
+    method = Exact(decline=False).coded(storage.codec)
+    probe = StoredCache.over(model, storage, method, CacheOptions(record=False))
+    inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
+    lengths = sorted(set(tokens))
+    if not lengths or lengths[0] < HASH_TOKENS:
+        raise ConfigError(f"prefixes have {HASH_TOKENS} tokens or more, not {list(tokens)}")
+    if lengths[-1] + suffix > getattr(config, "max_position_embeddings", lengths[-1] + suffix):
+        raise ConfigError(f"a prefix of {lengths[-1]} tokens is more than the model's positions; ask for fewer")
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
+        for length in bar:
+            ids = torch.randint(3, config.vocab_size, (length + suffix,), generator=generator)
+            found.append(_prefix_costs(storage, inner, ids, length, method, repeats))
+    keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, found)
+    return found
+
+
+def _prefix_costs(
+    storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int
+) -> PrefixCosts:
+    """For one prefix, the first `length` of `ids`, int `[tokens]`."""
+    prompt = ids.unsqueeze(0).to(model.device)
+    before = {row.id for row in storage.segments()}
+    precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
+    mine = [row.id for row in storage.segments() if row.id not in before]
+
+    def ask(restore: bool) -> tuple[float, str]:
+        """Seconds, and the slowest tier that something came from."""
+        cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
+        took = _seconds(
+            lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
+        )
+        return took, cache.stats.tier
+
+    try:
+        times: dict[str, list[float]] = {}
+        ask(True)  # what is done once only
+        for _ in range(repeats):
+            storage.residency.forget(mine)  # what held it stays, as where other prompts went through
+            for took, tier in (ask(True), ask(True), ask(False)):
+                times.setdefault(tier, []).append(took)
+        alone = statistics.median(
+            _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
+        )
+    finally:
+        storage.remove(mine)
+    costs = {tier: max(statistics.median(taken) - alone, 0.0) / length for tier, taken in times.items()}
+    return PrefixCosts(length, costs.pop("none"), costs)
 
 
 @contextmanager

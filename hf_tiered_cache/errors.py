@@ -78,3 +78,17 @@ class RestoreError(TieredCacheError):
     def __init__(self, segment: str, reason: str) -> None:
         super().__init__(f"segment {segment}: {reason}")
         self.segment = segment
+
+
+class LostKVError(TieredCacheError):
+    """Stored KV that decoded tokens attend to cannot be read any more. The pass is undone, and the segment reported.
+
+    Ask again with all tokens so far and a new cache: what is stored whole is restored, and the rest is computed.
+    """
+
+    def __init__(self, segment: str, reason: str) -> None:
+        super().__init__(
+            f"{reason}; this token is not decoded without it. Pass all tokens so far to generate() with a new "
+            "TieredCache: what is stored whole is restored, and the rest is computed"
+        )
+        self.segment = segment

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,15 +22,18 @@ from .patches.rotary import RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
+from .restore.live import Choices, Live
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
-from .restore.rechoose import LiveSelection, Rechoice
 from .restore.selective import SelectiveRestore
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
 from .transfers import to_device, to_host
+
+_layer_kv = lru_cache(maxsize=256)(LayerKV)
+"""Layers are alike at every token, and often among themselves: what describes them is made once."""
 
 
 class ForwardPass(Scope):
@@ -57,7 +62,9 @@ class ForwardPass(Scope):
         self._stack = ExitStack()
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
         self.collector = collector
-        self._rechoice: Rechoice | None = None
+        self.assemble_seconds = 0.0
+        """Time of this thread in what is restored and chosen, waiting for it included."""
+        self._rechoice: Choices | None = None
         self.kv_sources = kv_sources(sources)
         self.selects = any(source.rechooses for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
@@ -65,6 +72,7 @@ class ForwardPass(Scope):
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's `forward` on these arguments."""
         with self._stack as stack:
+            stack.callback(self._count)
             self._begin(stack)
             stack.enter_context(self.attachment.running_eagerly())
             stack.enter_context(entered(self))
@@ -73,6 +81,11 @@ class ForwardPass(Scope):
     def close(self) -> None:
         """End it, where a Ctrl-C on the way out kept it from ending."""
         self._stack.close()
+
+    def _count(self) -> None:
+        """Once for all layers."""
+        if self.assemble_seconds:
+            self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def _begin(self, stack: ExitStack) -> None:
         """Prepare what the pass needs; `stack` ends all of it."""
@@ -85,16 +98,10 @@ class ForwardPass(Scope):
         if not self._captures:
             return source.update(keys, values)
         pre_rope = self.tap.take(keys, values)
-        kind = LayerKV(
-            keys.shape[1],
-            keys.shape[3],
-            values.shape[1],
-            values.shape[3],
-            source.window,
-            pre_rope.rotated,
-            pre_rope.dims,
-            pre_rope.position_independent,
-        )
+        _, key_heads, _, key_dim = keys.shape
+        _, value_heads, _, value_dim = values.shape
+        how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
         if self.recorder is not None:
             self.recorder.catch(layer, kind, pre_rope.keys, pre_rope.values)
         return source.append(kind, pre_rope, keys, values)
@@ -103,12 +110,16 @@ class ForwardPass(Scope):
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a layer's queries, `[batch, heads, n, dim]`, attend to."""
-        return self.sources[layer].attend(self, query, keys, values, scaling)
+        started = time.perf_counter()
+        try:
+            return self.sources[layer].attend(self, query, keys, values, scaling)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
 
-    def rechoice(self, live: LiveSelection) -> Rechoice:
+    def rechoice(self, live: Live) -> Choices:
         """The choices of this pass, for sources that choose again while decoding."""
         if self._rechoice is None:
-            self._rechoice = Rechoice(live, self.collector)
+            self._rechoice = live.begin(self.collector)
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
 
@@ -162,12 +173,14 @@ class RestoringForward(ForwardPass):
         """See `ForwardPass`."""
         try:
             output = super().run(forward, kwargs)
-        except RuntimeError as error:
-            if self._parked is None:
+        except Exception as error:
+            self.fetcher.confirm()  # what a damaged block has led to is not the model's fault
+            if self._parked is None or not isinstance(error, RuntimeError):
                 raise
             raise self.cannot_select() from error
         if self._parked is not None:
             raise self.cannot_select()
+        self.fetcher.confirm()  # one wait, for the side stream alone: a pass with a damaged block is undone
         return output
 
     def _begin(self, stack: ExitStack) -> None:
@@ -200,6 +213,14 @@ class RestoringForward(ForwardPass):
                 self.rows[layer] = to_device(rows, self.attachment.device_of(layer))
             if (kept := plan.kept(layer)) is not None:
                 self.kept[layer] = to_device(kept, self.attachment.device_of(layer))
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ForwardPass`."""
+        started = time.perf_counter()
+        try:
+            return super().append(layer, keys, values)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
 
     # --- what sources ask (see `RestoringPass`)
 

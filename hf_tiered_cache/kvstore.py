@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .calibrate import Calibration, calibrate
+from .calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
 from .codecs import RAW, codec_in, make_codec
 from .errors import ConfigError
 from .geometry import Geometry
@@ -39,7 +39,8 @@ class KVStore:
 
     Args:
         path: a folder; made if missing. On fast local storage, best.
-        device_memory: bytes of each GPU's memory for blocks. On a CPU-only machine the host tier is the device tier.
+        device_memory: bytes of each GPU's memory for blocks that stay there; 128 MiB more, where needed, are for those
+            on their way to a request. On a CPU-only machine the host tier is the device tier.
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
         index_memory: bytes of memory, where the model computes, for keys that methods with a resident index choose by.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
@@ -50,7 +51,8 @@ class KVStore:
             `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. By itself it hides
             tokens from those who have the files, not from those who have the model, too.
-        engine: "auto", "kvikio" (GPUDirect Storage or its compat mode), "posix", or an `Engine` made for this store.
+        engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or its compat
+            mode), "posix", or an `Engine` made for this store.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
         ttl: seconds a segment lives, or None.
@@ -58,6 +60,8 @@ class KVStore:
         free_space_floor: bytes of the file system that always stay free.
         queue_memory: bytes of KV that may wait to be written before a request waits for the disk. What a cache
             leaves when it is collected cannot wait: without room it is not stored, and counted.
+        queue_device_memory: bytes of it that may lie on GPUs, where it was computed. Beyond, what waits is brought down
+            to the host first; what one prompt has computed may be more.
         codec: how KV becomes bytes, where a method names none of its own: "raw", or "int8" or "fp8", which take half of
             what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
 
@@ -83,6 +87,7 @@ class KVStore:
         watermarks: tuple[float, float] = (0.85, 0.95),
         free_space_floor: int | str = "256MiB",
         queue_memory: int | str = "2GiB",
+        queue_device_memory: int | str = "1GiB",
         codec: str = RAW,
     ) -> None:
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
@@ -96,6 +101,7 @@ class KVStore:
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
         limits = Limits(quota, high, low, floor)
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
+        queue_device_bytes = parse_bytes(queue_device_memory, "queue_device_memory")
         self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
         cipher = cipher_of(key)
         self.ttl = ttl
@@ -109,6 +115,7 @@ class KVStore:
             pin=torch.cuda.is_available(),
             direct=self._engine.reads_device and key is None,  # the CPU decrypts
             index_budget=parse_bytes(index_memory, "index_memory"),
+            register=self._engine.register,
         )
         backend = FolderBackend(self.path, self._engine)
         disk = SegmentStore(backend, verify=verify, limits=limits, counters=Counters(), cipher=cipher)
@@ -121,6 +128,7 @@ class KVStore:
             codec=self.codec,
             ttl=ttl,
             queue_bytes=queue_bytes,
+            queue_device_bytes=queue_device_bytes,
         )
 
     # --- KV of prompts
@@ -204,6 +212,14 @@ class KVStore:
         `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
         """
         return calibrate(self._storage, model, **settings)
+
+    def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
+        """Measure what a token of a prefix costs here, computed and restored, for this model on this machine.
+
+        `Exact()` then computes what is expected to be slower to restore. For settings see
+        `hf_tiered_cache.calibrate.calibrate_prefix`.
+        """
+        return calibrate_prefix(self._storage, model, **settings)
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True

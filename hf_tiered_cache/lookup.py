@@ -56,15 +56,18 @@ def warm(
     storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
 ) -> Lookup:
     """See `KVStore.warm`."""
-    prompt, collector = _Prompt(storage, model, input_ids, method, tag), StatsCollector()
+    # also what does not pay from where it lies now
+    prompt, collector = _Prompt(storage, model, input_ids, make_method(method).regardless(), tag), StatsCollector()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
-            device = prompt.device_of(unit)
+            # a device that keeps nothing would be a detour
+            device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
             lease = storage.residency.fetch([request], device, collector, ahead=True)
             try:
                 lease.wait()
+                lease.confirm()
             except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
                 storage.disk.report(unit.reader.id, error)
             finally:

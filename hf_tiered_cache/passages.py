@@ -105,7 +105,7 @@ class PassageServing(Serving):
             return 0
         regime = rope_regime(config, len(passage)) or ""
         find = passage_finder(self.store, self.method, config, identity.fingerprint, regime, (0,))
-        pieces = find(passage.cpu().numpy(), 0)
+        pieces = find(passage.numpy(), 0)
         return pieces[0].count if pieces else 0
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:

@@ -40,7 +40,7 @@ class PrecomputeReport:
 
 
 def as_prompts(input_ids: Any) -> list[torch.Tensor]:
-    """One or several prompts as a list of int64 `[tokens]`. Raises ConfigError."""
+    """One or several prompts, on any device, as a list of int64 `[tokens]` on the CPU. Raises ConfigError."""
     if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
         rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
     elif isinstance(input_ids, list | tuple) and input_ids:
@@ -53,7 +53,7 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
         raise ConfigError(f"a prompt is token ids; tokenize the text first ({error})") from error
     if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
         raise ConfigError("token ids are whole numbers; tokenize the text, and pass its input_ids")
-    return [prompt.to(torch.int64) for prompt in prompts if len(prompt)]
+    return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt)]
 
 
 def precompute(
@@ -70,7 +70,7 @@ def precompute(
     """See `KVStore.precompute`."""
     storage.check_open()
     prompts, theirs = as_prompts(input_ids), make_method(method)
-    exact = Exact(geometry=theirs.geometry, codec=theirs.codec)
+    exact = Exact(geometry=theirs.geometry, codec=theirs.codec, decline=False)
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:

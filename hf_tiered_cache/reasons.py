@@ -11,7 +11,6 @@ from .codecs import RAW, codec_in, coded_provenance
 from .geometry import HASH_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
-from .store.catalogue import SegmentRow
 from .store.format import EXACT
 
 if TYPE_CHECKING:
@@ -41,10 +40,14 @@ NOT_ENCRYPTED = "what is stored of this model is not encrypted, and a store with
 NO_KEY = "what is stored of this model is encrypted; open the store with its key"
 OTHER_KEY = "what is stored of this model is encrypted with another key; open the store with that one"
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
+SLOWER = (
+    "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
+    "Exact(decline=False) restores them all the same"
+)
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
-_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE})
+_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE, SLOWER})
 
 
 def nameless(what: str) -> str:
@@ -88,19 +91,14 @@ def of_a_miss(
     """
     if len(tokens) < HASH_TOKENS:
         return SHORT
-    if any(
-        (reader := store.disk.found(row)) is not None and not reader.shape.whole_hashes
-        for row in _beginnings(store, tokens, fingerprint, codec, regime)
-    ):
-        return IN_PART
     known = store.disk.index.models()
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
-        if _beginnings(store, tokens, other, codec, regime):
+        if _begins(store, tokens, other, codec, regime):
             parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
             return f"these tokens are stored for another state of the model, which differs in {parts}"
     for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
-        if _beginnings(store, tokens, fingerprint, other, regime):
+        if _begins(store, tokens, fingerprint, other, regime):
             return other_codec(other)
     if passages is not None:
         for other in _other_passages(store, tokens, fingerprint, regime, *passages):
@@ -111,10 +109,10 @@ def of_a_miss(
     return _other_keys(store, fingerprint) or NOTHING
 
 
-def _beginnings(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> list[SegmentRow]:
-    """The stored prefixes of this model, under this codec, that begin with the same tokens."""
+def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
+    """Whether a stored prefix of this model, under this codec, begins with the same tokens."""
     hasher = store.hasher(fingerprint, coded_provenance(EXACT, codec), regime)
-    return store.disk.find(hasher.hashes(tokens[:HASH_TOKENS]))
+    return bool(store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
 
 
 def _other_keys(store: Storage, fingerprint: str) -> str:

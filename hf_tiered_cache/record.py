@@ -7,7 +7,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,15 +14,17 @@ import numpy as np
 import torch
 
 from .errors import StoreClosedError
-from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
+from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, Part, block_groups
 from .reasons import NO_ROOM, ODD_MASK
 from .request import DecodingCheck
 from .restore.history import History
 from .shape import SegmentShape, TokenTables
 from .stats import StatsCollector
+from .store.digest import Group
 from .store.format import EXACT, SegmentHeader, segment_id
-from .store.writer import PendingSegment, Writer
+from .store.writer import KeptOnDevice, PendingSegment, Writer
 from .tiers.interrupts import Step
+from .tiers.staging import Staging
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray | None]
@@ -53,6 +54,7 @@ class LayerBuffer:
     """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
 
     kind: LayerKV
+    device: torch.device
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
@@ -139,7 +141,9 @@ class Recorder:
         """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
         if not self._catching:
             return
-        caught = self._layers.setdefault(layer, LayerBuffer(kind))
+        caught = self._layers.get(layer)
+        if caught is None:
+            caught = self._layers[layer] = LayerBuffer(kind, keys.device)
         if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
             self._catching = False
             return
@@ -246,6 +250,7 @@ class Recorder:
         layout = self._layout()
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
+        kept = self._kept_on_device()
         made: dict[bytes, str] = {}  # what is sealed here, by prefix hash: rows may share a beginning
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
@@ -257,7 +262,7 @@ class Recorder:
             self._sealed[row] = first
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
                 continue  # nothing new, or a gap before it: nothing would lead to such a segment
-            pending = self._pending_segment(row, first, prefix_hashes, layout)
+            pending = self._pending_segment(row, first, prefix_hashes, layout, kept)
             pending_segments.append(pending)
             made |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
             self._ancestors[row] = (*self._ancestors[row], pending.header.id)
@@ -292,7 +297,9 @@ class Recorder:
             twin._step = Step(twin._mend)
             twin.history = self.history.fork()
             twin._reordered = list(self._reordered)
-            twin._layers = {i: LayerBuffer(c.kind, list(c.keys), list(c.values)) for i, c in self._layers.items()}
+            twin._layers = {
+                i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
+            }
             twin._sealed, twin._found = list(self._sealed), list(self._found)
             twin._ancestors = list(self._ancestors)
             twin._streams, twin._computed = dict(self._streams), dict(self._computed)
@@ -318,7 +325,7 @@ class Recorder:
 
     def _mark(self) -> None:
         """Passes and seals may come from threads with streams of their own: note how far this one's are."""
-        for device in {tensors[-1].device for tensors in self._tensors() if tensors}:
+        for device in {caught.device for caught in self._layers.values()}:
             if device not in self._streams:
                 self._streams[device] = copy_stream(device)
             self._computed[device] = self._streams[device].computed()
@@ -348,12 +355,23 @@ class Recorder:
             yield caught.keys
             yield caught.values
 
+    def _kept_on_device(self) -> KeptOnDevice | None:
+        """What the caught tensors keep alive of memory that is not the host's."""
+        storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
+        nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return KeptOnDevice(nbytes) if nbytes else None
+
+    def _on_host(self, device: torch.device) -> bool:
+        return self._streams[device].on_host
+
     def _layout(self) -> KVLayout:
         last = max(self._layers)
         kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
         return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
 
-    def _pending_segment(self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout) -> PendingSegment:
+    def _pending_segment(
+        self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout, kept: KeptOnDevice | None
+    ) -> PendingSegment:
         mine = prefix_hashes[first:]
         parent = prefix_hashes[first - 1] if first else self.history.hasher.root
         tokens = len(mine) * HASH_TOKENS
@@ -374,9 +392,9 @@ class Recorder:
             label=self._names.label,
         )
         self._mark()
-        ready = [(self._streams[device], event) for device, event in self._computed.items()]
+        block_groups = _packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
         refused = partial(self._refused, self.collector, tokens)
-        return PendingSegment(header, mine, _packer(shape, sources, row, start, ready), self._ancestors[row], refused)
+        return PendingSegment(header, mine, block_groups, self._ancestors[row], refused, on_device=kept)
 
     @staticmethod
     def _refused(collector: StatsCollector, tokens: int) -> None:
@@ -395,7 +413,7 @@ class Recorder:
             return None
         every = slice(None)
         pairs = (
-            (_tokens(keys, row, every, start, tokens), _tokens(values, row, every, start, tokens))
+            (_tokens(keys, row, every, start, tokens).cpu(), _tokens(values, row, every, start, tokens).cpu())
             for keys, values in sources.values()
         )
         if (importance := self.rank(pairs)) is None:
@@ -427,40 +445,59 @@ def _packer(
     sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
     row: int,
     start: int,
-    ready: list[tuple[CopyStream, Event]],
-) -> Callable[[], Iterator[torch.Tensor]]:
+    streams: dict[torch.device, CopyStream],
+    computed: list[Event],
+) -> Callable[[], Iterator[Group]]:
     """A function that packs a segment's block groups, one after the other, from column `start` of `row` of the sources.
 
+    Each is packed where its first layer lies, on the side stream, and comes down in one copy; what is yielded is good
+    until the next.
+
     Args:
-        ready: the side stream of each device, and the point after which the sources are computed.
+        streams: the side stream of each device.
+        computed: the points after which the sources are computed.
     """
 
-    def block_groups() -> Iterator[torch.Tensor]:
-        with ExitStack() as stack:
-            for stream, event in ready:
-                stack.enter_context(stream.copying())
-                stream.await_computation(event)
-            for block_group in shape.block_groups:
-                blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
+    def block_groups() -> Iterator[Group]:
+        for event in computed:
+            event.synchronize()  # in the writer's thread: the side stream, where blocks also come up, waits for nothing
+        staging: Staging | None = None
+        for block_group in shape.block_groups:
+            device = _caught(sources, block_group.parts[0])[0].device
+            stream = streams[device]
+            device = torch.device("cpu") if stream.on_host else device
+            with stream.copying():
+                size = shape.chunks_in(block_group), block_group.block_bytes
+                blocks = torch.zeros(size, dtype=torch.uint8, device=device)
                 for part in block_group.parts:
-                    tensors = sources[part.layer][0 if part.tensor == "key" else 1]
                     heads = slice(part.first_head, part.first_head + part.heads)
-                    shape.pack(blocks, block_group, part, _tokens(tensors, row, heads, start, shape.tokens))
+                    tokens = _tokens(_caught(sources, part), row, heads, start, shape.tokens)
+                    shape.pack(blocks, block_group, part, tokens.to(device))
+            if stream.on_host:
                 yield blocks
+                continue
+            staging = staging or Staging(int(np.diff(shape.group_offsets).max()))
+            packed = staging.bring_down(stream, blocks)
+            del blocks
+            yield packed
 
     return block_groups
 
 
+def _caught(sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], part: Part) -> list[torch.Tensor]:
+    """The tensors that a part is packed from."""
+    return sources[part.layer][0 if part.tensor == "key" else 1]
+
+
 def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
-    """`[heads, count, dim]` on the CPU, from column `start` of the tensors set one after the other."""
+    """`[heads, count, dim]`, from column `start` of the tensors set one after the other."""
     mine = [t[row, heads] for t in tensors]
     whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
-    return whole[:, start : start + count].cpu()
+    return whole[:, start : start + count]
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
-    tensor = tensor.detach()
     if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
         return tensor.clone()
     return tensor

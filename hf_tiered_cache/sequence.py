@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 
 from . import reasons
 from .errors import StoreClosedError
+from .geometry import HASH_TOKENS
 from .identity import Identity, rope_regime
 from .methods import Method
 from .record import Recorder
@@ -19,6 +20,7 @@ from .request import DecodingCheck, Request
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
+from .shape import SegmentShape
 from .stats import StatsCollector
 from .storage import Storage
 
@@ -68,6 +70,7 @@ class SequenceState:
         self.approximate = False
         """Whether it holds what no exact cache would."""
         self._in_prompt = False  # whether the last pass had several columns
+        self._in_part = False  # whether something was found of which the method can use a part
 
     @property
     def columns(self) -> int:
@@ -85,7 +88,7 @@ class SequenceState:
                 request.must_compute,
                 self.method,
                 self._layers,
-                partial(self.store.match, usable=self.method.usable_hashes, asking=self.recorder),
+                partial(self.store.match, usable=self._usable_hashes, asking=self.recorder),
                 self._finder() if self.method.passages else None,
             )
         for rows in found:
@@ -98,10 +101,17 @@ class SequenceState:
             self.store, self.method, self.config, self.identity.fingerprint, self.regime, self._segments
         )
 
+    def _usable_hashes(self, shape: SegmentShape) -> int:
+        usable = self.method.usable_hashes(shape)
+        self._in_part |= usable * HASH_TOKENS < shape.tokens
+        return usable
+
     def why_nothing(self, request: Request) -> str:
         """Why a prompt that has no plan is not restored; "" where it goes on from what the cache holds."""
         if self.columns or not self.store.usable:
             return ""
+        if self._in_part:
+            return reasons.IN_PART
         passages = (self.method.passages, sink_token(self.config)) if self.method.passages else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
         identity, codec = self.identity, self.method.geometry.codec
@@ -124,7 +134,7 @@ class SequenceState:
                 len(g.rows) * min(plan.budget_tokens, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups
             )
             if self.method.reorder:
-                self.store.rewriter.prompt_done({piece.reader.id for group in plan.groups for piece in group.pieces})
+                self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
         collector.add(
             tokens_restored=restored,
             tokens_computed=rows * columns - padding - restored,

@@ -13,14 +13,15 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrations import calibrated_ratio
-from .errors import CacheMismatchError, RestoreError
+from .calibrations import calibrated_ratio, prefix_costs
+from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
+from .payoff import pays
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
 from .restore.history import History
@@ -97,6 +98,8 @@ class Serving:
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
+            if plan is not None and not self._pays(plan, sequence):
+                plan, reason = None, reasons.SLOWER
             try:
                 output = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -134,7 +137,7 @@ class Serving:
         own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
         if plan is None:
             return self._run(cache, ForwardPass(*own), forward, request.kwargs)
-        for geometry in {piece.reader.shape.geometry for group in plan.groups for piece in group.pieces}:
+        for geometry in {reader.shape.geometry for reader in plan.readers}:
             if said := self.method.misfit(geometry):
                 self.store.disk.warn(said, said)
         restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
@@ -148,7 +151,7 @@ class Serving:
         self.forward_pass = forward_pass
         try:
             return forward_pass.run(forward, kwargs)
-        except BaseException:
+        except BaseException as error:
             forward_pass.close()
             leave(cache)
             for source, snapshot in zip(sources, snapshots, strict=True):
@@ -157,6 +160,8 @@ class Serving:
                 self.sequence.recorder.abandon()
             if not cache.get_seq_length():
                 self.bypass = ""  # the next prompt may be another
+            if isinstance(error, LostKVError) and isinstance(error.__cause__, RestoreError):
+                self.store.disk.report(error.segment, error.__cause__.__cause__ or error.__cause__)
             raise
         finally:
             self.forward_pass = None
@@ -164,6 +169,15 @@ class Serving:
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """What a pass restores, or None if that is nothing."""
         return sequence.plan(request, self.collector)
+
+    def _pays(self, plan: Plan, sequence: SequenceState) -> bool:
+        """Whether a plan is not known to take longer than computing what it restores."""
+        method, attachment = sequence.method, self.attachment
+        if not method.decline:
+            return True
+        fingerprint, device = sequence.identity.fingerprint, attachment.model.device
+        costs = prefix_costs(self.store, fingerprint, device, method.provenance, plan.base + (plan.suffix or 0))
+        return costs is None or pays(plan, costs, self.store.residency, attachment.device_of)
 
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
@@ -173,6 +187,8 @@ class Serving:
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
+        if plan is not None and not self._pays(plan, sequence):
+            plan, reason = None, reasons.SLOWER
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 

@@ -12,6 +12,7 @@ import torch
 from .codecs import Codec, make_codec
 from .errors import FormatError
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .transfers import to_device
 
 NOT_HELD = 0xFFFFFFFF
 """In a token table: the block group does not hold this token."""
@@ -249,7 +250,7 @@ class SegmentShape:
         chunk = self.geometry.chunk_tokens
         for target, source in zip(self.field_views(blocks, part), fields, strict=True):
             if not self.in_order(group):
-                source = source[:, torch.from_numpy(self.tokens_by_slot(group))]
+                source = source[:, to_device(self.tokens_by_slot(group), source.device)]
             whole, rest = divmod(source.shape[1], chunk)
             if whole:
                 target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)

@@ -282,6 +282,10 @@ class StoreStats:
     read_errors: int = 0
     catalogue_errors: int = 0
     evicted_blocks: int = 0
+    queued_bytes: int = 0
+    """Of KV that waits to be written, now."""
+    queued_device_bytes: int = 0
+    """Memory of GPUs that it keeps alive."""
 
     @property
     def device(self) -> TierUse:
@@ -310,9 +314,7 @@ class StoreStats:
                     budget = "no limit" if tier.budget is None else format_bytes(tier.budget)
                     table.add_row(f"{name}, of its budget", f"{format_bytes(tier.bytes)} / {budget}")
             else:
-                table.add_row(
-                    f.name.replace("_", " "), format_bytes(value) if f.name == "bytes_written" else str(value)
-                )
+                table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
         return table
 
     def __str__(self) -> str:

@@ -54,6 +54,7 @@ class Storage:
         codec: of what is stored by methods that name none.
         ttl: seconds a new segment lives, or None.
         queue_bytes: of KV that may wait to be written.
+        queue_device_bytes: of this in the memory of GPUs.
 
     Raises:
         ConfigError: what is stored is encrypted with another key.
@@ -70,6 +71,7 @@ class Storage:
         codec: str,
         ttl: float | None,
         queue_bytes: int,
+        queue_device_bytes: int,
     ) -> None:
         self.path, self.disk, self.residency = path, disk, residency
         self.policy, self.codec, self.ttl = policy, codec, ttl
@@ -84,7 +86,8 @@ class Storage:
                 raise ConfigError(f"{path} is encrypted with another key: {named}")
             self.rewriter = SegmentRewriter(disk)
             close = partial(_close, self.rewriter, disk, residency.scores)
-            self.writer = Writer(disk, queue_bytes, partial(_seal, self._recorders, self._lock), close)
+            seal = partial(_seal, self._recorders, self._lock)
+            self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
             self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
         except BaseException:  # also Ctrl-C: nobody is going to close it
             disk.close()
@@ -253,10 +256,10 @@ class Storage:
             with suppress(OSError):  # then without what lies beside them
                 stats.disk.bytes += sum(self.disk.beside.by_segment().values())
         stats.disk.budget = self.disk.limits.quota
-        stats.host.bytes, stats.host.budget = residency.host.allocated, residency.host.budget
-        stats.device.bytes = sum(tier.allocated for tier in residency.devices.values())
-        stats.device.budget = residency.device_budget
+        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.evicted_blocks = residency.evicted
+        stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
         return stats
 
     # --- its life

@@ -11,14 +11,14 @@ from transformers import Cache, PreTrainedModel
 
 from .errors import CacheMismatchError
 from .methods import Method
-from .patches.attach import Attachment, ServedCache, attach, base_model
+from .patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
 from .patches.scope import current
 from .restore.plan import Plan
 from .serving import CacheOptions, Serving
 from .sources import DenseSource, sources_for
 from .stats import RequestStats, StatsCollector
 from .storage import Storage
-from .suitability import check_depth, check_suits
+from .suitability import check_causal, check_depth, check_suits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -180,8 +180,12 @@ def prepare(model: nn.Module, method: Method) -> tuple[Attachment, list[Any]]:
         UnsupportedModelError: the model keeps state that is no KV of single tokens, or the method cannot serve it.
     """
     inner = base_model(model)
+    attachment = attachment_of(inner)
+    if attachment is None or not attachment.causal:  # a look at every module: one that changes later is noticed
+        check_causal(inner)
     layers = sources_for(inner, method.source)
     check_suits(method, inner)
     attachment = attach(inner)
+    attachment.causal = True
     check_depth(attachment)
     return attachment, layers

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+
 from transformers import PreTrainedModel
 
 from .errors import ConfigError, TieredCacheError, UnsupportedModelError
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raises UnsupportedModelError: KV of a prefix would depend on what follows it, or on an encoder's input."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, whose decoder's KV depends on the encoder's input; "
+            "leave past_key_values to generate()"
+        )
+    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    takes_cache = {"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys()
+    if not (any(said) if said else takes_cache):
+        raise UnsupportedModelError(
+            f"{name} is an encoder: its tokens attend to those behind them, so that no prefix has KV of its own; pass "
+            "a causal LM"
+        )
 
 
 def check_depth(attachment: Attachment) -> None:

@@ -65,6 +65,8 @@ class Attachment:
         """What users of the attachment keep with it; closed, where it can be, and forgotten with `detach`."""
         self.signature = inspect.signature(model.forward)
         self.compiled = False
+        self.causal = False
+        """Whether its model was found to be a causal LM."""
         self.fresh: list[Callable[[], ServedCache]] = []
         """Make the cache of a `generate()` that brings none; the last one is in force."""
         self.by_session = False
@@ -103,9 +105,11 @@ class Attachment:
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):
                 setattr(model, name, wrapper(self, method, model.__dict__.get(name)))
-        self.compiled = any(
-            module._compiled_call_impl is not None or hasattr(module, "_orig_mod") or _is_compiled(module.forward)
-            for module in model.modules()
+        modules = list(model.modules())
+        forwards = {type(module).forward for module in modules}
+        forwards.update(module.__dict__["forward"] for module in modules if "forward" in module.__dict__)
+        self.compiled = any(map(_is_compiled, forwards)) or any(
+            module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
         )
 
     def running_eagerly(self) -> AbstractContextManager:

@@ -11,8 +11,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Literal
@@ -31,57 +30,86 @@ the system each time, page by page. At 4096 tokens that took longer than all the
 
 
 @dataclass(eq=False)
+class Call:
+    """A call that was seen, and can be made again.
+
+    Args:
+        function: what was called.
+        places: of its parameters, by name. Binding a signature at every layer and token would cost more than rotating.
+        args, kwargs: what it was given.
+    """
+
+    function: Callable[..., Any]
+    places: Mapping[str, int]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """What it was given under a name."""
+        place = self.places[name]
+        return self.args[place] if place < len(self.args) else self.kwargs[name]
+
+    def again(self, **changed: Any) -> Any:
+        """The same call with some arguments changed."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for name, value in changed.items():
+            if (place := self.places[name]) < len(args):
+                args[place] = value
+            else:
+                kwargs[name] = value
+        return self.function(*args, **kwargs)
+
+
+@dataclass(eq=False)
 class RotaryTable:
     """One call of a module that makes cos and sin tables."""
 
-    module: nn.Module
-    arguments: inspect.BoundArguments
+    call: Call
     cos: torch.Tensor
     sin: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[1, n, dims]` at other positions of text, int64 `[n]`, under the frequencies of this pass."""
-        asked: torch.Tensor = self.arguments.arguments["position_ids"]
+        asked: torch.Tensor = self.call["position_ids"]
         # some frequencies depend on the longest position of a pass: it is shown to the module, and cut off again
         latest = on(positions.device, asked.max()).view(1)
-        changed = {"position_ids": torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1)}
-        cos, sin = _call(self.module.forward, self.arguments, changed)
+        cos, sin = self.call.again(position_ids=torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1))
         return cos[:, :-1], sin[:, :-1]
 
 
 @dataclass(eq=False)
-class RotaryCall:
-    """One call of the modelling code's rotation of queries and keys."""
+class RotaryCall(Call):
+    """One call of the modelling code's rotation of queries and keys.
 
-    watched: _Watched
-    args: tuple
-    kwargs: dict[str, Any]
+    Args:
+        rotated: the keys that it returned.
+        table: what it was given, as far as that was seen.
+    """
+
     rotated: torch.Tensor
+    table: RotaryTable | None = None
 
-    @property
-    def keys(self) -> torch.Tensor:
-        return self._argument("k")
+    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
+        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`.
 
-    @property
-    def cos(self) -> torch.Tensor:
-        return self._argument("cos")
-
-    def _argument(self, name: str) -> Any:
-        """By hand: binding a signature at every layer and token would cost more than the rotation."""
-        place = self.watched.places[name]
-        return self.args[place] if place < len(self.args) else self.kwargs[name]
-
-    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`, with tables `[1, n, dims]`."""
-        arguments = self.watched.signature.bind(*self.args, **self.kwargs)
-        count = step = keys.shape[2]
+        Args:
+            keys: which.
+            cos, sin: tables `[1, first + n, dims]`, or longer ones: the keys' own begin with row `first`.
+            first: see there.
+        """
+        columns = step = keys.shape[2]
         if keys.device.type == "cpu" and keys.numel():
-            step = max(1, count * _PIECE_BYTES // (keys.numel() * keys.element_size()))
-        for at in range(0, count, step or 1):
-            some, here = keys[:, :, at : at + step], slice(at, at + step)
-            # the queries' half of the work is not wanted: one head stands in for them
-            changed = {"q": some[:, :1], "k": some, "cos": cos[:, here], "sin": sin[:, here]}
-            some.copy_(_call(self.watched.function, arguments, changed)[1])
+            step = max(1, columns * _PIECE_BYTES // (keys.numel() * keys.element_size()))
+        for at in range(0, columns, step or 1):
+            count = min(step, columns - at)
+            some = keys.narrow(2, at, count)
+            some.copy_(self._rotated(some, *(table.narrow(1, first + at, count) for table in (cos, sin))))
+
+    def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.again(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is wanted
+        except RuntimeError:  # it infers a size from those that are left, so that there must be some
+            return self.again(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
 
 
 @dataclass
@@ -123,16 +151,17 @@ class RotaryTap:
         call, self.last = self.last, None
         if call is None:
             return PreRopeKV(keys, values, position_independent=self.rotates)
-        self.rotates = True
-        dims = call.keys.shape[-1]
-        if self._table_of(call) is None or call.rotated.data_ptr() == call.keys.data_ptr():
+        self.rotates, before, rotated = True, call["k"], call.rotated
+        call.table = self._table_with(call["cos"])
+        if call.table is None or rotated.data_ptr() == before.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # tables from elsewhere, or rotated in place
-        if _same(keys, call.rotated):
-            return PreRopeKV(call.keys, values, "key", dims, True, call)
-        if _same(values, call.rotated):  # MLA keeps latents as keys and rotated parts as values
-            return PreRopeKV(keys, call.keys, "value", dims, True, call)
-        if _begins_with(keys, call.rotated):  # partial rotation: the rotated part was joined with the rest
-            return PreRopeKV(torch.cat([call.keys, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
+        dims = before.shape[-1]
+        if _same(keys, rotated):
+            return PreRopeKV(before, values, "key", dims, True, call)
+        if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
+            return PreRopeKV(keys, before, "value", dims, True, call)
+        if _begins_with(keys, rotated):  # partial rotation: the rotated part was joined with the rest
+            return PreRopeKV(torch.cat([before, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
         return PreRopeKV(keys, values, position_independent=False)
 
     def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
@@ -142,9 +171,9 @@ class RotaryTap:
             like: keys that rotate.
             tensor: `[batch, heads, n, dim]`.
         """
-        count, call = tensor.shape[2], like.rotation
-        cos, sin = self._tables_at(call, first + count, tensor.device)
-        call.rotate_(tensor[..., : like.dims], cos[:, first : first + count], sin[:, first : first + count])
+        call = like.rotation
+        cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
+        call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin, first)
 
     def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
         """The same for keys of any positions.
@@ -163,30 +192,28 @@ class RotaryTap:
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """At least `stop` positions: rows that end elsewhere share the longest table."""
-        table = self._table_of(call)
+        table = call.table
         assert table is not None  # else `take` has left the rotation in
         key = (id(table), device)
         if key not in self._at or self._at[key][0].shape[1] < stop:
-            cos, sin = table.at(torch.arange(stop, device=table.arguments.arguments["position_ids"].device))
+            cos, sin = table.at(torch.arange(stop, device=table.call["position_ids"].device))
             self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 
-    def _table_of(self, call: RotaryCall) -> RotaryTable | None:
-        """The table that a call was given; it may be a copy on another device, or rows of it."""
+    def _table_with(self, cos: torch.Tensor) -> RotaryTable | None:
+        """The table that a rotation was given; it may be a copy on another device, or rows of it."""
         if len(self.tables) == 1:
-            return self.tables[0] if self._seen(self.tables[0]).shape == call.cos.shape else None
+            (table,) = self.tables
+            rows = table.cos.shape[1] if self.rows is None else len(self.rows)
+            return table if cos.shape == (table.cos.shape[0], rows, table.cos.shape[2]) else None
         for table in self.tables:
-            if table.cos is call.cos:
+            if table.cos is cos:
                 return table
         for table in self.tables:
-            cos = self._seen(table)
-            if cos.shape == call.cos.shape and torch.equal(on(call.cos.device, cos), call.cos):
+            seen = table.cos if self.rows is None else table.cos[:, on(table.cos.device, self.rows)]
+            if seen.shape == cos.shape and torch.equal(on(cos.device, seen), cos):
                 return table
         return None
-
-    def _seen(self, table: RotaryTable) -> torch.Tensor:
-        """cos as the present layer gets it."""
-        return table.cos if self.rows is None else table.cos[:, on(table.cos.device, self.rows)]
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -201,12 +228,6 @@ def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:
     return torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:])
 
 
-def _call(function: Callable[..., Any], arguments: inspect.BoundArguments, changed: dict[str, Any]) -> Any:
-    """Call `function` as it was called before, with some arguments changed."""
-    bound = inspect.BoundArguments(arguments.signature, OrderedDict(arguments.arguments | changed))
-    return function(*bound.args, **bound.kwargs)
-
-
 # --- watching
 
 
@@ -215,22 +236,27 @@ def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
     watched = []
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
-            signature = inspect.signature(module.forward)
-            if "position_ids" in signature.parameters:
-                watched.append((module, module.register_forward_hook(_note_table(signature), with_kwargs=True)))
+            places = _places(module.forward)
+            if "position_ids" in places:
+                watched.append((module, module.register_forward_hook(_note_table(places), with_kwargs=True)))
     return watched
 
 
-def _note_table(signature: inspect.Signature) -> Callable[..., None]:
+def _places(function: Callable[..., Any]) -> dict[str, int]:
+    """Of a function's parameters, by name."""
+    return {name: place for place, name in enumerate(inspect.signature(function).parameters)}
+
+
+def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         scope = None if torch.compiler.is_compiling() else current()
         if scope is None or not isinstance(output, tuple) or len(output) != 2:
             return
-        arguments = signature.bind(*args, **kwargs)
-        positions, (cos, sin) = arguments.arguments["position_ids"], output
+        call = Call(module.forward, places, args, kwargs)
+        positions, (cos, sin) = call["position_ids"], output
         # one position a token, or several (vision models) that are equal in text
         if positions.ndim in (2, 3) and cos.ndim == 3 and cos.shape[1] == positions.shape[-1]:
-            scope.tap.tables.append(RotaryTable(module, arguments, cos, sin))
+            scope.tap.tables.append(RotaryTable(call, cos, sin))
 
     return hook
 
@@ -276,12 +302,11 @@ class _Watched:
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
-        self.signature = inspect.signature(function)
-        self.places = {name: place for place, name in enumerate(self.signature.parameters)}
+        self.places = _places(function)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         rotated = self.function(*args, **kwargs)
         if not torch.compiler.is_compiling() and (scope := current()) is not None:
-            scope.tap.last = RotaryCall(self, args, kwargs, rotated[1])
+            scope.tap.last = RotaryCall(self.function, self.places, args, kwargs, rotated[1])
         return rotated

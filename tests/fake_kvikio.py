@@ -7,9 +7,12 @@ import os
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from enum import Enum
 
 import numpy as np
+
+ENGINE = "hf_tiered_cache.store.engines.kvikio"
 
 
 class CompatMode(Enum):
@@ -18,8 +21,17 @@ class CompatMode(Enum):
     AUTO = 2
 
 
-def install(monkeypatch, *, gds: bool) -> types.ModuleType:
-    """Make `import kvikio` find the stand-in, and torch say that CUDA is there."""
+class Lane:
+    """A CUDA stream that nothing runs on."""
+
+    cuda_stream = 7
+
+
+def install(monkeypatch, *, gds: bool, device: bool = False) -> types.ModuleType:
+    """Make `import kvikio` find the stand-in, and torch say that CUDA is there.
+
+    With `gds`, so is GPUDirect Storage; with `device`, all memory stands for a GPU's.
+    """
     kvikio = types.ModuleType("kvikio")
     kvikio.CompatMode = CompatMode
     kvikio.settings = {
@@ -29,14 +41,25 @@ def install(monkeypatch, *, gds: bool) -> types.ModuleType:
         "compat_mode": CompatMode.AUTO,
     }
     kvikio.opened_under = []
-    pool = ThreadPoolExecutor(2)
+    kvikio.default_stream_synchronised = 0
+    kvikio.registered, kvikio.reads_registered = {}, []
+    pool = ThreadPoolExecutor(8)
 
     class IOFuture:
-        def __init__(self, future):
-            self.future = future
+        """Of a read in several tasks: as soon as one of them fails, it says so, whatever the others do."""
+
+        def __init__(self, tasks):
+            self.tasks = tasks
 
         def get(self):
-            return self.future.result()
+            return sum(task.result() for task in self.tasks)
+
+    class StreamFuture:
+        def __init__(self, task):
+            self.task = task
+
+        def check_bytes_done(self):
+            return self.task.result()
 
     class CuFile:
         def __init__(self, path, flags):
@@ -45,20 +68,41 @@ def install(monkeypatch, *, gds: bool) -> types.ModuleType:
             self.fd = os.open(path, os.O_RDONLY)
 
         def pread(self, buf, size=None, file_offset=0, task_size=None):
-            array = np.asarray(buf)
+            array, step = np.asarray(buf), task_size or kvikio.settings["task_size"]
             assert array.dtype == np.uint8 and array.flags["C_CONTIGUOUS"]
+            if device:
+                kvikio.default_stream_synchronised += 1
+            starts = range(0, size, step)
+            return IOFuture([self._start(array[at : min(size, at + step)], file_offset + at) for at in starts])
 
+        def raw_read_async(self, buf, raw_stream, size=None, file_offset=0, dev_offset=0):
+            assert raw_stream == Lane.cuda_stream
+            array = np.asarray(buf)
+            base = array.ctypes.data
+            kvikio.reads_registered.append(kvikio.registered.get(base) == array.nbytes)
+            return StreamFuture(self._start(array[dev_offset : dev_offset + size], file_offset))
+
+        def _start(self, array, offset):
             def read():
-                data = os.pread(self.fd, size, file_offset)
-                if len(data) < size:
+                data = os.pread(self.fd, len(array), offset)
+                if len(data) < len(array):
                     raise RuntimeError("cannot read past the end of the file")
                 array[:] = np.frombuffer(data, np.uint8)
                 return len(data)
 
-            return IOFuture(pool.submit(read))
+            return pool.submit(read)
 
         def close(self):
             os.close(self.fd)
+
+    def memory_register(buf):
+        array = np.asarray(buf)
+        if array.ctypes.data in kvikio.registered:
+            raise RuntimeError("memory is already registered")
+        kvikio.registered[array.ctypes.data] = array.nbytes
+
+    def memory_deregister(buf):
+        del kvikio.registered[np.asarray(buf).ctypes.data]
 
     kvikio.CuFile = CuFile
     defaults = types.ModuleType("kvikio.defaults")
@@ -68,10 +112,15 @@ def install(monkeypatch, *, gds: bool) -> types.ModuleType:
 
     defaults.set = set_
     defaults.get = kvikio.settings.get
-    driver = types.ModuleType("kvikio.cufile_driver")
-    driver.get = lambda name: {"is_gds_available": gds}[name]
-    kvikio.defaults, kvikio.cufile_driver = defaults, driver
-    for module in (kvikio, defaults, driver):
+    kvikio.defaults = defaults
+    kvikio.buffer = types.ModuleType("kvikio.buffer")
+    kvikio.buffer.memory_register, kvikio.buffer.memory_deregister = memory_register, memory_deregister
+    for module in (kvikio, defaults, kvikio.buffer):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(f"{ENGINE}.has_gpudirect", lambda: gds)
+    if device:
+        monkeypatch.setattr(f"{ENGINE}._on_gpu", lambda memory: True)
+        monkeypatch.setattr(f"{ENGINE}._lane", lambda device, number: Lane)
+        monkeypatch.setattr("torch.cuda.stream", lambda stream: nullcontext())
     return kvikio

@@ -24,7 +24,7 @@ class MemoryBackend:
     """See `SegmentBackend`. With `capacity`, so many bytes fit."""
 
     def __init__(self, capacity: int | None = None) -> None:
-        self.place, self.writable = "memory", True
+        self.place, self.writable, self.reads_with = "memory", True, "memory"
         self.catalogue: Path | None = None
         self._capacity = capacity
         self._segments: dict[str, tuple[int, bytes]] = {}

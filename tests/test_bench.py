@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+
+import pytest
+import torch
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.append(str(BENCH))
@@ -108,7 +117,12 @@ def test_steps(tmp_path, monkeypatch):
     assert counts["prompt"]["calls"] > counts["token"]["calls"] > counts["token"]["functions"] > 10
     assert found["counts"]["CacheTune"]["prompt"]["calls"] > counts["prompt"]["calls"]
     assert len(found["times"]["Exact, first token"]) == 2
-    assert "changes of file" in (tmp_path / "steps-cpu.md").read_text()
+    asked = found["operations"]  # of a layer, beyond what it asks for with DynamicCache
+    # blocks to columns and what is computed behind them: four copies for its two joins; a rotation and its copy: six
+    assert asked["prompt"]["kernels"] <= 8 and asked["prompt"]["views"] <= 39
+    assert asked["token"]["kernels"] <= 0 and asked["token"]["views"] <= 4
+    page = (tmp_path / "steps-cpu.md").read_text()
+    assert "changes of file" in page and "Kernels / views" in page
 
 
 def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(monkeypatch):
@@ -159,3 +173,176 @@ def test_beside(tmp_path, monkeypatch):
     assert document["options"] == ["--x", "1"]
     assert document["results"]["results 0 / disk_s"] == {"before": [2.0, 2.0], now: [1.0, 1.0]}
     assert "| results 0 / disk_s | 2 | 1 | 0.500 |" in (tmp_path / "beside-prefix.md").read_text()
+
+
+def test_rooflines_page_holds_what_the_program_says():
+    import roofline
+
+    model, machine = roofline.ModelShape.of("qwen2.5-7b"), roofline.Machine()
+    found = roofline.roofline(model, machine, 16384, 64, [1.5e9, 7e9, 14e9])
+    assert found["kv_bytes"] == 16384 * 56 * 1024
+    assert found["tiers"]["host"]["transfer_s"] == pytest.approx(found["kv_bytes"] / machine.h2d)
+    assert found["tiers"]["disk, 7 GB/s"]["first_token_s"] == pytest.approx(found["kv_bytes"] / 7e9)
+    assert model.block_parameters == pytest.approx(6.53e9, rel=1e-3)  # what the model's card says, without embeddings
+    assert roofline.report(found) in (BENCH.parent / "docs/roofline.md").read_text()
+
+
+def test_a_restore_pays_from_one_length_on():
+    import roofline
+
+    model, machine = roofline.ModelShape.of("qwen2.5-7b"), roofline.Machine(disk=1.5e9)
+    pays = roofline.break_even(model, machine, "disk", 64)
+
+    def restoring_over_computing(tokens):
+        restored = roofline.restored_seconds(model, machine, "disk", tokens, 64) + machine.overhead
+        return restored / roofline.compute_seconds(model, machine, tokens + 64)
+
+    assert restoring_over_computing(pays - 16) >= 1 > restoring_over_computing(pays)
+    assert roofline.break_even(model, roofline.Machine(disk=1e8), "disk", 64) is None
+
+
+def on_gpu(out, *options):
+    """The whole of it, on the CPU."""
+    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = ["sh", str(BENCH / "on_gpu.sh"), str(out), "--shape", "tiny", "--turns", "1", *options]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_on_gpu_whole_on_the_cpu(tmp_path):
+    import gpu_run
+
+    output, _ = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--seconds", "250").communicate()
+    rows = gpu_run.read_rows(tmp_path / "out")
+    log = (tmp_path / "out" / gpu_run.LOG).read_text()
+    assert {row["stage"] for row in rows if row["what"] == "done"} == {
+        "probe", "tests", "prefix tiny", "decode", "syncs", "trace", "selective", "kvikio", "passages"
+    }, output + log  # fmt: skip
+    reasons = {row["skipped"] for row in rows if "skipped" in row}
+    assert "no GPU" in reasons
+    assert any("kvikio" in reason for reason in reasons)
+    ways = {row["what"]: row for row in rows if row["stage"] == "prefix tiny" and row.get("prefix") == 128}
+    assert {"computed", "DynamicCache", "host", "page cache", "disk"} <= ways.keys()
+    assert (ways["host"]["tier"], ways["host"]["bytes_read"]) == ("host", 0)
+    assert ways["disk"]["tier"] == "disk"
+    assert ways["disk"]["bytes_read"] >= ways["page cache"]["bytes_read"] > 0
+    assert next(row for row in rows if row["what"] == "Exact, prompt")["count"] == 0
+    files = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert files.keys() == {gpu_run.ROWS, gpu_run.LOG, gpu_run.TRACE, gpu_run.REPORT}
+    assert sum(files.values()) < 16 << 20
+    assert not list(tmp_path.glob("on-gpu-*"))  # stores are gone
+    page = (tmp_path / "out" / gpu_run.REPORT).read_text()
+    assert "share of it" in page and "tiny, 128: host" in page and page.strip() in output
+
+
+def test_on_gpu_killed_in_the_middle_leaves_what_it_had(tmp_path):
+    import gpu_run
+    from gpu_report import report
+
+    running = on_gpu(tmp_path / "out", "--folder", str(tmp_path), "--stages", "probe,prefix,passages")
+    path, until = tmp_path / "out" / gpu_run.ROWS, time.monotonic() + 120
+    while not (path.exists() and '"host"' in path.read_text()):
+        assert running.poll() is None and time.monotonic() < until, running.communicate()
+        time.sleep(0.02)
+    running.send_signal(signal.SIGKILL)  # sh has become python
+    running.wait()
+    (work,) = tmp_path.glob("on-gpu-*")
+    time.sleep(0.5)
+    before = path.read_text()
+    time.sleep(1.0)
+    assert path.read_text() == before  # nobody is left who measures
+    page = report(gpu_run.read_rows(tmp_path / "out"))
+    assert "host" in page and "- prefix tiny: the run ended in it" in page
+    path.write_text(before[:-10])  # torn in the middle of a line
+    assert len(gpu_run.read_rows(tmp_path / "out")) == before.count("\n") - 1
+    gpu_run._sweep(tmp_path / "on-gpu-0")
+    assert not work.exists()  # the next run removes what this one left
+
+
+def test_on_gpu_without_a_dependency_says_so(tmp_path, monkeypatch):
+    import gpu_run
+
+    (tmp_path / "xxhash.py").write_text("raise ImportError('gone', name='xxhash')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    running = on_gpu(tmp_path / "out")
+    output, _ = running.communicate()
+    assert running.returncode == 2 and "Traceback" not in output, output
+    (row,) = gpu_run.read_rows(tmp_path / "out")
+    assert row["skipped"] == "xxhash is not installed"
+
+
+def test_a_stage_that_fails_costs_itself_alone(tmp_path, monkeypatch):
+    import gpu_run
+
+    def fails(run):
+        run.row("before")
+        raise ValueError("no good")
+
+    def dies(run):
+        os._exit(7)
+
+    def hangs(run):
+        time.sleep(60)
+
+    def lacks(run):
+        import no_such_package  # noqa: F401
+
+    def late(run):
+        while True:
+            run.check()
+            time.sleep(0.01)
+
+    def works(run):
+        assert not list(run.folder.iterdir())  # what others left is gone
+        (run.folder / "file").write_bytes(b"x")
+        run.row("worked")
+
+    monkeypatch.setattr(gpu_run, "_GRACE_S", 0.2)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    out, now = tmp_path / "out", time.monotonic()
+    out.mkdir()
+    run = gpu_run.Run(out, tmp_path / "on-gpu-1", now, now, ("tiny",), "float32", "cpu", (64,), 1, 1 << 30)
+    stages = [gpu_run.Stage(action.__name__, 1, action) for action in (works, fails, dies, lacks, late, hangs, works)]
+    gpu_run.run_all(run, stages, seconds=4)
+    rows = gpu_run.read_rows(out)
+    skipped = {row["stage"]: row["skipped"] for row in rows if "skipped" in row}
+    assert skipped == {
+        "fails": "ValueError: no good",
+        "dies": "the process died (exit status 7)",
+        "lacks": "no_such_package is not installed",
+        "late": "its time was over",
+        "hangs": "killed: it did not stop when its time was over",
+    }
+    assert [row["what"] for row in rows if row["stage"] == "works"].count("worked") == 2
+    assert not (tmp_path / "on-gpu-1").exists()
+
+
+def test_syncs_are_told_by_the_line_of_ours_that_asked(monkeypatch):
+    import gpu_stages
+
+    for name in ("get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *mode: 0)
+
+    def warner(file):
+        scope = {"warnings": warnings}
+        text = "def wait():\n    warnings.warn('called a synchronizing CUDA operation')"
+        exec(compile(text, str(file), "exec"), scope)
+        return scope["wait"]
+
+    ours, theirs = warner(gpu_stages._PACKAGE / "restore/some.py"), warner("/x/transformers/models/some.py")
+    with gpu_stages._sync_sites() as sites:
+        ours()
+        ours()
+        theirs()
+        warnings.warn("something else", stacklevel=1)
+    assert sites == {"restore/some.py:2 wait": 2, "models/some.py:2 wait": 1}
+
+
+def test_what_does_not_fit_on_the_disk_is_skipped(tmp_path):
+    import gpu_run
+
+    now = time.monotonic()
+    run = gpu_run.Run(tmp_path, tmp_path, now, now + 9, ("tiny",), "float32", "cpu", (64,), 1, 1 << 20, "prefix")
+    assert run.fits("this", 1 << 10)
+    assert not run.fits("that", 1 << 30)
+    (row,) = gpu_run.read_rows(tmp_path)
+    assert row["what"] == "that" and re.search(r"1\.0 GiB of disk", row["skipped"])

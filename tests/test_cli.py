@@ -363,6 +363,7 @@ def test_rm_all_with_yes(run, store):
         (("calibrate", "{store}", "--model", "nowhere", "--dtype", "float12"), "write auto, float32"),
         (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "write auto, float32"),
         (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded"),
+        (("calibrate", "{store}", "--model", "nowhere", "--prefix", "4k"), "such as 512,4096"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(run, store, arguments, says):
@@ -467,6 +468,17 @@ def test_calibrate(run, tmp_path):
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")  # of 1024 positions
     assert status == 2
     assert "ask for fewer" in the_end_of(err)
+
+
+def test_calibrate_prefixes(run, tmp_path):
+    build("qwen2").save_pretrained(tmp_path / "model")
+    asked = ["calibrate", tmp_path / "store", "--prefix", "64,32", "--repeats", 1, "--model", tmp_path / "model"]
+    status, out, err = run(*asked, "--json")
+    assert status == 0, err
+    assert [one["tokens"] for one in json.loads(out)] == [32, 64]
+    status, out, _ = run(*asked)
+    assert status == 0
+    assert "from disk" in out and "from host" in out and "Exact(decline=False)" in out
 
 
 def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):

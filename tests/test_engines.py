@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from hypothesis import strategies as st
 from hf_tiered_cache.errors import ConfigError, EngineUnavailableError, StoreClosedError
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp, open_engine
+from hf_tiered_cache.store.engines import kvikio as kvikio_module
 from hf_tiered_cache.store.engines.base import MAX_CALL_BYTES, MAX_IOVECS, READ_THROUGH_BYTES, EngineFile, coalesce
+from hf_tiered_cache.store.files import is_of_the_process
 from hf_tiered_cache.store.memory import aligned_bytes
 
 PAGES = 1500
@@ -37,7 +40,7 @@ def pages(tmp_path):
 @pytest.fixture(params=["posix", "posix buffered", "kvikio", "kvikio with GDS"])
 def engine(request, monkeypatch):
     if request.param.startswith("kvikio"):
-        fake_kvikio.install(monkeypatch, gds="GDS" in request.param)
+        fake_kvikio.install(monkeypatch, gds="GDS" in request.param, device="GDS" in request.param)
         made = open_engine("kvikio")
     else:
         made = PosixEngine(direct=request.param == "posix")
@@ -217,6 +220,48 @@ def test_a_file_system_without_direct_io_is_read_through_the_page_cache(pages, m
     assert numbers_in(memory) == [1]
 
 
+@pytest.mark.parametrize("refusal", [errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP])
+def test_a_file_that_refuses_direct_reads_is_read_through_the_page_cache(pages, tmp_path, monkeypatch, refusal):
+    """As some file systems do, and none says so before. The others are read directly as before."""
+    other = tmp_path / "other"
+    other.write_bytes(b"\7" * ALIGNMENT)
+    real, refused = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        if fd == file.fd and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(refusal, "planted")
+        return real(fd, buffers, offset)
+
+    engine = PosixEngine(threads=2)
+    file, second = engine.open(pages), engine.open(str(other))
+    if not (file.direct and second.direct):
+        pytest.skip("no direct I/O here")
+    os.unlink(pages)  # what is open is read on
+    monkeypatch.setattr(os, "preadv", preadv)
+    memory = aligned_bytes(3 * MAX_CALL_BYTES)
+    for _ in range(2):
+        memory.zero_()
+        engine.submit([ReadOp(file, ALIGNMENT, memory)]).result(timeout=10)
+        assert numbers_in(memory) == list(range(1, 1 + len(memory) // ALIGNMENT))
+    assert 1 <= len(refused) <= 2  # once a thread
+    assert (file.direct, second.direct) == (False, True)
+    engine.close()
+
+
+def test_memory_that_cannot_be_read_into_is_no_fault_of_the_file(pages, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EFAULT, "planted")
+
+    monkeypatch.setattr(os, "preadv", refuse)
+    engine = PosixEngine()
+    future = engine.submit([ReadOp(engine.open(pages), 0, aligned_bytes(ALIGNMENT))])
+    with pytest.raises(OSError) as caught:
+        future.result(timeout=10)
+    assert is_of_the_process(caught.value)
+    engine.close()
+
+
 def test_kvikio_is_set_up_before_a_file_is_opened(monkeypatch, pages):
     kvikio = fake_kvikio.install(monkeypatch, gds=False)
     engine = open_engine("kvikio")
@@ -236,10 +281,12 @@ def test_kvikio_with_gds_reads_device_memory_and_leaves_the_mode_alone(monkeypat
     assert kvikio.opened_under[0]["compat_mode"] is fake_kvikio.CompatMode.AUTO
 
 
-def test_auto_takes_kvikio_where_cuda_is_and_posix_elsewhere(monkeypatch):
-    assert open_engine("auto").name == ("kvikio" if torch.cuda.is_available() else "posix")
-    fake_kvikio.install(monkeypatch, gds=False)
-    assert open_engine("auto").name == "kvikio"
+@pytest.mark.parametrize(("gds", "taken"), [(True, "kvikio"), (False, "posix")])
+def test_auto_takes_kvikio_where_gpudirect_is_and_posix_elsewhere(monkeypatch, gds, taken):
+    kvikio = fake_kvikio.install(monkeypatch, gds=gds)
+    assert open_engine("auto").name == taken
+    assert open_engine("kvikio").reads_device is gds
+    assert kvikio.settings["num_threads"] == 8
 
 
 def test_without_cuda_kvikio_is_never_called(monkeypatch):
@@ -251,7 +298,7 @@ def test_without_cuda_kvikio_is_never_called(monkeypatch):
 
 
 def test_a_kvikio_that_lacks_a_setting_is_not_taken(monkeypatch):
-    fake_kvikio.install(monkeypatch, gds=False)
+    fake_kvikio.install(monkeypatch, gds=True)
 
     def refuse(*args):
         raise KeyError("auto_direct_io_read")
@@ -263,7 +310,7 @@ def test_a_kvikio_that_lacks_a_setting_is_not_taken(monkeypatch):
 
 
 def test_a_kvikio_that_does_not_import_is_not_taken(monkeypatch):
-    fake_kvikio.install(monkeypatch, gds=False)
+    fake_kvikio.install(monkeypatch, gds=True)
 
     class Broken:
         def find_spec(self, name, path=None, target=None):
@@ -289,29 +336,174 @@ def test_a_file_that_kvikio_cannot_open_is_an_oserror(monkeypatch, pages):
         engine.open(pages)
 
 
-@pytest.mark.parametrize("what", ["closed", "the second read"])
-def test_a_kvikio_batch_that_cannot_be_submitted_leaves_no_read_under_way(monkeypatch, pages, what):
-    """Its destinations go to others at once."""
-    fake_kvikio.install(monkeypatch, gds=False)
+def test_a_closed_kvikio_engine_starts_no_read(monkeypatch, pages):
+    kvikio = fake_kvikio.install(monkeypatch, gds=False)
+    engine = open_engine("kvikio")
+    file, started = engine.open(pages), []
+    monkeypatch.setattr(kvikio.CuFile, "_start", lambda *args: started.append(args))
+    engine.close()
+    with pytest.raises(StoreClosedError):
+        engine.submit([ReadOp(file, 0, aligned_bytes(ALIGNMENT))])
+    assert started == []
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_kvikio_batch_that_fails_is_resolved_only_when_nothing_writes_any_more(monkeypatch, pages, device):
+    """Its destinations go to others at once: also of one large read, of which the first task fails, or cannot begin."""
+    kvikio = fake_kvikio.install(monkeypatch, gds=device, device=device)
+    engine = open_engine("kvikio")
+    file, real, running = engine.open(pages), os.pread, set()
+
+    def pread(fd, nbytes, offset):
+        if offset == 0:
+            raise OSError(errno.EFAULT, "planted")
+        running.add(offset)
+        time.sleep(0.1)
+        data = real(fd, nbytes, offset)
+        running.discard(offset)
+        return data
+
+    monkeypatch.setattr(os, "pread", pread)
+    memory = aligned_bytes(4 * kvikio_module.TASK_BYTES)
+    future = engine.submit([ReadOp(file, 0, memory)])
+    with pytest.raises(OSError, match="planted") as caught:
+        future.result(timeout=10)
+    assert not running
+    assert caught.value.filename == pages
+    begun = kvikio.CuFile._start
+
+    def start(self, array, offset):
+        if offset == 0:
+            raise RuntimeError("planted too")
+        return begun(self, array, offset)
+
+    monkeypatch.setattr(kvikio.CuFile, "_start", start)
+    with pytest.raises(OSError, match="planted too"):
+        engine.submit([ReadOp(file, 0, memory)]).result(timeout=10)
+    assert not running
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "of_the_process"),
+    [
+        (RuntimeError("cuFile error: IO failed"), False),
+        (OSError(errno.EIO, "planted"), False),
+        (OSError(errno.EFAULT, "planted"), True),
+        (RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"), True),
+    ],
+)
+def test_kvikio_says_whose_fault_it_was(monkeypatch, pages, error, of_the_process):
+    kvikio = fake_kvikio.install(monkeypatch, gds=True, device=True)
+
+    def refuse(*args):
+        raise error
+
+    monkeypatch.setattr(kvikio.CuFile, "raw_read_async", refuse)
+    engine = open_engine("kvikio")
+    with pytest.raises(OSError) as caught:
+        engine.submit([ReadOp(engine.open(pages), 0, aligned_bytes(ALIGNMENT))]).result(timeout=10)
+    assert is_of_the_process(caught.value) is of_the_process
+    assert caught.value.filename == pages
+    engine.close()
+
+
+def test_gpudirect_waits_for_no_stream_of_the_model(monkeypatch, pages):
+    """`pread` into device memory would synchronise the default stream."""
+    kvikio = fake_kvikio.install(monkeypatch, gds=True, device=True)
+    engine = open_engine("kvikio")
+    memory = aligned_bytes(3 * ALIGNMENT)
+    engine.submit([ReadOp(engine.open(pages), ALIGNMENT, memory)]).result(timeout=10)
+    assert numbers_in(memory) == [1, 2, 3]
+    assert kvikio.default_stream_synchronised == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("closed_first", [False, True])
+def test_slabs_are_registered_once_and_deregistered_when_they_go(monkeypatch, pages, closed_first):
+    kvikio = fake_kvikio.install(monkeypatch, gds=True, device=True)
     engine = open_engine("kvikio")
     file = engine.open(pages)
-    real, slow, started = file.cufile.pread, os.pread, []
-    monkeypatch.setattr(os, "pread", lambda *args: (time.sleep(0.1), slow(*args))[1])
-
-    def pread(*args):
-        if what != "closed" and started:
-            raise RuntimeError("planted")
-        started.append(real(*args))
-        return started[-1]
-
-    monkeypatch.setattr(file.cufile, "pread", pread)
-    if what == "closed":
+    slabs = [aligned_bytes(8 * ALIGNMENT).view(8, ALIGNMENT) for _ in range(2)]
+    for slab in slabs:
+        engine.register(slab)
+        engine.register(slab)  # refused, and no harm done
+    assert sorted(kvikio.registered) == sorted(slab.untyped_storage().data_ptr() for slab in slabs)
+    for slab in slabs:
+        engine.submit([ReadOp(file, 5 * ALIGNMENT, slab[3:6].view(-1))]).result(timeout=10)
+        assert numbers_in(slab[3:6]) == [5, 6, 7]
+    engine.submit([ReadOp(file, 0, aligned_bytes(ALIGNMENT))]).result(timeout=10)
+    assert kvikio.reads_registered == [True, True, False]
+    if closed_first:
         engine.close()
-    memory = aligned_bytes(2 * ALIGNMENT).view(2, ALIGNMENT)
-    with pytest.raises(StoreClosedError if what == "closed" else RuntimeError):
-        engine.submit([ReadOp(file, i * ALIGNMENT, memory[i]) for i in range(2)])
-    assert started
-    assert all(read.future.done() for read in started)
+        assert kvikio.registered == {}
+    del slab
+    slabs.pop()
+    if not closed_first:
+        engine.submit([]).result(timeout=10)
+        assert list(kvikio.registered) == [slabs[0].untyped_storage().data_ptr()]
+        slabs.clear()
+        engine.close()
+        assert kvikio.registered == {}
+
+
+def test_stores_that_are_opened_again_share_the_streams_of_reads(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    kvikio_module._lane.cache_clear()
+    for _ in range(5):
+        for number in range(8):
+            kvikio_module._lane(torch.device("cuda", 0), number)
+    assert len(made) == 8
+    kvikio_module._lane.cache_clear()
+
+
+@pytest.fixture
+def asking(monkeypatch, tmp_path):
+    """Asks anew whether GPUDirect is there, of a kvikio that does what it is told."""
+
+    def ask(body: str, driver: bool = True) -> bool:
+        package = tmp_path / "kvikio"
+        package.mkdir(exist_ok=True)
+        (package / "__init__.py").touch()
+        (package / "cufile_driver.py").write_text(
+            f"import pathlib, time\npathlib.Path({str(tmp_path / 'asked')!r}).touch()\n{body}"
+        )
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        monkeypatch.setattr(kvikio_module, "_DRIVER", (str(package if driver else tmp_path / "none"),))
+        kvikio_module.has_gpudirect.cache_clear()
+        return kvikio_module.has_gpudirect()
+
+    yield ask
+    kvikio_module.has_gpudirect.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("body", "there"),
+    [
+        ("get = {'is_gds_available': True}.get", True),
+        ("get = {'is_gds_available': False}.get", False),
+        ("raise RuntimeError('no libcufile')", False),
+    ],
+)
+def test_gpudirect_is_asked_for_in_another_process_and_once(asking, monkeypatch, body, there):
+    assert asking(body) is there
+    assert "kvikio" not in sys.modules
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert kvikio_module.has_gpudirect() is there  # once a process
+
+
+def test_a_driver_that_hangs_keeps_nobody(asking, monkeypatch, caplog):
+    monkeypatch.setattr(kvikio_module, "_PROBE_SECONDS", 1.0)
+    started = time.monotonic()
+    assert not asking("time.sleep(600)")
+    assert time.monotonic() - started < 30
+    assert "does not answer" in caplog.text
+
+
+def test_without_the_driver_nobody_is_asked(asking, tmp_path):
+    assert not asking("get = {'is_gds_available': True}.get", driver=False)
+    assert not (tmp_path / "asked").exists()
 
 
 def test_an_unknown_engine_is_named_with_those_there_are():

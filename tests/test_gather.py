@@ -129,3 +129,14 @@ def test_more_runs_take_no_more_steps(sets):
             gather.copy(shape.block_groups[0].parts[0], target)
         steps.append(calls.count)
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 2, 3], [1, 5, 40]], ids=["a run", "scattered"])
+def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
+    """Whoever forgets to fetch gets an error, and no other tokens' KV."""
+    shape, _, memory = made(64, Geometry(8, 1), False, 0)
+    gather, chunks = Gather(shape, shape.block_groups[0]), np.array([1, 2, 5])
+    blocks = Blocks.alone(chunks, memory[0][chunks])
+    with pytest.raises(LookupError, match="not fetched"):
+        gather.add(shape, blocks, np.array(tokens), np.arange(len(tokens)))
+        gather.copy(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))

@@ -346,6 +346,8 @@ def test_tokens_that_look_ahead_are_not_reused(tmp_path):
         with configured(model.config, "use_bidirectional_attention", True):
             for _ in range(2):
                 assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
+        with attribute(model.model.layers[1].self_attn, "is_causal", False):  # found causal, and not looked at again
+            assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
         with pytest.raises(ConfigError, match="attend to those behind them"):
             TieredCache(build("gemma3", use_bidirectional_attention=True), store)
 

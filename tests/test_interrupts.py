@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.methods import CacheTune, ContiguousKV, Impress
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.sequence import SequenceState
 from hf_tiered_cache.stats import StatsCollector
@@ -35,8 +34,9 @@ from hf_tiered_cache.store.files import open_regular
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.interrupts import Apart
 from hf_tiered_cache.tiers.lease import BlockRequest
-from hf_tiered_cache.tiers.pool import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.slots import ORPHANED, RESERVED
+from hf_tiered_cache.tiers.streams import CopyStream
 
 CPU = torch.device("cpu")
 CHUNKS = 10
@@ -244,7 +244,7 @@ def test_memory_may_be_cleared_while_the_device_is_not_done_with_it(stored, monk
     readers, blocks = stored
     pending = Pending()
 
-    class Slow(residency_module.CopyStream):
+    class Slow(CopyStream):
         def computed(self):
             return pending
 
@@ -534,25 +534,3 @@ def test_a_forked_child_leaves_at_once(model, tmp_path):
     thread.join()
     store.close()
     assert done[0] == child
-
-
-@pytest.mark.parametrize("method", [ContiguousKV(0.25), Impress(0.25), CacheTune(0.2)], ids=lambda m: type(m).__name__)
-def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, method):
-    with KVStore(tmp_path, policy=method.policy) as store:
-        passages = [prompt(64, seed=seed)[0] for seed in (1, 2)]
-        if method.passages:
-            store.precompute(model, passages, segments=True, method=method, progress=False)
-        else:
-            store.precompute(model, torch.cat(passages), method=method, progress=False)
-        ids = torch.cat([*passages, prompt(20, seed=3)[0]]).unsqueeze(0)
-        gc.collect()
-        gc.disable()
-        try:
-            cache = TieredCache(model, store, method=method, record=False)
-            model.generate(ids, past_key_values=cache, **GREEDY)
-            assert cache.stats.tokens_restored
-            keys = weakref.ref(cache.layers[0]._keys)
-            del cache
-            assert keys() is None
-        finally:
-            gc.enable()

@@ -93,7 +93,7 @@ def test_a_plan_over_wrong_kv_is_not_exact(root, family, tmp_path):
         cache = TieredCache(model, store, method=Chosen(first=frozenset(range(0, TOKENS, 3))), record=False)
         store.precompute(model, prompt(TOKENS, seed=99), progress=False)
         storage, other = store._storage, partial(other_hashes, store, cache)
-        storage.match = lambda hashes, start, asking, honest=storage.match: honest(other(), start, asking)
+        storage.match = lambda hashes, *rest, honest=storage.match, **named: honest(other(), *rest, **named)
         with torch.no_grad():
             ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
     assert cache.stats.tokens_restored > 0
@@ -266,11 +266,28 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
         return apply_rotary_pos_emb(q, k, cos, sin)
 
     first = keys[:, :, :1]
-    call = rotary.RotaryCall(rotary._Watched(rotation), (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}, first)
+    given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
+    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
     monkeypatch.setattr(rotary, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
     assert rotated_at_once == [10] * 5 + [1]
+
+
+@pytest.mark.parametrize("infers", [False, True])
+def test_a_rotation_is_asked_for_keys_alone_where_it_can_do_without_queries(infers):
+    keys, cos, sin = torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8), torch.randn(1, 5, 8)
+    expected, heads = apply_rotary_pos_emb(keys, keys, cos, sin)[1], []
+
+    def rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        heads.append(q.shape[1])
+        pairs = q.reshape(*q.shape[:-1], -1 if infers else 4, 2)  # -1 of no queries is ambiguous
+        return apply_rotary_pos_emb(pairs.flatten(-2), k, cos, sin)
+
+    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, (keys, keys, cos, sin), {}, expected)
+    call.rotate_(keys, cos, sin)
+    assert torch.equal(keys, expected)
+    assert heads == ([0, 1] if infers else [0])
 
 
 @dataclass(frozen=True)

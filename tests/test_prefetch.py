@@ -37,7 +37,7 @@ class Reader:
 
 
 class Lease:
-    has_arrived = True
+    has_arrived = is_confirmed = True
 
     def __init__(self, requests, fails):
         self.leased = [LeasedBlocks(request, request.chunks, blocks=Blocks.none()) for request in requests]
@@ -158,7 +158,7 @@ def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, met
 
     with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=0) as store:
         store.precompute(model, ids, method=method, progress=False)
-        monkeypatch.setattr(store._storage.residency.host, "allocate", allocate)
+        monkeypatch.setattr(store._storage.residency.host, "allocate_own", allocate)
         cache = TieredCache(model, store, method=method, record=False)
         model(torch.cat([ids, prompt(16, seed=5)], dim=1), past_key_values=cache, logits_to_keep=1)
     assert cache.stats.tokens_restored == 192

@@ -5,10 +5,12 @@ The device tier runs here on the CPU, through the same code; tests/gpu repeats t
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -21,11 +23,13 @@ from segments import hashes, open_store, runs_of, segment
 from hf_tiered_cache.errors import IntegrityError, StoreClosedError
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.memory import aligned_bytes
+from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
 from hf_tiered_cache.tiers.blocks import overlaps
 from hf_tiered_cache.tiers.lease import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.streams import CopyStream, DoneEvent
 
 CPU = torch.device("cpu")
 CHUNKS = 10
@@ -65,8 +69,7 @@ def fetch_fails(residency, reader, error):
 
 
 def nothing_is_pinned(residency):
-    tiers = [residency.host, *residency.devices.values()]
-    return not any(pool.pins.any() for tier in tiers for pool in tier._pools.values())
+    return not any(pool.pins.any() for tier in residency._tiers() for pool in tier._pools.values())
 
 
 def check(got, blocks, reader, block_group, chunks):
@@ -94,28 +97,37 @@ requests = st.lists(
 
 @pytest.mark.parametrize("direct", [False, True])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40))
-def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, policy, direct):
+@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, staging, policy, direct):
     _, readers, blocks = stored
     residency = Residency(
-        host * 4096, device * 4096, policy, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
+        host * 4096,
+        device * 4096,
+        policy,
+        device_types=frozenset({"cpu"}) if device or staging else frozenset(),
+        direct=direct,
+        staging_budget=staging * 4096,
     )
     for which, block_group, chunks in asked:
         chunks = sorted(chunks)
         check(fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks)
-        assert residency.host.allocated <= residency.host.budget
-        assert all(tier.allocated <= tier.budget for tier in residency.devices.values())
+        assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
         for reader in readers:
             for number in (0, 1):
                 assert all(len(where) <= 1 for where in tiers_of(residency, reader, number))
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40))
-def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, device, direct):
+@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, device, staging, direct):
     _, readers, blocks = stored
+    on_device = device + staging > 0
     residency = Residency(
-        host * 4096, device * 4096, device_types=frozenset({"cpu"}) if device else frozenset(), direct=direct
+        host * 4096,
+        device * 4096,
+        device_types=frozenset({"cpu"}) if on_device else frozenset(),
+        direct=direct,
+        staging_budget=staging * 4096,
     )
     for which, block_group, chunks in asked:
         chunks = np.array(sorted(chunks))
@@ -127,11 +139,126 @@ def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, devi
         got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
         check(got, blocks, readers[which], block_group, lease.leased[0].chunks.tolist())
         assert np.isin(lease.leased[0].chunks, chunks).all()
+        assert not on_device or not slabs_of(residency.host) & {
+            run.untyped_storage().data_ptr() for run in got.values()
+        }
         lease.release()
         check(
             fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks
         )  # now they are needed
     assert nothing_is_pinned(residency)
+
+
+def slabs_of(*tiers):
+    """Where the memory of these tiers lies."""
+    slabs = [slab for tier in tiers for pool in tier.pools() for slab in pool.slabs if slab is not None]
+    return {slab.untyped_storage().data_ptr() for slab in slabs}
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_what_is_fetched_ahead_reaches_a_device_that_keeps_nothing_and_stays_on_the_host(stored, direct, monkeypatch):
+    _, (reader, _), blocks = stored
+    registered, read_into, real = [], [], residency_module.read_batch
+
+    def read(*asked):
+        every = [run for some in asked for _, _, runs in some for _, run in runs]
+        read_into.extend(run.untyped_storage().data_ptr() for run in every)
+        return real(*asked)
+
+    monkeypatch.setattr(residency_module, "read_batch", read)
+    residency = Residency(
+        1 << 20, device_types=frozenset({"cpu"}), direct=direct, staging_budget=1 << 20, register=registered.append
+    )
+    for turn in range(2):
+        collector = StatsCollector()
+        lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, collector, ahead=True)
+        lease.wait()
+        (gpu,) = residency._gpus.values()
+        got = {first + i: block for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(got, blocks, reader, 0, range(CHUNKS))
+        assert {block.untyped_storage().data_ptr() for block in got.values()} <= slabs_of(gpu.staging)
+        assert 0 < residency.device_bytes[0] <= residency.device_bytes[1] == 1 << 20
+        lease.release()
+        assert collector.stats.host.hits == turn * CHUNKS
+    assert set(read_into) <= slabs_of(gpu.staging if direct else residency.host)
+    assert {slab.untyped_storage().data_ptr() for slab in registered} == slabs_of(gpu.staging)
+    assert tiers_of(residency, reader, 0) == [{"host"}] * CHUNKS
+    assert nothing_is_pinned(residency)
+
+
+def test_what_finds_no_room_on_the_device_is_left_until_it_is_needed(stored):
+    """Rather than gathered from the host, copy by copy, each of which the device waits for."""
+    _, (reader, _), blocks = stored
+    size = reader.shape.block_groups[0].block_bytes
+    residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=4 * size + 4096)
+    lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector(), ahead=True)
+    lease.wait()
+    assert lease.leased[0].chunks.tolist() == [0, 1, 2, 3]
+    rest, mine = fetch(residency, reader, 0, range(4, CHUNKS), release=False)  # in memory of its own
+    check(rest, blocks, reader, 0, range(4, CHUNKS))
+    assert mine.owns_memory
+    lease.release()
+    mine.release()
+    assert nothing_is_pinned(residency)
+
+
+class Allocations:
+    """Notes what memory is made of which tier, whether in the main thread, and whether on the way to slots, which is
+    with the lock."""
+
+    def __init__(self, *tiers):
+        self.made = []
+        for tier in tiers:
+            tier.allocate = partial(self.allocate, tier, tier.allocate)
+
+    def allocate(self, tier, real, nbytes):
+        frame, names = sys._getframe(1), set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        main = threading.current_thread() is threading.main_thread()
+        self.made.append((tier.name, main, "_grow" in names))
+        return real(nbytes)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("device", [0, 14])
+def test_slabs_are_made_outside_of_the_lock(stored, monkeypatch, device, direct):
+    """Also those for what is going to be evicted from the device, or kept after it passed through."""
+    _, readers, blocks = stored
+    size = readers[0].shape.block_groups[0].block_bytes
+    monkeypatch.setattr(pool_module, "SLAB_BYTES", 4 * size + 4096)
+    residency = Residency(
+        100 * size, device * size, device_types=frozenset({"cpu"}), staging_budget=30 * size, direct=direct
+    )
+    gpu = residency._gpu(CPU)
+    noted = Allocations(residency.host, gpu.tier, gpu.staging)
+    for reader in readers:
+        check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
+        residency.admit(("other", 0, len(noted.made)), blocks[reader.id, 0])
+    assert {name for name, _, _ in noted.made} == {"host", "device" if device else "staging"}
+    assert [made for made in noted.made if made[2]] == []
+    assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
+
+
+def test_a_page_locked_slab_is_made_before_it_is_needed(stored, monkeypatch):
+    _, (a, b), blocks = stored
+    size = a.shape.block_groups[0].block_bytes
+    monkeypatch.setattr(pool_module, "SLAB_BYTES", CHUNKS * size + 4096)  # a slab for each block group
+    monkeypatch.setattr(residency_module, "page_locked", aligned_bytes)
+    monkeypatch.setattr(residency_module, "aligned_bytes", lambda nbytes, pin: aligned_bytes(nbytes))
+    residency = Residency(4 * (CHUNKS * size + 4096), pin=True)
+    noted = Allocations(residency.host)
+    check(fetch(residency, a, 0, range(CHUNKS)), blocks, a, 0, range(CHUNKS))
+    deadline = time.monotonic() + 10
+    while not residency.host.stock.nbytes and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert sorted(main for _, main, _ in noted.made) == [False, True]
+    check(fetch(residency, b, 0, range(CHUNKS)), blocks, b, 0, range(CHUNKS))
+    assert [main for _, main, _ in noted.made].count(True) == 1
+    assert not any(locked for _, _, locked in noted.made)
+    assert residency.host.nbytes <= residency.host.budget
+    residency.clear()
 
 
 def test_what_there_is_room_for_comes_ahead_whole(stored):
@@ -331,21 +458,21 @@ def test_a_fetch_after_the_engine_was_closed_holds_nothing(stored):
 
 def test_a_device_without_memory_fails_the_lease_and_frees_its_slots(stored):
     _, (reader, _), blocks = stored
-    residency = Residency(1 << 20, device_types=frozenset({"cpu"}))
+    residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     fetch(residency, reader, 0, range(CHUNKS))
     (tier,) = residency.devices.values()
-    allocate = tier.allocate
+    allocate = tier.allocate_own
 
     def refuse(nbytes):
         raise torch.OutOfMemoryError("planted")
 
-    tier.allocate = refuse
+    tier.allocate_own = refuse
     lease = residency.fetch([BlockRequest(reader, 0, np.arange(CHUNKS))], CPU, StatsCollector())
     with pytest.raises(torch.OutOfMemoryError):
         lease.wait()
     lease.release()
     assert nothing_is_pinned(residency)
-    tier.allocate = allocate
+    tier.allocate_own = allocate
     check(fetch(residency, reader, 0, range(CHUNKS)), blocks, reader, 0, range(CHUNKS))
 
 
@@ -472,7 +599,7 @@ class Pending:
         self.done = True
 
 
-class SlowStream(residency_module.CopyStream):
+class SlowStream(CopyStream):
     """A side stream beside a computation that is not finished. It notes what it is told."""
 
     def __init__(self):
@@ -486,7 +613,7 @@ class SlowStream(residency_module.CopyStream):
 
     def copied(self):
         self.log.append("copied")
-        return residency_module.DoneEvent()
+        return DoneEvent()
 
     def computed(self):
         return self.pending
@@ -526,7 +653,7 @@ def test_device_memory_is_allocated_on_the_stream_that_fills_it(stored, stream, 
             within.append(stream.within)
         return aligned_bytes(nbytes, pin=pin)
 
-    monkeypatch.setattr(residency_module, "aligned_bytes", allocate)
+    monkeypatch.setattr(device_module, "aligned_bytes", allocate)
     fetch(Residency(1 << 20, device_budget, device_types=frozenset({"cpu"})), reader, 0, range(CHUNKS))
     assert within
     assert all(within)
@@ -535,7 +662,7 @@ def test_device_memory_is_allocated_on_the_stream_that_fills_it(stored, stream, 
 def test_memory_of_a_lease_is_free_at_once_and_written_to_after_it_was_read(stored, stream):
     """Else what a pass restores stays in memory until the device has caught up with the thread that drives it."""
     _, (reader, _), _ = stored
-    residency = Residency(1 << 20, device_types=frozenset({"cpu"}))
+    residency = Residency(1 << 20, device_types=frozenset({"cpu"}), staging_budget=0)
     _, lease = fetch(residency, reader, 0, range(CHUNKS), release=False)
     assert [(first, len(run)) for first, run in runs_of(lease)] == [(0, CHUNKS)]
     lease.release()
@@ -547,15 +674,15 @@ def test_a_direct_read_waits_for_what_is_copied_from_its_slots(stored, stream, m
     _, (reader, _), _ = stored
     real = residency_module.read_batch
 
-    def read(asked):
+    def read(*asked):
         stream.log.append("read")
-        return real(asked)
+        return real(*asked)
 
     monkeypatch.setattr(residency_module, "read_batch", read)
-    monkeypatch.setattr(residency_module.DoneEvent, "synchronize", lambda event: stream.log.append("waited"))
+    monkeypatch.setattr(DoneEvent, "synchronize", lambda event: stream.log.append("waited"))
     residency = Residency(1 << 20, 1 << 20, device_types=frozenset({"cpu"}), direct=True)
     fetch(residency, reader, 0, range(CHUNKS))
-    assert stream.log == ["copied", "waited", "read", "copied"]
+    assert stream.log == ["copied", "waited", "read", "copied", "copied"]  # after the check, and after all of it
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.integers(1, 5), min_size=1, max_size=6))

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 import hf_tiered_cache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import H2O, CacheBlend, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.transfers import to_host
 
 PACKAGE = str(Path(hf_tiered_cache.__file__).parent)
@@ -140,3 +141,34 @@ def test_passages_wait_for_what_is_compared_alone(model, tmp_path, method):
         counted = waits(model, store, ids, method)
     assert counted.found == {}
     assert counted.read_down == int(method.compare_layer is not None)
+
+
+@pytest.mark.parametrize("host", ["64MiB", "0"])
+@pytest.mark.parametrize("method", [method for method, _ in PREFIXES.values()], ids=PREFIXES)
+def test_what_is_gathered_lies_where_the_model_computes(model, tmp_path, monkeypatch, method, host):
+    """Also what was fetched ahead for a device that keeps nothing: from the host each copy would be waited for."""
+    document, gathered, add = prompt(200), set(), Gather.add
+
+    def noted(self, shape, blocks, *more):
+        gathered.update(slab.untyped_storage().data_ptr() for slab in blocks.slabs)
+        return add(self, shape, blocks, *more)
+
+    monkeypatch.setattr(Gather, "add", noted)
+    ids = torch.cat([document, prompt(24, seed=5)], dim=1)
+    with KVStore(tmp_path, engine="posix", host_memory=host) as store:
+        residency = store._storage.residency
+        residency._device_types = frozenset({"cpu"})  # as if it were a GPU
+        store.precompute(model, document, method=method, progress=False)
+        for _ in range(2):
+            ask(model, store, ids, method, 2)
+        on_host = {
+            slab.untyped_storage().data_ptr()
+            for pool in residency.host.pools()
+            for slab in pool.slabs
+            if slab is not None
+        }
+        assert bool(on_host) == (host != "0")
+        assert gathered
+        assert not gathered & on_host
+        taken, budget = store.stats.device.bytes, store.stats.device.budget
+        assert 0 < taken <= budget

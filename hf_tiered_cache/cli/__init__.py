@@ -84,6 +84,7 @@ _add(
     calibrate.calibrate,
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
+    "kv-store --model ./my-model --prefix 512,4096",
 )
 _add(
     "serve",

@@ -1,4 +1,4 @@
-"""`calibrate`: how much of a passage to compute on this machine."""
+"""`calibrate`: how much of a passage to compute on this machine, and which prefixes are worth restoring."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from .output import AsJson, KeyFile, Refused, figures, print_json, show
 if TYPE_CHECKING:
     from torch import nn
 
+    from ..calibrations import PrefixCosts
+
 
 def calibrate(
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
     model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
     passages: Annotated[int, typer.Option(min=1, help="How many passages the measured prompt has.")] = 8,
     tokens: Annotated[int, typer.Option(min=16, help="How many tokens each passage has.")] = 512,
+    prefix: Annotated[
+        str,
+        typer.Option(
+            metavar="TOKENS", help="Measure prefixes of these lengths instead, by comma, such as 512,4096: see below."
+        ),
+    ] = "",
     repeats: Annotated[
-        int, typer.Option(min=1, help="How often each share is measured; the median counts. More where others work.")
+        int, typer.Option(min=1, help="How often each time is measured; the median counts. More where others work.")
     ] = 3,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
     warm: Annotated[bool, typer.Option("--warm", help="Let passages come from memory, not from the disk.")] = False,
@@ -40,8 +48,12 @@ def calibrate(
     What is found is kept in the store for this model, device and length of prompt: CacheTune(recompute="auto") takes
     it. Measure several lengths (--passages, --tokens) if your prompts differ; between two lengths it takes what lies
     between.
+
+    With --prefix it measures, for prefixes of these lengths, how long they take to compute, and to restore from disk
+    and from memory. From then on Exact(), the default, computes a prompt where restoring it would take longer.
     """
     parse_bytes(memory, "--memory")
+    lengths = _lengths(prefix)
     import torch
 
     from ..kvstore import KVStore
@@ -52,6 +64,10 @@ def calibrate(
     try:
         loaded = _load(model, dtype, device)
         with KVStore(store, host_memory=memory, key=key) as opened:
+            if lengths:
+                return _show_prefixes(
+                    opened.calibrate_prefix(loaded, tokens=lengths, repeats=repeats, progress=not as_json), as_json
+                )
             found = opened.calibrate(
                 loaded, passages=passages, tokens=tokens, repeats=repeats, cold=not warm, progress=not as_json
             )
@@ -71,6 +87,28 @@ def calibrate(
         f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
         f"(computing and loading balance at {found.balanced:.3f})"
     )
+
+
+def _lengths(prefix: str) -> list[int]:
+    try:
+        return [int(length) for length in filter(None, prefix.split(","))]
+    except ValueError:
+        raise Refused(f"--prefix {prefix} is none; write lengths in tokens, such as 512,4096") from None
+
+
+def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
+    if as_json:
+        return print_json([one.as_dict() for one in found])
+    tiers = sorted({tier for one in found for tier in one.restore})
+    columns = ["computed", *(f"from {tier}" for tier in tiers)]
+    table = figures("prefix", *columns, "", right=("prefix", *columns))
+    for one in found:
+        slower = [tier for tier in tiers if one.restore.get(tier, 0.0) > one.compute]
+        times = [one.compute, *(one.restore.get(tier) for tier in tiers)]
+        shown = ["" if seconds is None else f"{1e3 * seconds * one.tokens:.0f} ms" for seconds in times]
+        table.add_row(f"{one.tokens:,}", *shown, f"computed, not restored from {' or '.join(slower)}" if slower else "")
+    show(table)
+    print("kept for this model and device; Exact(decline=False) restores all the same")
 
 
 def _load(name: str, dtype: str, device: str) -> nn.Module:

@@ -13,6 +13,7 @@ from .cache_tune import CacheBlend, CacheTune, Epic, Passages
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
+from .kv_drive import KVDrive
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
@@ -24,6 +25,7 @@ METHODS: dict[str, type[Method]] = {
     "cache_tune": CacheTune,
     "epic": Epic,
     "cache_blend": CacheBlend,
+    "kv_drive": KVDrive,
 }
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Epic",
     "Exact",
     "Impress",
+    "KVDrive",
     "Method",
     "Passages",
     "Recompute",

@@ -49,6 +49,9 @@ class Method:
     rechoose = 0
     """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
 
+    decline = False
+    """Whether what was measured to be slower to restore than to compute is computed."""
+
     compare_layer: ClassVar[int | None] = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
@@ -99,6 +102,10 @@ class Method:
     def selects(self) -> bool:
         """Whether layers with full attention attend to less than what is restored."""
         return False
+
+    def regardless(self) -> Method:
+        """This method, restoring whatever that is expected to take."""
+        return self
 
     def misfit(self, geometry: Geometry) -> str:
         """Why more is read of segments that are cut like this than is attended to, and what to do, or ""."""

@@ -70,7 +70,7 @@ def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -
 
 def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
     """A fingerprint promises this much; code that changed under it must not go unnoticed. Raises RestoreError."""
-    for reader in {piece.reader for group in plan.groups for piece in group.pieces}:
+    for reader in plan.readers:
         layout = reader.shape.layout
         stored = layout.layers[layer] if layer < len(layout.layers) else None
         if stored != kind or layout.dtype != dtype:

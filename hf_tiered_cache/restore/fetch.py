@@ -90,6 +90,7 @@ class Fetcher:
     ) -> None:
         self.residency, self.collector, self.device_of = residency, collector, device_of
         self._users: dict[Lease, int] = {}
+        self._unconfirmed: dict[Lease, None] = {}  # whose blocks were handed on before they were checked
 
     def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False) -> None:
         """Start to fetch chunks that are not held, in one batch for each device.
@@ -140,6 +141,24 @@ class Fetcher:
         else:
             with self.collector.timing("stall_seconds"):
                 lease.wait()
+        if not lease.is_confirmed:
+            self._unconfirmed[lease] = None
+
+    def confirm(self) -> None:
+        """Wait until it is known that all blocks that were waited for are what was written.
+
+        To be called, also after `finish` and `cancel`, before anything that comes of them outlives the pass.
+
+        Raises:
+            RestoreError: a block is not.
+        """
+        while self._unconfirmed:
+            lease, _ = self._unconfirmed.popitem()
+            try:
+                lease.confirm()
+            except Exception as error:
+                reader = lease.failed or lease.leased[0].request.reader
+                raise restore_error(self.collector, reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
         """Nobody needs them any more: count what came from disk and what for, and let it go."""

@@ -13,6 +13,7 @@ from ..shape import SegmentShape
 from ..tiers.blocks import Blocks
 from ..transfers import to_device
 
+_NOT_FETCHED = "tokens are gathered from blocks that were not fetched"
 _FEW_RUNS = 4
 """Runs of blocks that are copied one by one, which is faster while they are few; else tokens are picked by index."""
 
@@ -67,7 +68,10 @@ class Gather:
         chunk_tokens = shape.geometry.chunk_tokens
         if head < 0 and shape.in_order(self._block_group) and _is_run(tokens) and _is_run(columns):
             low, high = int(tokens[0]), int(tokens[-1]) + 1
-            first, last = np.searchsorted(blocks.chunks, (low // chunk_tokens, (high - 1) // chunk_tokens + 1))
+            ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
+            first, last = np.searchsorted(blocks.chunks, ends)
+            if last - first != ends[1] - ends[0]:
+                raise LookupError(_NOT_FETCHED)
             runs = blocks[slice(first, last)].runs()
             if len(runs) <= _FEW_RUNS:
                 for chunk, memory in runs:
@@ -121,7 +125,8 @@ class Gather:
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
         """The fields of a part's first heads."""
-        return [view[:, :heads] for view in self._shape.field_views(memory, part)]
+        views = self._shape.field_views(memory, part)
+        return list(views) if heads == part.heads else [view[:, :heads] for view in views]
 
     def _decode(self, fields: Iterable[torch.Tensor]) -> torch.Tensor:
         return self._shape.codec.decode(tuple(fields), self._shape.layout.dtype)
@@ -134,6 +139,8 @@ class Gather:
         for blocks, token_slots, columns, head in self._added:
             chunk, inside = np.divmod(token_slots, chunk_tokens)
             at = np.searchsorted(blocks.chunks, chunk)
+            if (blocks.chunks.take(at, mode="clip") != chunk).any():  # else others would be taken for them
+                raise LookupError(_NOT_FETCHED)
             numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
             every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
             rows.append(np.stack(every))

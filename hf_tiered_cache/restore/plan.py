@@ -95,6 +95,11 @@ class Plan:
         return self.budget_tokens is None and all(piece.exact for group in self.groups for piece in group.pieces)
 
     @cached_property
+    def readers(self) -> tuple[SegmentReader, ...]:
+        """The segments that it restores from."""
+        return tuple(dict.fromkeys(piece.reader for group in self.groups for piece in group.pieces))
+
+    @cached_property
     def suffix(self) -> int | None:
         """The first computed column if every layer computes just the suffix from there, else None."""
         first = self.computed[0]

@@ -20,15 +20,12 @@ from ..tiers.residency import Residency
 from ..transfers import to_device
 from .chosen import Gathers, RowPrefix
 from .fetch import Fetcher, FetchUnit
-
-Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
-"""Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
-heads, or one for each."""
+from .live import Rotate
 
 
 @dataclass(frozen=True, eq=False)
 class LiveSelection:
-    """What a cache chooses from as long as it lives.
+    """What a cache chooses from as long as it lives (see `Live`).
 
     Args:
         selector: chooses, one set for all heads.
@@ -50,6 +47,15 @@ class LiveSelection:
     keys: dict[tuple[int, int], torch.Tensor]
     columns: int
     every: int
+    may_stay: bool = True
+
+    def row(self, layer: int, prefix: int, chosen: np.ndarray) -> LiveRow:
+        """See `Live`."""
+        return LiveRow(prefix, chosen[0])
+
+    def begin(self, collector: StatsCollector) -> Rechoice:
+        """See `Live`."""
+        return Rechoice(self, collector)
 
     def period_of(self, layer: int) -> int:
         """The number of a layer's period."""
@@ -68,6 +74,10 @@ class LiveRow:
 
     prefix: int
     tokens: np.ndarray
+
+    def fork(self) -> LiveRow:
+        """Itself: it does not change."""
+        return self
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,22 +122,7 @@ class Rechoice:
         rotate_: Rotate,
         scaling: float | None,
     ) -> list[LiveRow | None]:
-        """Put what is chosen for a layer's queries in the place of what is chosen no more.
-
-        Args:
-            layer: with full attention.
-            rows: what it holds; None for rows of which nothing was restored.
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, all that it holds, the restored ones in front; values likewise.
-            rotate_: rotates stored keys.
-            scaling: of the logits, or None for dim ** -0.5.
-
-        Returns:
-            What it holds now.
-
-        Raises:
-            RestoreError: a block did not arrive; nothing has changed.
-        """
+        """See `Choices`."""
         live, number = self._live, self._live.period_of(layer)
         period = live.periods[number]
         if layer == period[0]:
@@ -135,6 +130,7 @@ class Rechoice:
         changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
+        self._fetcher.confirm()  # what is written in place could not be taken back
         now: list[LiveRow | None] = []
         for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
             if held is None or change is None:

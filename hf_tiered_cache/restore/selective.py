@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..geometry import in_groups
+from ..select.by_index import ByIndex
+from ..select.decode_index import DecodeIndex
 from ..select.selector import Selection, SelectionInput, Selector
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
@@ -23,8 +26,11 @@ from .assemble import share_row
 from .chosen import Gathers, RowPrefix, key_groups, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather
+from .indexes import RowIndexes
+from .live import Live, Rotate
 from .plan import Plan
-from .rechoose import LiveRow, LiveSelection, Rotate
+from .rechoose import LiveSelection
+from .window import WindowedSelection
 
 
 class SelectiveRestore:
@@ -62,7 +68,10 @@ class SelectiveRestore:
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
-        self._live: LiveSelection | None = None
+        self._live: Live | None = None
+        self._indexes: RowIndexes | None = None
+        if isinstance(selector, ByIndex):
+            self._indexes = RowIndexes(selector.kind, selector.chunk_tokens, fetcher, self._rows)
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from."""
@@ -112,11 +121,16 @@ class SelectiveRestore:
             gathers.forget(over)
         self.fetcher.finish(over)
 
-    def live(self, layer: int, batch: int) -> tuple[LiveSelection, list[LiveRow | None]] | None:
+    def live(self, layer: int, batch: int) -> tuple[Live, list[Any]] | None:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
         if not self._rechoose:
             return None
-        if self._live is None:
+        if self._live is None and self._indexes is not None:
+            assert isinstance(self.selector, ByIndex)
+            self._live = WindowedSelection(
+                self.selector, self.residency, self.fetcher.device_of, self._rows, self._indexes, self.plan.num_selected
+            )
+        elif self._live is None:
             columns = self.plan.num_selected
             self._live = LiveSelection(
                 self.selector,
@@ -128,10 +142,10 @@ class SelectiveRestore:
                 columns,
                 self._rechoose,
             )
-        held: list[LiveRow | None] = [None] * batch
+        held: list[Any] = [None] * batch
         for place, (row, gathers) in enumerate(zip(self._rows, self._chosen, strict=True)):
             for one in row.group.rows:
-                held[one] = LiveRow(place, gathers.chosen[0])
+                held[one] = self._live.row(layer, place, gathers.chosen)
         return self._live, held
 
     # --- choosing
@@ -151,6 +165,7 @@ class SelectiveRestore:
                     scaling,
                     row.chunks,
                     min(self.plan.num_selected, row.tokens),
+                    partial(self._indexes_of, self._periods[number][0], place, rotate_),
                 )
                 choice = self.selector.choose(asked)
                 self._chosen.append(Gathers(row, choice.tokens))
@@ -208,9 +223,17 @@ class SelectiveRestore:
 
     # --- keys for scoring
 
+    def _indexes_of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
+        """Of a row's restored tokens."""
+        assert self._indexes is not None
+        return self._indexes.of(layer, place, rotate_)
+
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
         """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""
         layer, wanted = self._periods[number][0], []
+        if self._indexes is not None:
+            self._indexes.fetch(layer, ahead)
+            return
         for row in self._rows:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
@@ -242,6 +265,7 @@ class SelectiveRestore:
                 ]
                 units = [apart.get(name) or among[name] for name in names]
                 self.fetcher.wait_for(units)
+                self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
                 if not self.selector.resident:
                     asked.extend(units)
                     continue
@@ -260,7 +284,7 @@ class SelectiveRestore:
         return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.fetcher.device_of(layer))
 
     def _find_coarse(self, reader: SegmentReader, layer: int) -> CoarseKeys | None:
-        return self.residency.resident.get(reader.key_owner(layer), self.fetcher.device_of(layer))
+        return self.residency.resident.get(reader.key_owner(layer, "coarse keys"), self.fetcher.device_of(layer))
 
     def _coarsen(self, reader: SegmentReader, layer: int, units: list[FetchUnit]) -> CoarseKeys:
         """Make a segment's keys resident. Also where they have just come whole, the coarse ones choose."""
@@ -273,5 +297,5 @@ class SelectiveRestore:
                 gather.copy(part, keys)
         coarse = self._coarse[reader, layer] = CoarseKeys.of(keys)
         if not reader.gone:
-            self.residency.resident.admit(reader.key_owner(layer), coarse)
+            self.residency.resident.admit(reader.key_owner(layer, "coarse keys"), coarse)
         return coarse

@@ -1,1 +1,22 @@
 """Which stored tokens a query may attend to, within a budget. What is chosen is made of whole blocks."""
+
+from __future__ import annotations
+
+from .chunk_means import ChunkMeanIndex
+from .cluster_boxes import ClusterBoxIndex
+from .clusters import ClusterIndex
+from .decode_index import DecodeIndex
+from .page_bounds import PageBoundsIndex
+from .random_chunks import RandomIndex
+from .token_clusters import TokenClusterIndex
+
+DECODE_INDEXES: dict[str, type[DecodeIndex]] = {
+    "clusters": ClusterIndex,
+    "cluster_boxes": ClusterBoxIndex,
+    "page_bounds": PageBoundsIndex,
+    "chunk_means": ChunkMeanIndex,
+    "token_clusters": TokenClusterIndex,
+    "random": RandomIndex,
+}
+
+__all__ = ["DECODE_INDEXES", "DecodeIndex"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from .chunks import ChunkMap
+from .decode_index import DecodeIndex
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class SelectionInput:
         scaling: of the logits, or None for dim ** -0.5.
         chunks: how the restored tokens are cut.
         count: how many of them to choose.
+        indexes: gives the indexes of these keys, for selectors that go by such.
     """
 
     query: torch.Tensor
@@ -31,6 +33,7 @@ class SelectionInput:
     scaling: float | None
     chunks: ChunkMap
     count: int
+    indexes: Callable[[], Sequence[DecodeIndex]] = tuple
 
 
 @dataclass(frozen=True)

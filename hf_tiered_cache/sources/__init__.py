@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,23 +22,13 @@ def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> l
     """A source for each of the model's layers, of the kind of layer that a `DynamicCache` for it would have.
 
     Args:
-        model: a decoder-only causal LM.
+        model: a decoder-only causal LM (see `check_causal`).
         full: makes those of layers with full attention, given their index.
 
     Raises:
         UnsupportedModelError: some layer keeps state that is no KV of single tokens.
     """
     name = type(model).__name__
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, whose decoder's KV depends on the encoder's input; "
-            "leave past_key_values to generate()"
-        )
-    if not _attends_causally(model):
-        raise UnsupportedModelError(
-            f"{name} is an encoder: its tokens attend to those behind them, so that no prefix has KV of its own; pass "
-            "a causal LM"
-        )
     config = model.config.get_text_config(decoder=True)
     layers: list[Any] = []
     kinds = getattr(config, "layer_types", None)
@@ -61,15 +50,6 @@ def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> l
 def kv_sources(layers: Sequence[Any]) -> list[DenseSource]:
     """The sources among a cache's layers; others have no KV of their own."""
     return [layer for layer in layers if isinstance(layer, DenseSource)]
-
-
-def _attends_causally(model: PreTrainedModel) -> bool:
-    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
-    return (
-        any(said)
-        if said
-        else bool({"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys())
-    )
 
 
 def _stateful(name: str, layer: int, what: str) -> str:

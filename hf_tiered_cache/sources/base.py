@@ -9,20 +9,18 @@ import torch
 from ..errors import UnsupportedModelError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV, RotaryTap
+from ..restore.live import Choices, Live
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
-from ..restore.rechoose import LiveSelection, Rechoice
 from ..restore.selective import SelectiveRestore
-from ..stats import StatsCollector
 
 
 class Pass(Protocol):
     """What the sources of one forward pass share."""
 
     tap: RotaryTap
-    collector: StatsCollector
 
-    def rechoice(self, live: LiveSelection) -> Rechoice:
+    def rechoice(self, live: Live) -> Choices:
         """The choices of the pass, for sources that choose again."""
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..store.memory import aligned_bytes
+from ..store.memory import HUGE_PAGE, aligned_bytes
 
 _HEADROOM = 64
 _LARGEST_GROWTH = 4096
@@ -33,12 +33,12 @@ class KVBuffer:
     @property
     def keys(self) -> torch.Tensor | None:
         """`[batch, key_heads, held, key_dim]`, a view."""
-        return None if self._keys is None else self._keys[:, :, self._start : self._stop]
+        return None if self._keys is None else self._keys.narrow(2, self._start, self.held)
 
     @property
     def values(self) -> torch.Tensor | None:
         """`[batch, value_heads, held, value_dim]`, a view."""
-        return None if self._values is None else self._values[:, :, self._start : self._stop]
+        return None if self._values is None else self._values.narrow(2, self._start, self.held)
 
     @property
     def columns(self) -> int:
@@ -66,18 +66,11 @@ class KVBuffer:
         if first:
             self._first = self.columns + first
             self._start = self._stop
-        count = columns - first
-        keys, values = self._with_room(like_keys, like_values, count)
+        count, keys, values = columns - first, self._keys, self._values
+        if keys is None or values is None or self._shared or self._stop + count > keys.shape[2]:
+            keys, values = self._reallocate(like_keys, like_values, count)
         begin, self._stop = self._stop, self._stop + count
-        return keys[:, :, begin : self._stop], values[:, :, begin : self._stop]
-
-    def _with_room(
-        self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers, after making room for `count` more columns."""
-        if self._keys is None or self._values is None or self._shared or self._stop + count > self._keys.shape[2]:
-            return self._reallocate(like_keys, like_values, count)
-        return self._keys, self._values
+        return keys.narrow(2, begin, count), values.narrow(2, begin, count)
 
     def _reallocate(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
@@ -90,9 +83,9 @@ class KVBuffer:
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What is held, of a buffer that holds something."""
-        keys, values = self.keys, self.values
+        keys, values, held = self._keys, self._values, self._stop - self._start
         assert keys is not None and values is not None
-        return keys, values
+        return keys.narrow(2, self._start, held), values.narrow(2, self._start, held)
 
     def _shrink(self) -> None:
         """Take no more memory than what is held needs."""
@@ -136,7 +129,8 @@ def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     long.
     """
     shape = rows, like.shape[1], columns, like.shape[3]
+    nbytes = prod(shape) * like.element_size()
     with torch.inference_mode(False):  # views of ours are made in it, too
-        if like.device.type == "cpu" and columns:
-            return aligned_bytes(prod(shape) * like.element_size()).view(like.dtype).view(shape)
+        if like.device.type == "cpu" and nbytes >= HUGE_PAGE:
+            return aligned_bytes(nbytes).view(like.dtype).view(shape)
         return torch.empty(shape, dtype=like.dtype, device=like.device)

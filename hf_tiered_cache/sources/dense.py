@@ -37,7 +37,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def __init__(self, index: int) -> None:
         self.index = index
         super().__init__()
-        self.is_initialized = False
         self.end_pass()
 
     # --- a pass
@@ -69,7 +68,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         if restoring is None:
             return self.update(keys, values)
         if keys.shape[2] != len(restoring.plan.computed[self.index]):
-            reader = restoring.plan.groups[0].pieces[0].reader
+            reader = restoring.plan.readers[0]
             raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
         return self._restore(restoring, kind, pre_rope, keys, values)
 
@@ -94,22 +93,21 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Restored and computed columns, side by side."""
         plan = restoring.plan
-        with restoring.collector.timing("assemble_seconds"):
-            first = max(0, plan.first_kept(self.window))
-            keys, values = self.extend(key_states, value_states, plan.columns, first)
-            rotate_ = partial(restoring.tap.rotate_, pre_rope)
-            dtype = pre_rope.keys.dtype
-            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
-            if plan.suffix is not None:
-                keys[:, :, plan.suffix - first :] = key_states
-                values[:, :, plan.suffix - first :] = value_states
-                return self._visible(key_states.shape[2])
-            columns = restoring.columns(self.index, first, keys.device)
-            if self.index == plan.compare_layer:
-                restoring.compare(self.index, values.index_select(2, columns), value_states)
-            keys.index_copy_(2, columns, key_states)
-            values.index_copy_(2, columns, value_states)
-            return self._visible(None)
+        first = max(0, plan.first_kept(self.window))
+        keys, values = self.extend(key_states, value_states, plan.columns, first)
+        rotate_ = partial(restoring.tap.rotate_, pre_rope)
+        dtype = pre_rope.keys.dtype
+        restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        if plan.suffix is not None:
+            keys[:, :, plan.suffix - first :] = key_states
+            values[:, :, plan.suffix - first :] = value_states
+            return self._visible(key_states.shape[2])
+        columns = restoring.columns(self.index, first, keys.device)
+        if self.index == plan.compare_layer:
+            restoring.compare(self.index, values.index_select(2, columns), value_states)
+        keys.index_copy_(2, columns, key_states)
+        values.index_copy_(2, columns, value_states)
+        return self._visible(None)
 
     # --- what transformers asks of a cache layer
 
@@ -118,7 +116,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append `[batch, heads, n, dim]` and return all that the new queries may see."""
         count = key_states.shape[2]
-        keys, values = self.extend(key_states, value_states, count)
+        keys, values = super().extend(key_states, value_states, count)
         keys.copy_(key_states)
         values.copy_(value_states)
         return self._visible(count)
@@ -126,16 +124,18 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVBuffer`."""
-        if not self.is_initialized:
-            self.lazy_initialization(like_keys, like_values)
+        """See `KVBuffer`; in a pass that restores."""
         views = super().extend(like_keys, like_values, columns, first)
         self._announced()
         return views
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
+        """Nothing: buffers are made for the first columns."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it has buffers."""
+        return self._keys is not None
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What the last `queries` columns may attend to, as `get_mask_sizes` announced it; None for scattered ones."""
@@ -180,7 +180,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     def reset(self) -> None:
         self._drop()
-        self.is_initialized = False
         self.end_pass()
 
     def fork(self) -> DenseSource:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import RestoreError
+from ..errors import LostKVError, RestoreError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV
 from ..restore.assemble import check_fit
-from ..restore.rechoose import LiveRow, LiveSelection, Rotate
+from ..restore.live import Live, Rotate
 from ..transfers import to_device
 from .base import Pass, RestoringPass
 from .dense import DenseSource
@@ -35,8 +36,8 @@ class SelectedSource(DenseSource):
 
     def _begin(self) -> None:
         self._num_selected = 0  # columns in front that were chosen from among more
-        self._live: LiveSelection | None = None  # to choose from again
-        self._rows: list[LiveRow | None] = []  # what was chosen last, for each row
+        self._live: Live | None = None  # to choose from again
+        self._rows: Sequence[Any] = []  # what was chosen last, for each row
         self._pre_rope: PreRopeKV | None = None  # of the pass under way
 
     @property
@@ -102,20 +103,19 @@ class SelectedSource(DenseSource):
         (pre_rope, _), self._parked = self._parked, None
         restoring.unpark()
         plan, selection = restoring.plan, restoring.selection
-        with restoring.collector.timing("assemble_seconds"):
-            self._num_selected = plan.num_selected
-            all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
-            selected = slice(0, self._num_selected)
-            chosen = all_keys[:, :, selected], all_values[:, :, selected]
-            selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
-            all_keys[:, :, self._num_selected :] = keys
-            all_values[:, :, self._num_selected :] = values
-            if (live := selection.live(self.index, keys.shape[0])) is not None:
-                self._live, self._rows = live
-            return self._visible(keys.shape[2])
+        self._num_selected = plan.num_selected
+        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
+        selected = slice(0, self._num_selected)
+        chosen = all_keys[:, :, selected], all_values[:, :, selected]
+        selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
+        all_keys[:, :, self._num_selected :] = keys
+        all_values[:, :, self._num_selected :] = values
+        if (live := selection.live(self.index, keys.shape[0])) is not None:
+            self._live, self._rows = live
+        return self._visible(keys.shape[2])
 
     def _choose_again(
-        self, live: LiveSelection, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
+        self, live: Live, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
     ) -> None:
         """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
         keys, values = self._views()
@@ -123,10 +123,11 @@ class SelectedSource(DenseSource):
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            with forward_pass.collector.timing("assemble_seconds"):
-                choices = forward_pass.rechoice(live)
-                self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+            choices = forward_pass.rechoice(live)
+            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # what was chosen before is still there
+            if not live.may_stay:
+                raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; from here on what was chosen stays", error)
             self._live = None
 
@@ -134,7 +135,7 @@ class SelectedSource(DenseSource):
         """See `DenseSource`."""
         super().batch_select_indices(indices)
         if self._live is not None:
-            self._rows = [self._rows[row] for row in indices.tolist()]
+            self._rows = [held and held.fork() for held in (self._rows[row] for row in indices.tolist())]
 
     def _take_back(self, columns: int) -> None:
         if self._num_selected and self.held - columns < self._num_selected:

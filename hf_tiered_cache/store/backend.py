@@ -65,6 +65,8 @@ class SegmentBackend(Protocol):
 
     place: str
     """Where that is, for messages: a path or an address."""
+    reads_with: str
+    """What reads blocks, such as an engine with its settings: what was measured with it holds for it alone."""
     writable: bool
     """Whether anything new can be stored."""
     catalogue: Path | None

@@ -110,7 +110,9 @@ class FileCipher(_Secret):
         self._algorithm = library.algorithm(keys[:KEY_BYTES])
         self._tag_key = keys[KEY_BYTES:]
 
-    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    def seal(
+        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         step = max(1, _PIECE_BYTES // blocks.shape[1])
         memory = torch.empty_like(blocks[:step])
         for at in range(0, len(blocks), step):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ import xxhash
 
 DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])
 """One row of a segment's digest table: 16 bytes a block."""
+_PIECE_BYTES = 16 << 20
+"""Of blocks whose products are in memory at once, which take as much again."""
 
 
 def xxh3(data: memoryview | bytes) -> int:
@@ -44,30 +46,61 @@ def lin64(blocks: torch.Tensor) -> torch.Tensor:
         int64 `[n]`, the bits of the unsigned digests.
     """
     words = blocks.view(torch.int64)  # [n, block_bytes / 8]
-    return (words * _weights(words.shape[1], blocks.device)).sum(dim=1)
+    weights, step = _weights(words.shape[1], blocks.device), max(1, _PIECE_BYTES // blocks.shape[1])
+    return torch.cat([(piece * weights).sum(dim=1) for piece in words.split(step)])
 
 
-def block_digests(blocks: torch.Tensor) -> np.ndarray:
-    """Both digests of each block. `blocks`: uint8 `[n, block_bytes]` on the CPU; returns `DIGEST_DTYPE` `[n]`."""
+class PackedBlocks(NamedTuple):
+    """A block group's blocks, packed on a device that has also computed their lin64."""
+
+    blocks: torch.Tensor
+    """uint8 `[n, block_bytes]` on the CPU."""
+    lin64: np.ndarray
+    """int64 `[n]`, the bits of the unsigned digests."""
+
+
+Group = torch.Tensor | PackedBlocks
+"""A block group's blocks, uint8 `[n, block_bytes]` on the CPU, with or without their lin64."""
+
+
+def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
+    """Both digests of each block.
+
+    Args:
+        blocks: uint8 `[n, block_bytes]` on the CPU.
+        linear: int64 `[n]`, their lin64 if that is known.
+
+    Returns:
+        `DIGEST_DTYPE` `[n]`.
+    """
     table = np.empty(blocks.shape[0], DIGEST_DTYPE)
     table["xxh3"] = [xxh3(row) for row in rows(blocks)]
-    table["lin64"] = lin64(blocks).numpy().view(np.uint64)
+    table["lin64"] = (lin64(blocks).numpy() if linear is None else linear).view(np.uint64)
     return table
 
 
 class Guard(Protocol):
     """What stands between a file's blocks and memory: a digest for each block, and for the file's head a tag."""
 
-    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    def seal(
+        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
         """Blocks as they are written, piece by piece, and their digests; each piece is good until the next.
 
         Args:
             first: number of the first block in the file.
             blocks: uint8 `[n, block_bytes]` on the CPU; left as it is.
+            linear: int64 `[n]`, their lin64 if that is known.
         """
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None."""
+        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None.
+
+        Args:
+            first: number of the first block in the file.
+            blocks: uint8 `[n, block_bytes]` on the CPU.
+            digests: `DIGEST_DTYPE` `[n]`, as they were written.
+        """
 
     def tag(self, head: bytes) -> bytes:
         """What proves that who wrote a head had the key."""
@@ -76,15 +109,14 @@ class Guard(Protocol):
 class Checksums:
     """Guards blocks that are stored as they are, against accidents only."""
 
-    def seal(self, first: int, blocks: torch.Tensor) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        yield blocks, block_digests(blocks)
+    def seal(
+        self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+    ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+        yield blocks, block_digests(blocks, linear)
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        if blocks.device.type == "cpu":
-            found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
-            bad = np.flatnonzero(found != digests["xxh3"])
-        else:
-            bad = np.flatnonzero(lin64(blocks).cpu().numpy().view(np.uint64) != digests["lin64"])
+        found = np.fromiter((xxh3(row) for row in rows(blocks)), np.uint64, blocks.shape[0])
+        bad = np.flatnonzero(found != digests["xxh3"])
         return int(bad[0]) if len(bad) else None
 
     def tag(self, head: bytes) -> bytes:

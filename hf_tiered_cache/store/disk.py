@@ -13,8 +13,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 
-import torch
-
 from ..errors import (
     FormatError,
     IntegrityError,
@@ -31,6 +29,7 @@ from .backend import SegmentBackend
 from .beside import Beside
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
+from .digest import Group
 from .files import is_of_the_process, out_of_descriptors
 from .format import SegmentHeader, lay_out
 from .index import Index
@@ -196,7 +195,7 @@ class SegmentStore:
         self,
         header: SegmentHeader,
         prefix_hashes: list[bytes],
-        block_groups: Iterable[torch.Tensor],
+        block_groups: Iterable[Group],
         ancestors: Iterable[str] = (),
         written: Written = lambda block_group, blocks, content: None,
     ) -> bool:
@@ -205,7 +204,7 @@ class SegmentStore:
         Args:
             header: without its sections.
             prefix_hashes: its prefix hashes.
-            block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
+            block_groups: for each block group its blocks, `[chunks, block_bytes]`; each is done with before the next.
             ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
             written: is told of each block group. The segment may still come to nothing.
 

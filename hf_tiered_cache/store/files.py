@@ -17,7 +17,8 @@ from ..errors import FormatError
 LOCK_SUFFIX = ".lock"
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _OF_THE_PROCESS = _NO_DESCRIPTORS | {
-    *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT)
+    *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT),
+    errno.EFAULT,  # it is the memory that cannot be read into
 }
 
 

@@ -55,7 +55,7 @@ class FolderBackend:
         self.tmp_dir, self.pins_dir = root / "tmp", root / "pins"
         self.place = str(root)
         self.catalogue: Path | None = root / "catalogue.sqlite"
-        self.engine = engine
+        self.engine, self.reads_with = engine, engine.describe()
         self._lock_path = root / "lock"
         self._lock_seconds = _LOCK_SECONDS
         self._lock = threading.RLock()  # of what is still to be made durable

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import mmap
+import os
+import weakref
 from contextlib import suppress
 
 import torch
 
 from ..geometry import ALIGNMENT
 
-_HUGE_PAGE = 2 << 20
+HUGE_PAGE = 2 << 20
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -28,14 +30,43 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
 
 
 def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and not pin and nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        # a mapping begins with a huge page where its size is a multiple of theirs, or by luck: the last may not be used
-        pages = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        start = -memory.data_ptr() % _HUGE_PAGE
-        with suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _HUGE_PAGE * _HUGE_PAGE)
-    else:
-        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin, device=device)
-        start = -memory.data_ptr() % ALIGNMENT
+    if device.type == "cpu" and not pin and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        return _huge_pages(nbytes)[1]
+    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin, device=device)
+    start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
+
+
+def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
+    # a mapping begins with a huge page where its size is a multiple of theirs, or by luck: the last may not be used
+    pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    start = -memory.data_ptr() % HUGE_PAGE
+    with suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
+    return pages, memory[start : start + nbytes]
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """The same as `aligned_bytes`, page-locked, for memory that is kept: no PyTorch allocator knows of it.
+
+    It is of huge pages where `aligned_bytes` would be. The caller keeps it until the GPU has done all copies.
+    """
+    if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with torch.inference_mode(False):
+            pages, memory = _huge_pages(nbytes)
+        if _register(memory.data_ptr(), nbytes):
+            weakref.finalize(pages, _unregister, memory.data_ptr(), os.getpid()).atexit = False
+            return memory
+    return aligned_bytes(nbytes, pin=True)
+
+
+def _register(pointer: int, nbytes: int) -> bool:
+    """Lock pages in memory for every GPU of the process. Returns False where CUDA refuses."""
+    portable = 1  # cudaHostRegisterPortable
+    return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
+
+
+def _unregister(pointer: int, pid: int) -> None:
+    if os.getpid() == pid:  # a forked child has none of its parent's CUDA
+        torch.cuda.cudart().cudaHostUnregister(pointer)

@@ -14,7 +14,7 @@ from ..errors import FormatError, NotOursError, StoreBusyError
 from .backend import SegmentBackend, Upload
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
-from .digest import DIGEST_DTYPE, Guard, content_of
+from .digest import DIGEST_DTYPE, Group, Guard, PackedBlocks, content_of
 from .format import SegmentHeader, encode_head
 from .index import Index
 from .segment import read_head
@@ -47,14 +47,14 @@ class Publisher:
         self._make_room, self._is_hidden = make_room, is_hidden
 
     def write(
-        self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[torch.Tensor], written: Written
+        self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[Group], written: Written
     ) -> tuple[int, bool]:
         """Write a segment and make it visible, whole or not at all.
 
         Args:
             header: with its sections.
             prefix_hashes: its prefix hashes.
-            block_groups: for each block group its blocks, uint8 `[chunks, block_bytes]` on the CPU.
+            block_groups: for each block group its blocks, `[chunks, block_bytes]`; each is done with before the next.
             written: is told of each block group. The segment may still come to nothing.
 
         Returns:
@@ -69,8 +69,10 @@ class Publisher:
         with self.reserved(header.id, header.file_bytes) as upload:
             digests = []
             offset = header.blocks.offset
-            for block_group, blocks in enumerate(block_groups):
-                digests.append(write_blocks(upload, offset, guard, header.shape.first_block(block_group), blocks))
+            for block_group, group in enumerate(block_groups):
+                blocks, linear = group if isinstance(group, PackedBlocks) else (group, None)
+                first = header.shape.first_block(block_group)
+                digests.append(write_blocks(upload, offset, guard, first, blocks, linear))
                 written(block_group, blocks, content_of(digests[-1]))
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
@@ -138,10 +140,12 @@ class Publisher:
         raise FileExistsError(segment_id)
 
 
-def write_blocks(upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor) -> np.ndarray:
+def write_blocks(
+    upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
+) -> np.ndarray:
     """Write blocks, numbered from `first` on, and return their digests, `DIGEST_DTYPE` `[blocks]`."""
     digests = [np.empty(0, DIGEST_DTYPE)]
-    for piece, table in guard.seal(first, blocks) if len(blocks) else ():  # it may hold no token
+    for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # it may hold no token
         upload.write(piece.numpy().data.cast("B"), offset)
         offset += piece.numel()
         digests.append(table)

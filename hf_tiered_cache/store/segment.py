@@ -124,15 +124,28 @@ class SegmentReader:
         """The name that memory keeps a block group's blocks under: with what they contain, not the id alone."""
         return self.id, block_group, self._contents[block_group]
 
-    def key_owner(self, layer: int) -> tuple[str, int, int]:
-        """The same for the keys of a layer, in whichever block groups they lie."""
-        return self.id, layer, self.header.digests.digest
+    def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
+        """The same for what is made of the keys of a layer, in whichever block groups they lie."""
+        return self.id, layer, self.header.digests.digest, made
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
         """The reads that bring runs of blocks of one block group."""
         block_bytes = self.shape.block_groups[block_group].block_bytes
         start = self.header.blocks.offset + self.shape.group_offsets[block_group]
         return [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
+
+    @property
+    def verifies(self) -> bool:
+        """Whether blocks are compared with their digests."""
+        return self._guard is not None
+
+    def damaged(self, block_group: int, chunk: int) -> IntegrityError:
+        """What to raise of a block that is not what was written."""
+        return IntegrityError(
+            f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
+            valid_hashes=self.shape.first_token(self.shape.block_groups[block_group], chunk) // HASH_TOKENS,
+            version=self._version,
+        )
 
     def open_blocks(self, block_group: int, runs: Sequence[BlockRun]) -> None:
         """Check what was read, and decrypt it where it is. Raises IntegrityError."""
@@ -150,19 +163,19 @@ class SegmentReader:
         expected = self.digests[block_group][first : first + blocks.shape[0]]
         bad = self._guard.open(self.shape.first_block(block_group) + first, blocks, expected)
         if bad is not None:
-            chunk = first + bad
-            raise IntegrityError(
-                f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
-                valid_hashes=self.shape.first_token(self.shape.block_groups[block_group], chunk) // HASH_TOKENS,
-                version=self._version,
-            )
+            raise self.damaged(block_group, first + bad)
 
 
-def read_batch(asked: Sequence[tuple[SegmentReader, int, Sequence[BlockRun]]]) -> Future[ReadReport]:
-    """Read runs of blocks of block groups of segments, in one submission, and check every block.
+Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
+"""A segment, the number of a block group, and runs of its blocks."""
+
+
+def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
+    """Read runs of blocks of block groups of segments, in one submission, and check every block that the CPU sees.
 
     Args:
         asked: segments of one store, each with the number of a block group, and the runs of its blocks.
+        unseen: likewise, with runs in device memory: these are read too, and left to the caller to check.
 
     Returns:
         A future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and not before nothing writes
@@ -177,10 +190,11 @@ def read_batch(asked: Sequence[tuple[SegmentReader, int, Sequence[BlockRun]]]) -
             for reader, block_group, runs in asked:
                 reader.open_blocks(block_group, runs)
         except BaseException as error:
-            checked.set_exception(error)
+            checked.set_exception(error.with_traceback(None))  # its frames hold the future, and what was read into
         else:
             checked.set_result(report)
 
-    ops = [op for reader, block_group, runs in asked for op in reader.ops(block_group, runs)]
-    asked[0][0].backend.read(ops).add_done_callback(check)
+    both = [*asked, *unseen]
+    ops = [op for reader, block_group, runs in both for op in reader.ops(block_group, runs)]
+    both[0][0].backend.read(ops).add_done_callback(check)
     return checked

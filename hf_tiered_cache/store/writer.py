@@ -8,13 +8,15 @@ import queue
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
-
-import torch
+from functools import partial
 
 from ..errors import StoreBusyError, StoreClosedError
 from ..latch import Latch
+from .digest import Group, PackedBlocks
 from .disk import SegmentStore
 from .format import SegmentHeader
 from .publish import Written
@@ -28,23 +30,32 @@ _MOST_PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
+class KeptOnDevice:
+    """Memory of GPUs that pending segments keep alive, together: the rows of a batch lie in the same tensors."""
+
+    nbytes: int
+
+
+@dataclass(eq=False)
 class PendingSegment:
     """A segment that is still to be written.
 
     Args:
-        block_groups: packs one block group after the other, when the writer asks for it.
+        block_groups: packs one block group after the other, when the writer asks for it; each is good until the next.
         ancestors: segments it continues.
         refused: is called if there turns out to be no room for it.
         written: is told of each block group.
+        on_device: what it keeps alive, if its KV lies on a GPU.
     """
 
     header: SegmentHeader
     prefix_hashes: list[bytes]
-    block_groups: Callable[[], Iterator[torch.Tensor]]
+    block_groups: Callable[[], Iterator[Group]]
     ancestors: tuple[str, ...] = ()
     refused: Callable[[], None] = lambda: None
     written: Written = lambda block_group, blocks, content: None
+    on_device: KeptOnDevice | None = None
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -64,6 +75,8 @@ class Writer:
         store: where they go.
         queue_bytes: of segments that may wait. When there are more, `submit` waits, as long as something gets done;
             what cannot wait, and has no room, is dropped. A segment that is larger waits for an empty queue.
+        device_bytes: of these in the memory of GPUs. Where more is wanted, what waits is brought down to the host,
+            before the next block group is written.
         seal: is called when the writer is to end, to queue what is left; again until it does not return False.
         close: is called when all is written.
     """
@@ -72,6 +85,7 @@ class Writer:
         self,
         store: SegmentStore,
         queue_bytes: int = 2 << 30,
+        device_bytes: int = 1 << 30,
         seal: Action = lambda: None,
         close: Action = lambda: None,
     ) -> None:
@@ -81,6 +95,9 @@ class Writer:
         self._lock = threading.RLock()
         self._queue_bytes = queue_bytes
         self._waiting_bytes = 0
+        self._most_on_devices, self._on_devices = device_bytes, Counter[KeptOnDevice]()
+        self._waiting: list[PendingSegment] = []  # in the order of the queue, without the one that is being written
+        self._short = False  # whether somebody waits for memory of a GPU
         self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
         self._ended = Latch()
@@ -110,20 +127,64 @@ class Writer:
                 if self._has_room(pending):
                     self._pending[pending.prefix_hashes[0]] = pending
                     self._waiting_bytes += pending.nbytes
+                    self._waiting.append(pending)
+                    if pending.on_device is not None:
+                        self._on_devices[pending.on_device] += 1
                     self._queue.put(pending)
                     return
+                self._short = not self._has_device_room(pending)
+            if self._short and self._is_here():
+                self._relieve()
+                wait = True  # which this thread does not: it looks once more
             if not wait or not self._wait(lambda: self._closed or self._has_room(pending)):
                 break
         self._store.counters.add("dropped_writes")
         self._store.warn(
             "queue",
-            f"a segment of {pending.nbytes} bytes was not stored: as much as queue_memory allows was waiting to be "
-            "written; raise it, or choose a faster disk",
+            f"a segment of {pending.nbytes} bytes was not stored: as much as queue_memory, or on a GPU "
+            "queue_device_memory, allows was waiting to be written; raise it, or choose a faster disk",
         )
         pending.refused()
 
+    @property
+    def queued_bytes(self) -> int:
+        """Of segments that are not written yet."""
+        return self._waiting_bytes
+
+    @property
+    def queued_device_bytes(self) -> int:
+        """What these keep alive in the memory of GPUs."""
+        with self._lock:
+            return sum(memory.nbytes for memory in self._on_devices)
+
     def _has_room(self, pending: PendingSegment) -> bool:
-        return not self._waiting_bytes or self._waiting_bytes + pending.nbytes <= self._queue_bytes
+        fits = not self._waiting_bytes or self._waiting_bytes + pending.nbytes <= self._queue_bytes
+        return fits and self._has_device_room(pending)
+
+    def _has_device_room(self, pending: PendingSegment) -> bool:
+        wanted, used = pending.on_device, self.queued_device_bytes
+        return wanted is None or wanted in self._on_devices or not used or used + wanted.nbytes <= self._most_on_devices
+
+    def _is_here(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    def _relieve(self) -> None:
+        """Bring what waits down from GPUs, in the writer's thread, where it is the one that has the time."""
+        self._short = False
+        for pending in list(self._waiting):
+            if pending.on_device is not None:
+                with suppress(Exception):  # it fails once more when its turn comes, and is counted then
+                    pending.block_groups = partial(iter, _kept(pending.block_groups()))
+                    self._leave_device(pending)
+                self._progress()
+
+    def _leave_device(self, pending: PendingSegment) -> None:
+        """It keeps no memory of a GPU alive any more."""
+        with self._lock:
+            memory, pending.on_device = pending.on_device, None
+            if memory is not None:
+                self._on_devices[memory] -= 1
+                self._on_devices += Counter()  # without those that nobody has
 
     def later(self, action: Action) -> bool:
         """Run something small behind what is queued. Returns whether it will be."""
@@ -179,7 +240,7 @@ class Writer:
         Returns:
             Whether the condition holds.
         """
-        if os.getpid() != self._pid or threading.current_thread() is self._thread:
+        if os.getpid() != self._pid or self._is_here():
             return condition()
         if self._stuck and patience is None:
             return condition()
@@ -236,6 +297,8 @@ class Writer:
 
     def _write(self, pending: PendingSegment) -> None:
         stored = False
+        with self._lock:
+            self._waiting.remove(pending)
         try:
             block_groups = self._block_groups(pending)
             stored = self._store.publish(
@@ -248,12 +311,27 @@ class Writer:
                 if self._pending.get(pending.prefix_hashes[0]) is pending:
                     del self._pending[pending.prefix_hashes[0]]
                 self._waiting_bytes -= pending.nbytes
+            self._leave_device(pending)
             pending.done.open()
 
-    def _block_groups(self, pending: PendingSegment) -> Iterator[torch.Tensor]:
-        for blocks in pending.block_groups():
+    def _block_groups(self, pending: PendingSegment) -> Iterator[Group]:
+        groups = pending.block_groups()
+        while (blocks := next(groups, None)) is not None:
             self._progress()
             yield blocks
+            if self._short or self.queued_device_bytes > self._most_on_devices:
+                if pending.on_device is not None:
+                    groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
+                    self._leave_device(pending)
+                self._relieve()
+
+
+def _kept(groups: Iterator[Group]) -> list[Group]:
+    """Block groups in memory of their own, of which each would be good until the next."""
+    return [
+        PackedBlocks(group.blocks.clone(), group.lin64) if isinstance(group, PackedBlocks) else group
+        for group in groups
+    ]
 
 
 def _end_with_the_interpreter(actions: queue.SimpleQueue, ended: Latch, pid: int) -> None:

@@ -1,11 +1,9 @@
-"""Slots: memory for blocks of one size, taken in slabs, and one tier's budget over the pools of all sizes."""
+"""One tier: a budget over the pools of slots for blocks of all sizes, and who goes when it is full."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,15 +12,14 @@ from ..geometry import ALIGNMENT
 from .blocks import Blocks
 from .policy import EvictionPolicy, Usage
 from .scores import Owner, ScoreTable
+from .slabs import NO_MEMORY, SlabStock
+from .slots import FREE, GONE, ORPHANED, RESERVED, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
 
 SLAB_BYTES, LEAST_SLAB_BYTES = 64 << 20, 1 << 20
 """Memory is taken in slabs, so that budgets need not be paid at start and pools can trade: an eighth of a small budget,
 for blocks of several sizes. Powers of two, alignment included: PyTorch page-locks whole powers of two."""
-
-FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
-"""States of a slot that holds no block: free, being filled, its memory given back, its block forgotten while in use."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
@@ -34,74 +31,6 @@ def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
     return max(1, ((nbytes if nbytes >= LEAST_SLAB_BYTES else SLAB_BYTES) - ALIGNMENT) // block_bytes)
 
 
-@dataclass
-class SlotPool:
-    """Slots for blocks of `block_bytes`, with what is known of each in arrays, so that nothing is done block by block.
-
-    A slot is free, holds a block, or is reserved while one is brought in; while `pins` > 0 it may not be evicted.
-    Numbers of slots never change, also when a slab is given back: those who pinned others keep theirs.
-    """
-
-    block_bytes: int
-    slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
-    starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
-    owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state below
-    chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    uses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    importance: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
-    accesses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
-    pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-
-    def __len__(self) -> int:
-        return int((self.owner != GONE).sum())
-
-    def add_slab(self, memory: torch.Tensor) -> None:
-        """Take `memory`, uint8 `[slots, block_bytes]`, as new free slots; where a slab went, if it was as large."""
-        count = memory.shape[0]
-        for index, slab in enumerate(self.slabs):
-            if slab is None and self.starts[index + 1] - self.starts[index] == count:
-                self.slabs[index] = memory
-                self.owner[self.starts[index] : self.starts[index + 1]] = FREE
-                return
-        grown: dict[str, Any] = {
-            "slabs": [*self.slabs, memory],
-            "starts": [*self.starts, self.starts[-1] + count],
-            "owner": np.concatenate([self.owner, np.full(count, FREE, np.int64)]),
-        }
-        for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
-            known = getattr(self, name)
-            grown[name] = np.concatenate([known, np.zeros(count, known.dtype)])
-        self.__dict__.update(grown)  # all at once: an interrupt finds arrays of one length
-
-    def drop_slab(self, index: int) -> None:
-        """Give a slab's memory back; its slots must be free."""
-        self.slabs[index] = None
-        self.owner[self.starts[index] : self.starts[index + 1]] = GONE
-
-    def free_slots(self, count: int) -> np.ndarray:
-        """Up to `count` free slots, ascending: low numbers first keeps runs of blocks side by side in memory."""
-        return np.flatnonzero(self.owner == FREE)[:count]
-
-    def evictable(self) -> np.ndarray:
-        return np.flatnonzero((self.owner >= 0) & (self.pins == 0))
-
-    def usage(self, slots: np.ndarray) -> Usage:
-        return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
-
-    def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
-        """The blocks of ascending `chunks`, which lie in `slots`."""
-        every = np.searchsorted(self.starts, slots, side="right") - 1
-        touched, slab = np.unique(every, return_inverse=True)
-        starts = np.asarray(self.starts)[every]
-        return Blocks(chunks, tuple(self._slab(index) for index in touched.tolist()), slab, slots - starts)
-
-    def _slab(self, index: int) -> torch.Tensor:
-        memory = self.slabs[index]
-        assert memory is not None  # a slab with blocks in it is not given back
-        return memory
-
-
 class Tier:
     """Blocks held in one kind of memory, within a budget of bytes that is never exceeded.
 
@@ -111,10 +40,12 @@ class Tier:
         name: "host" or "device", as the stats call it.
         budget: bytes of memory the tier may take, slab alignment included.
         policy: who goes when it is full.
-        allocate: gets memory from the tier's device.
+        allocate: gets memory for slabs, which the tier keeps, on its device.
         on_evict: called with owner, the segment's number of chunks, the blocks and what is known of them, before they
             go.
         scores: what selectors have told of chunks.
+        allocate_own: gets memory of requests' own; None for `allocate`.
+        added: told of each new slab, uint8 `[slots, block_bytes]`.
     """
 
     def __init__(
@@ -125,6 +56,8 @@ class Tier:
         allocate: Allocate,
         on_evict: Callable[[Owner, int, Blocks, Usage], None] | None = None,
         scores: ScoreTable | None = None,
+        allocate_own: Allocate | None = None,
+        added: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.name = name
         self.budget = budget
@@ -132,8 +65,9 @@ class Tier:
         self.allocated = 0
         self.evicted = 0
         self.clock = 0
-        self.allocate = allocate
-        self._on_evict = on_evict
+        self.allocate, self.allocate_own = allocate, allocate_own or allocate
+        self.stock = SlabStock()
+        self._on_evict, self._added = on_evict, added
         self._scores = scores or ScoreTable(policy.learn)
         self._pools: dict[int, SlotPool] = {}
         self._owners: dict[Owner, int] = {}
@@ -177,15 +111,23 @@ class Tier:
         """
         for at in range(0, len(chunks), slab_slots(block_bytes)):
             piece = chunks[at : at + slab_slots(block_bytes)]
-            yield Blocks.alone(piece, self.allocate(len(piece) * block_bytes).view(len(piece), block_bytes))
+            yield Blocks.alone(piece, self.allocate_own(len(piece) * block_bytes).view(len(piece), block_bytes))
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that it takes, what is made ahead included."""
+        return self.allocated + self.stock.nbytes
 
     # --- taking and giving slots
 
     def room(self, block_bytes: int) -> int:
         """How many blocks of that size could come in now, the budget and who holds what considered."""
-        pool = self.pool(block_bytes)
+        return self.vacant(block_bytes) + len(self.pool(block_bytes).evictable())
+
+    def vacant(self, block_bytes: int) -> int:
+        """The same, if nothing is to be evicted."""
         growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
-        return growth + int((pool.owner == FREE).sum()) + len(pool.evictable())
+        return growth + int((self.pool(block_bytes).owner == FREE).sum())
 
     def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
         """Up to `count` pinned slots that belong to nobody yet, evicting as the policy says.
@@ -262,6 +204,7 @@ class Tier:
 
     def clear(self) -> None:
         """Forget every block, and give the memory back but for slabs that are in use."""
+        self.stock.clear()
         for owner in list(self._owners):
             self._forget_owner(owner)
         for pool in self._pools.values():
@@ -296,22 +239,54 @@ class Tier:
 
     # --- within
 
+    def wants(self, block_bytes: int, count: int) -> list[int]:
+        """Bytes of each slab that is neither taken nor in stock, and would be for `count` blocks more."""
+        missing, room = count - len(self.pool(block_bytes).free_slots(count)), self.budget - self.allocated
+        wanted: list[int] = []
+        while missing > 0 and (nbytes := self._slab_bytes(block_bytes, room)):
+            wanted.append(nbytes)
+            missing, room = missing - nbytes // block_bytes, room - nbytes - ALIGNMENT
+        return self.stock.lacks(wanted)
+
+    def _slab_bytes(self, block_bytes: int, room: int) -> int:
+        """Of the next slab, within so many bytes; 0 where no block fits."""
+        return max(0, min((room - ALIGNMENT) // block_bytes, slab_slots(block_bytes, self.budget))) * block_bytes
+
+    def put_in_stock(self, memory: torch.Tensor) -> None:
+        """Keep memory, uint8 `[nbytes]`, for the next slab, if the budget has room for it."""
+        if self.nbytes + memory.numel() + ALIGNMENT <= self.budget:
+            self.stock.put(memory)
+
+    def stay(self, error: Exception) -> None:
+        """There is no memory for more slabs."""
+        logger.warning("no memory for more blocks (%s): the %s tier stays as it is", error, self.name)
+        self.stock.clear()
+        self.budget = self.allocated
+
     def _grow(self, pool: SlotPool, count: int) -> None:
         """Take slabs until `count` slots are free or the budget is used, then from pools that are used less."""
         while len(pool.free_slots(count)) < count:
-            room = (self.budget - self.allocated - ALIGNMENT) // pool.block_bytes
-            if room > 0:
-                slots = min(room, slab_slots(pool.block_bytes, self.budget))
+            nbytes = self._slab_bytes(pool.block_bytes, self.budget - self.allocated)
+            if nbytes:
                 try:
-                    memory = self.allocate(slots * pool.block_bytes)
-                except (RuntimeError, MemoryError, OSError) as error:  # what CUDA, pinning and mmap raise
-                    logger.warning("no memory for more blocks (%s): the %s tier stays as it is", error, self.name)
-                    self.budget = self.allocated
+                    memory = self._slab_memory(nbytes)
+                except NO_MEMORY as error:
+                    self.stay(error)
                     continue
-                pool.add_slab(memory.view(slots, pool.block_bytes))
-                self.allocated += slots * pool.block_bytes + ALIGNMENT
+                slab = memory.view(-1, pool.block_bytes)
+                pool.add_slab(slab)
+                self.allocated += nbytes + ALIGNMENT
+                if self._added is not None:
+                    self._added(slab)
             elif not self._take_from_others(pool):
                 return
+
+    def _slab_memory(self, nbytes: int) -> torch.Tensor:
+        if (ready := self.stock.take(nbytes)) is not None:
+            return ready
+        if self.nbytes + nbytes + ALIGNMENT > self.budget:  # what was made ahead is of other sizes
+            self.stock.clear()
+        return self.allocate(nbytes)
 
     def _take_from_others(self, pool: SlotPool) -> bool:
         """Give up the slab of another pool that was used longest ago, if longer ago than anything in this one."""

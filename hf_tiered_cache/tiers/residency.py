@@ -1,15 +1,16 @@
 """Where blocks are, and how they come to the device that computes: device memory, host memory, disk.
 
 The tiers are exclusive: a block that moves up to the device leaves its host slot, one that is evicted from the
-device moves down to the host. What finds no slot within the budgets travels in memory of the request's own.
+device moves down to the host. What finds no slot there passes through the device's staging area, and stays on the host;
+what finds no room at all travels in memory of the request's own.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -17,43 +18,23 @@ import torch
 
 from ..stats import StatsCollector
 from ..store.engines import ReadReport
-from ..store.memory import aligned_bytes
+from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
-from .blocks import BlockRun, Blocks, overlaps
+from .arrival import Arrival
+from .blocks import Blocks
+from .device import STAGING_BYTES, DeviceMemory
 from .guesses import Guesses
 from .interrupts import Apart, Step
-from .lease import BlockRequest, Hold, Lease, LeasedBlocks
+from .late_check import LateCheck
+from .lease import BlockRequest, Hold, Holds, Lease
 from .policy import Usage
-from .pool import ORPHANED, RESERVED, SlotPool, Tier
+from .pool import Tier
 from .resident import ResidentKeys
 from .scores import Owner, ScoreTable
-from .streams import CopyStream, DoneEvent, Event, copy_stream
-
-
-@dataclass(eq=False)
-class _Arrival:
-    """What is under way for one request of a lease."""
-
-    leased: LeasedBlocks
-    tier: Tier | None
-    """Of the device where attention runs; None where that is the host's."""
-    on_device: list[Blocks] = field(default_factory=list)
-    on_host: list[Blocks] = field(default_factory=list)
-    to_read: list[BlockRun] = field(default_factory=list)
-    direct: bool = False
-    """Whether some of that goes to the device without passing through the host."""
-    reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
-    owner: Owner = field(init=False)
-    block_bytes: int = field(init=False)
-    chunks: int = field(init=False)
-    """Of the block group."""
-
-    def __post_init__(self) -> None:
-        reader, block_group, _ = self.leased.request
-        group = reader.shape.block_groups[block_group]
-        self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
-        self.chunks = reader.shape.chunks_in(group)
+from .slab_maker import SlabMaker
+from .slots import ORPHANED, RESERVED, SlotPool
+from .streams import DoneEvent, copy_stream
 
 
 class Residency:
@@ -67,6 +48,8 @@ class Residency:
         device_types: kinds of device with a tier of their own; for the others the host tier is the device tier.
         direct: whether the engine fills device memory from disk (GPUDirect Storage).
         index_budget: bytes for keys that stay in memory for identification.
+        staging_budget: bytes on each device, beside those for blocks that stay, for blocks on their way to requests.
+        register: told of each slab of device memory, which the engine is going to read into.
     """
 
     def __init__(
@@ -79,22 +62,30 @@ class Residency:
         device_types: frozenset[str] = frozenset({"cuda"}),
         direct: bool = False,
         index_budget: int = 256 << 20,
+        staging_budget: int = STAGING_BYTES,
+        register: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         self.resident = ResidentKeys(index_budget)
         self.guesses = Guesses()
         self.scores = ScoreTable(make_policy(policy).learn)
         self.host = Tier(
-            "host", host_budget, make_policy(policy), lambda n: aligned_bytes(n, pin=pin), scores=self.scores
+            "host",
+            host_budget,
+            make_policy(policy),
+            page_locked if pin else aligned_bytes,
+            scores=self.scores,
+            allocate_own=partial(aligned_bytes, pin=pin),  # an allocator that waits for copies keeps it
         )
-        self.devices: dict[torch.device, Tier] = {}
-        self.device_budget = device_budget
+        self.device_budget, self.staging_budget = device_budget, staging_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
-        self._streams: dict[torch.device, CopyStream] = {}
-        self._holds: set[Hold] = set()
+        self._register = register
+        self._gpus: dict[torch.device, DeviceMemory] = {}
+        self._holds = Holds()
         self._lock = threading.Lock()
         self._step = Step(self._mend)
         self._clock = 0
         self._starting = Apart()  # a read that is half begun could not be taken back
+        self._slabs = SlabMaker(self._lock, self._step, self.host, ahead=pin)
 
     # --- the two verbs
 
@@ -107,8 +98,8 @@ class Residency:
             requests: which blocks, of segments of one store.
             device: where attention runs.
             collector: counts look-ups, bytes and time.
-            ahead: whether this is before they are needed: then what the budgets have no room for is left out, and where
-                the device has none, blocks come as far as the host. Otherwise it comes in memory of the request's own.
+            ahead: whether this is before they are needed: then what the budgets have no room for is left out. Otherwise
+                it comes in memory of the request's own.
 
         Returns:
             At once, a lease whose blocks arrive later.
@@ -116,7 +107,14 @@ class Residency:
         lease = Lease(self, requests)
         try:
             with self._lock, self._step:
-                read, arrive = self._begin(lease, device, collector, ahead)
+                arrivals = self._find(lease, device, collector, ahead)
+                lacking = self._lacking(arrivals)
+                begun = None if lacking else self._begin(lease, arrivals, collector)
+            if begun is None:
+                self._slabs.make(lacking)
+                with self._lock, self._step:
+                    begun = self._begin(lease, arrivals, collector)
+            read, arrive = begun
             if read is None:
                 self._settle(lease, arrive)
             else:
@@ -127,33 +125,51 @@ class Residency:
             raise
         return lease
 
+    def _find(self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool) -> list[Arrival]:
+        """Hold what memory has."""
+        hold, gpu = lease.hold, self._gpu(device)
+        self._tick(gpu)
+        hold.stream = None if gpu is None else gpu.stream
+        self._holds.add(hold)
+        arrivals = [Arrival(leased, gpu) for leased in lease.leased]
+        for each in arrivals if ahead else ():
+            self._keep_within_budgets(each)
+        self._holds.await_moves_down(hold.stream)
+        for each in arrivals:  # before slots are taken for others, which would evict
+            self._hold_found(each, hold, collector)
+        return arrivals
+
+    def _lacking(self, arrivals: Sequence[Arrival]) -> list[tuple[Tier, int]]:
+        """Slabs that are to be made, without the lock, before slots are taken."""
+        if not any(each.gpu is not None or len(each.leased.from_disk) for each in arrivals):
+            return []
+        return self._slabs.lacking(sum((each.needs(self.host, self._direct) for each in arrivals), Counter()))
+
     def _begin(
-        self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool
+        self, lease: Lease, arrivals: Sequence[Arrival], collector: StatsCollector
     ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
-        """Hold what memory has and slots for the rest.
+        """Hold slots for the rest.
 
         Returns:
             What starts to read the rest, if there is any, and what is to be done when all is in memory.
         """
-        hold, tier = lease.hold, self._device_tier(device)
-        self._tick(tier)
-        hold.stream = self._streams.get(device)
-        self._holds.add(hold)
-        arrivals = [_Arrival(leased, tier) for leased in lease.leased]
-        for each in arrivals if ahead else ():
-            self._keep_within_budgets(each)
-        self._await_moves_down(None if any(each.tier is None for each in arrivals) else hold.stream)
-        for each in arrivals:  # before slots are taken for others, which would evict
-            self._hold_found(each, hold, collector)
+        hold = lease.hold
         for each in arrivals:
             self._take_slots(each, hold)
-        from_disk = [each for each in arrivals if each.to_read]
+        from_disk = [each for each in arrivals if each.to_read or each.direct]
+        through_host = [(*each.leased.request[:2], each.to_read) for each in from_disk]
+        direct = [(*each.leased.request[:2], each.direct) for each in from_disk if each.direct]
 
         def arrive() -> None:
             for each in arrivals:
                 self._arrive(each, lease)
             if hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
                 hold.copied = hold.stream.copied()
+            for each in arrivals:
+                if hold.check is None:
+                    self._keep_staged(each)
+                else:
+                    hold.when_whole.append(partial(self._keep_staged, each))
 
         def read() -> None:
             """In the thread that starts reads."""
@@ -164,12 +180,12 @@ class Residency:
                 hold.reading = True
             collector.read_started()
             try:
-                if hold.stream is not None and any(each.direct for each in from_disk):
+                if hold.stream is not None and direct:
                     hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
-                reading = read_batch([(*each.leased.request[:2], each.to_read) for each in from_disk])
+                reading = read_batch(through_host, direct)
             except BaseException as error:  # the store was closed meanwhile
                 reading = Future()
-                reading.set_exception(error)
+                reading.set_exception(error.with_traceback(None))  # of which this frame would be a part
             reading.add_done_callback(done)
 
         def done(reading: Future[ReadReport]) -> None:
@@ -179,6 +195,12 @@ class Residency:
                 count = len(each.leased.from_disk)
                 found, lost = (0, count) if error else (count, 0)
                 collector.looked_up("disk", found, lost, each.block_bytes)
+            try:
+                unseen = [each for each in direct if each[0].verifies]
+                if error is None and unseen and hold.stream is not None:
+                    hold.check = LateCheck(hold.stream, unseen)
+            except Exception as caught:  # no memory on the device
+                error = caught
             self._settle(lease, arrive, error)
 
         return read if from_disk else None, arrive
@@ -191,7 +213,7 @@ class Residency:
                 if error is None:
                     arrive()
         except Exception as caught:
-            error = caught
+            error = caught.with_traceback(None)
         if error is not None:
             readers = (leased.request.reader for leased in lease.leased)
             lease.failed = next((reader for reader in readers if reader.caused(error)), None)
@@ -205,6 +227,9 @@ class Residency:
         if count * block_bytes > self.host.budget:
             return
         chunks = np.arange(count)
+        with self._lock, self._step:
+            lacking = self._slabs.lacking(Counter({(self.host, block_bytes): count}))
+        self._slabs.make(lacking)
         lease = Lease(self, ())  # of nobody but this method, while it fills them
         try:
             with self._lock, self._step:
@@ -232,8 +257,8 @@ class Residency:
         """How many of a block group's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
         with self._lock, self._step:
             counts = {}
-            tier = self.devices.get(device)
-            for each in [self.host] if tier is None else [tier, self.host]:
+            gpu = self._gpus.get(device)
+            for each in [self.host] if gpu is None else [gpu.tier, self.host]:
                 there = each.lookup(owner, chunks) >= 0
                 counts[each.name] = int(there.sum())
                 chunks = chunks[~there]
@@ -246,7 +271,7 @@ class Residency:
         with self._lock, self._step:
             for tier in self._tiers():
                 tier.forget(segments)
-            self._reap()
+            self._holds.reap(self._unpin)
 
     def segments(self) -> set[str]:
         """Those of which blocks are in memory."""
@@ -255,56 +280,54 @@ class Residency:
 
     # --- steps of a fetch, under the lock
 
-    def _tick(self, tier: Tier | None) -> None:
+    def _tick(self, gpu: DeviceMemory | None) -> None:
         self._clock += 1
-        self.host.clock = self._clock
-        if tier is not None:
+        for tier in [self.host] if gpu is None else [self.host, gpu.tier, gpu.staging]:
             tier.clock = self._clock
-        self._reap()
+        self._holds.reap(self._unpin)
 
-    def _keep_within_budgets(self, each: _Arrival) -> None:
-        """Leave out what finds no room now, first of all of what is not there; without any, go as far as the host."""
+    def _keep_within_budgets(self, each: Arrival) -> None:
+        """Leave out what finds no room now, first of all of what is not there."""
         owner, size, chunks = each.owner, each.block_bytes, each.leased.chunks
-        if each.tier is not None and not each.tier.room(size):
-            each.tier = None
-        target = each.tier or self.host
+        target = self.host if each.gpu is None else each.gpu.tier
         there = target.lookup(owner, chunks) >= 0
         new = chunks[~there]
-        if each.tier is not None and not self._direct:  # what is read passes through the host
+        if each.gpu is not None and not self._direct:  # what is read passes through the host
             staged = np.flatnonzero(self.host.lookup(owner, new) < 0)
             passing = max(0, self.host.room(size) - (len(new) - len(staged)))
             new = np.delete(new, staged[passing:])
-        room = max(0, target.room(size) - int(there.sum()))
+        room = max(0, (target if each.gpu is None else each.gpu).room(size) - int(there.sum()))
         each.leased.chunks = np.sort(np.concatenate([chunks[there], new[:room]]))
 
-    def _hold_found(self, each: _Arrival, hold: Hold, collector: StatsCollector) -> None:
+    def _hold_found(self, each: Arrival, hold: Hold, collector: StatsCollector) -> None:
         """Hold what the tiers have."""
         missing = each.leased.chunks
-        if each.tier is not None:
-            found, missing = self._take(each.tier, each, missing, hold, collector)
+        if each.gpu is not None:
+            found, missing = self._take(each.gpu.tier, each, missing, hold, collector)
             each.on_device.append(found)
         found, missing = self._take(self.host, each, missing, hold, collector)
         each.on_host.append(found)
         each.leased.from_disk = missing
 
-    def _take_slots(self, each: _Arrival, hold: Hold) -> None:
+    def _take_slots(self, each: Arrival, hold: Hold) -> None:
         """Find slots for the rest, or memory of the lease's own, for the disk to fill."""
         size, rest = each.block_bytes, each.leased.from_disk
         if not len(rest):
             return
         gone = each.leased.request.reader.gone  # nobody will look for it again
-        if each.tier is not None and self._direct and not gone:
-            reserved = self._reserve(each.tier, size, rest, hold, each)
-            each.on_device.append(reserved)
-            each.to_read.extend(reserved.runs())
-            each.direct, rest = len(reserved) > 0, rest[len(reserved) :]
+        if each.gpu is not None and self._direct and not gone:
+            reserved = self._reserve(each.gpu.tier, size, rest, hold, each)
+            each.staged = self._reserve(each.gpu.staging, size, rest[len(reserved) :], hold)
+            each.on_device.extend((reserved, each.staged))
+            each.direct = [*reserved.runs(), *each.staged.runs()]
+            rest = rest[len(reserved) + len(each.staged) :]
         staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
         staged.extend(self.host.own_memory(rest[sum(map(len, staged)) :], size))
         each.on_host.extend(staged)
         each.to_read.extend(run for blocks in staged for run in blocks.runs())
 
     def _take(
-        self, tier: Tier, each: _Arrival, chunks: np.ndarray, hold: Hold, collector: StatsCollector
+        self, tier: Tier, each: Arrival, chunks: np.ndarray, hold: Hold, collector: StatsCollector
     ) -> tuple[Blocks, np.ndarray]:
         """Hold what `tier` has of `chunks`. Returns it, and the chunks it has not."""
         slots = tier.lookup(each.owner, chunks)
@@ -319,7 +342,7 @@ class Residency:
         return blocks, chunks[~found]
 
     def _reserve(
-        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, each: _Arrival | None = None
+        self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, each: Arrival | None = None
     ) -> Blocks:
         """Reserve slots for the first of `chunks`, as many as `tier` has room for."""
         if not len(chunks) or not tier.budget:
@@ -333,11 +356,11 @@ class Residency:
                 each.reserved.append((tier, pool, slots))
         return pool.blocks(slots, taken)
 
-    def _arrive(self, each: _Arrival, lease: Lease) -> None:
+    def _arrive(self, each: Arrival, lease: Lease) -> None:
         """The bytes are in memory: move them up to the device, and enter them in the tier that keeps them."""
         request, moved = each.leased.request, np.empty(0, np.int64)
         on_host = Blocks.join(each.on_host)
-        if each.tier is None:
+        if each.gpu is None:
             each.leased.blocks = on_host
         else:
             if len(on_host):
@@ -347,24 +370,55 @@ class Residency:
             new = slots[pool.owner[slots] == RESERVED]
             if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
                 new = new[~np.isin(pool.chunk[new], moved)]
-            if len(new):
-                holder.settle(pool, new, each.owner, pool.chunk[new], each.chunks)
+            elif lease.hold.check is not None:
+                direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
+                lease.hold.when_whole.append(partial(self._enter, holder, pool, new[direct], request))
+                new = new[~direct]
+            self._enter(holder, pool, new, request)
+
+    @staticmethod
+    def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
+        """The tier keeps the blocks that were read into these slots, for others to find."""
+        reader, block_group, _ = request
+        slots = slots[pool.owner[slots] == RESERVED]
+        if len(slots) and not reader.gone:
+            chunks = reader.shape.chunks_in(reader.shape.block_groups[block_group])
+            tier.settle(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
+
+    def confirm(self, hold: Hold) -> None:
+        """Wait until the device has checked what was read past the host, and enter it in the tier.
+
+        Raises:
+            IntegrityError: a block is not what was written.
+        """
+        if hold.check is not None:
+            hold.check.confirm()
+            with self._lock, self._step:
+                hold.keep_checked()
 
     # --- between host and device
 
-    def _move_up(self, each: _Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
+    def _move_up(self, each: Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
         """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
-        tier, stream, size = each.tier, lease.hold.stream, each.block_bytes
-        assert tier is not None and stream is not None
-        reserved = self._reserve(tier, size, on_host.chunks, lease.hold, each)
-        rest = on_host.chunks[len(reserved) :]
-        with stream.copying():
-            targets = Blocks.join([reserved, *tier.own_memory(rest, size)])
-            for source, target in overlaps(on_host.runs(), targets.runs()):
-                target.copy_(source, non_blocking=True)
+        gpu, size = each.gpu, each.block_bytes
+        assert gpu is not None
+        reserved = self._reserve(gpu.tier, size, on_host.chunks, lease.hold, each)
+        staged = self._reserve(gpu.staging, size, on_host.chunks[len(reserved) :], lease.hold)
+        rest = on_host.chunks[len(reserved) + len(staged) :]
+        targets = Blocks.join([reserved, staged, *gpu.tier.own_memory(rest, size)])
+        gpu.copy(on_host, targets)
         each.on_device.append(targets)
         lease.owns_memory |= len(rest) > 0
         return reserved.chunks
+
+    def _keep_staged(self, each: Arrival) -> None:
+        """Keep a copy on the host of what came to the staging area from disk."""
+        reader, chunks = each.leased.request.reader, each.staged.chunks
+        if each.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
+            return
+        known = self.scores.of(each.owner, chunks)
+        usage = Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
+        self._move_down(each.gpu.device, each.owner, each.count, each.staged, usage)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""
@@ -374,24 +428,16 @@ class Residency:
         blocks = blocks[self.host.keeps(size, usage)]
         if not len(blocks):
             return
-        stream = self._streams[device]
-        down = Hold(stream, over=DoneEvent(), moves_down=True)
+        gpu = self._gpus[device]
+        down = Hold(gpu.stream, over=DoneEvent(), moves_down=True)
         self._holds.add(down)
         targets = self._reserve(self.host, size, blocks.chunks, down)
         if not len(targets):
             return
-        with stream.copying():
-            for source, target in overlaps(blocks.runs(), targets.runs()):
-                target.copy_(source, non_blocking=True)
-            down.copied = stream.copied()
+        gpu.copy(blocks, targets)
+        down.copied = gpu.stream.copied()
         _, pool, slots = down.slots[0]
         self.host.settle(pool, slots, owner, pool.chunk[slots], count)
-
-    def _await_moves_down(self, stream: CopyStream | None) -> None:
-        """Blocks on their way down are found on the host at once; only their own stream keeps the order by itself."""
-        for hold in self._holds:
-            if hold.moves_down and hold.stream is not stream:
-                hold.copied.synchronize()
 
     # --- the end of a lease
 
@@ -399,35 +445,22 @@ class Residency:
         """The lease is over; its slots go when the device has done what it was given before now."""
         with self._lock, self._step:
             if lease.hold.over is None:
-                lease.hold.over = self._now(lease.hold)
+                over = lease.hold.end()
                 if lease.owns_memory and lease.hold.stream is not None:
                     # the allocator may give it to the side stream, which must not write to it before it was read
-                    lease.hold.stream.await_computation(lease.hold.over)
+                    lease.hold.stream.await_computation(over)
             if lease.latch.is_open or not lease.hold.reading:
                 for leased in lease.leased:
                     leased.blocks = None
-            self._reap()
-
-    @staticmethod
-    def _now(hold: Hold) -> Event:
-        return hold.stream.computed() if hold.stream else DoneEvent()
-
-    def _reap(self) -> None:
-        for hold in list(self._holds):
-            if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
-                hold.over = self._now(hold)
-            if hold.over is not None and not hold.reading and hold.over.query() and hold.copied.query():
-                for tier, pool, slots in hold.slots:
-                    self._unpin(tier, pool, slots)
-                self._holds.discard(hold)
+                lease.latch.error = None  # raised, it holds the frames of who waited, and so their KV
+            self._holds.reap(self._unpin)
 
     def _mend(self) -> None:
         """A step was interrupted halfway, or failed: what holds say is true, and what is known of whole blocks."""
-        for stream in self._streams.values():
-            stream.copied().synchronize()
+        for gpu in self._gpus.values():
+            gpu.stream.copied().synchronize()
         for tier in self._tiers():
-            held = [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
-            tier.mend(held)
+            tier.mend(self._holds.in_tier(tier))
         for pool in self.host.pools():
             self._free_idle(self.host, pool, pool.evictable())  # what has moved up in that step
 
@@ -439,38 +472,45 @@ class Residency:
     def _free_idle(self, tier: Tier, pool: SlotPool, idle: np.ndarray) -> None:
         gone = np.isin(pool.owner[idle], (RESERVED, ORPHANED))
         if tier is self.host:
-            for device_tier in self.devices.values():
-                gone |= tier.also_in(device_tier, pool, idle)
+            for gpu in self._gpus.values():
+                gone |= tier.also_in(gpu.tier, pool, idle)
         if gone.any():
             tier.discard(pool, idle[gone])
 
     # --- tiers
 
-    def _device_tier(self, device: torch.device) -> Tier | None:
+    def _gpu(self, device: torch.device) -> DeviceMemory | None:
+        """What there is on `device`; None where the host tier is the device tier."""
         if device.type not in self._device_types:
             return None
-        if device not in self.devices:
-            stream = self._streams[device] = copy_stream(device)
-
-            def allocate(nbytes: int) -> torch.Tensor:
-                # on the side stream, which fills it: what the allocator has for the computing stream may still be in
-                # use by kernels that are queued there
-                with stream.copying():
-                    return aligned_bytes(nbytes, device=device)
-
-            self.devices[device] = Tier(
-                "device",
+        if device not in self._gpus:
+            self._gpus[device] = DeviceMemory(
+                device,
+                copy_stream(device),
                 self.device_budget,
+                self.staging_budget,
                 make_policy(self._policy),
-                allocate,
-                partial(self._move_down, device),
                 self.scores,
+                partial(self._move_down, device),
+                self._register,
             )
-        return self.devices[device]
+        return self._gpus[device]
+
+    @property
+    def devices(self) -> dict[torch.device, Tier]:
+        """The tier of each device that was used."""
+        return {device: gpu.tier for device, gpu in self._gpus.items()}
+
+    @property
+    def device_bytes(self) -> tuple[int, int]:
+        """What is taken on all devices, staging areas included, and what may be."""
+        taken = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
+        return taken, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
 
     def _tiers(self) -> Iterator[Tier]:
         yield self.host
-        yield from self.devices.values()
+        for gpu in self._gpus.values():
+            yield from (gpu.tier, gpu.staging)
 
     @property
     def evicted(self) -> int:
@@ -479,7 +519,7 @@ class Residency:
     def clear(self) -> None:
         """Forget every block and give the memory back; what leases hold stays until they go."""
         with self._lock, self._step:
-            self._reap()
+            self._holds.reap(self._unpin)
             for tier in self._tiers():
                 tier.clear()
         self.resident.clear()

@@ -1,4 +1,4 @@
-"""Keys that stay in memory in eight bits, for identification that reads nothing from disk."""
+"""What choices are made from stays in memory, and is not read again: keys in eight bits, or indexes of keys."""
 
 from __future__ import annotations
 
@@ -6,10 +6,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
-from .scores import Owner
+KeyOwner = tuple[str, int, int, str]
+"""Segment id, layer, a checksum of what the segment contains, and what is made of the layer's keys."""
+
+
+class Resident(Protocol):
+    """What is made of a segment's keys at one layer."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -40,9 +52,13 @@ class CoarseKeys:
     def nbytes(self) -> int:
         return self.codes.nbytes + self.scales.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
 
 class ResidentKeys:
-    """The coarse keys of segments, by segment and layer, within a budget; the least recently used go first.
+    """Keys of segments, or indexes of them, by segment and layer, within a budget; the least recently used go first.
 
     Args:
         budget: bytes, on all devices together.
@@ -51,19 +67,19 @@ class ResidentKeys:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.allocated = 0
-        self._keys: OrderedDict[tuple[Owner, torch.device], CoarseKeys] = OrderedDict()
+        self._keys: OrderedDict[tuple[KeyOwner, torch.device], Resident] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, owner: Owner, device: torch.device) -> CoarseKeys | None:
-        """The keys of a segment and layer, on `device`, or None; the owner names the layer instead of a block group."""
+    def get(self, owner: KeyOwner, device: torch.device) -> Any:
+        """What is there of `owner` on `device`, or None."""
         with self._lock:
             if (found := self._keys.get((owner, device))) is not None:
                 self._keys.move_to_end((owner, device))
             return found
 
-    def admit(self, owner: Owner, keys: CoarseKeys) -> None:
+    def admit(self, owner: KeyOwner, keys: Resident) -> None:
         """Keep `keys` if they fit."""
-        name = owner, keys.codes.device
+        name = owner, keys.device
         with self._lock:
             if name in self._keys or keys.nbytes > self.budget:
                 return

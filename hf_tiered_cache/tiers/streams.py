@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -32,6 +34,9 @@ class CopyStream:
     """The one stream on which blocks move to and from a device. The base class is the CPU's, where copies are done
     when they return."""
 
+    on_host = True
+    """Whether the device's memory is the host's."""
+
     def copying(self) -> AbstractContextManager:
         """Within this, copies go to the side stream."""
         return nullcontext()
@@ -53,6 +58,8 @@ class CopyStream:
 
 class CudaCopyStream(CopyStream):
     """A side stream of one GPU."""
+
+    on_host = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -81,5 +88,16 @@ class CudaCopyStream(CopyStream):
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """The stream for copies to and from `device`."""
-    return CudaCopyStream(device) if device.type == "cuda" else CopyStream()
+    """The stream for copies to and from `device`: one for all stores and caches of the process."""
+    if device.type != "cuda":
+        return CopyStream()
+    with _making:  # `cache` alone would let two threads make two
+        return _cuda_stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_making = threading.Lock()
+
+
+@cache
+def _cuda_stream(index: int) -> CudaCopyStream:
+    return CudaCopyStream(torch.device("cuda", index))

@@ -200,7 +200,7 @@ def test_passages_of_a_corpus_are_ranked_among_those_of_other_prompts(saved, fol
         (path,) = (tmp_path / name / "stores").iterdir()
         with KVStore(path, host_memory=0) as store:
             ranked.append(
-                {row.chain: store._storage.disk.reader(row.id).shape.order.importance for row in store.segments()}
+                {row.chain: store._storage.disk.reader(row.id).shape.tables.importance for row in store.segments()}
             )
         assert all(
             line["restored"] > 0

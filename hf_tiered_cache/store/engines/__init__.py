@@ -6,6 +6,8 @@ A new engine is one file here and one row in `ENGINES`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 
 from ...errors import ConfigError, EngineUnavailableError
 from .base import Engine, EngineFile, ReadOp, ReadReport
@@ -13,7 +15,8 @@ from .kvikio import KvikioEngine
 from .posix import PosixEngine
 
 ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "posix": PosixEngine}
-"""In the order in which `auto` tries them."""
+_AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)
+"""What `auto` tries, in this order."""
 
 __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engine"]
 
@@ -21,7 +24,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 def open_engine(name: str | Engine = "auto") -> Engine:
-    """The engine called `name`, or with "auto" the first of `ENGINES` that works on this machine; an engine is itself.
+    """The engine called `name`, or with "auto" kvikio where GPUDirect Storage works, else posix; an engine is itself.
 
     Raises:
         ConfigError: there is no such engine.
@@ -40,9 +43,9 @@ def open_engine(name: str | Engine = "auto") -> Engine:
 
 
 def _first_that_works() -> Engine:
-    for engine in ENGINES.values():
+    for engine in _AUTO:
         try:
             return engine()
         except EngineUnavailableError as error:
-            logger.debug("engine %s: %s", engine.name, error)
+            logger.debug("I/O engine: %s", error)
     raise EngineUnavailableError("no I/O engine works on this machine")

@@ -61,6 +61,9 @@ class Engine(ABC):
         more, whether it succeeded or not. A short or failing read is an OSError.
         """
 
+    def register(self, memory: torch.Tensor) -> None:  # noqa: B027  # most need nothing
+        """Prepare device memory that is read into again and again, for as long as this very tensor lives."""
+
     @abstractmethod
     def close(self) -> None:
         """Wait for what is under way and free the threads."""
@@ -123,7 +126,7 @@ class Batch:
         try:
             nbytes = work()
         except BaseException as caught:
-            error = caught
+            error = caught.with_traceback(None)  # its frames hold the memory that was read into
         with self._lock:
             self._nbytes += nbytes
             self._error = self._error or error
@@ -135,9 +138,19 @@ class Batch:
             else:
                 self.future.set_result(ReadReport(self._nbytes, time.perf_counter() - self._started))
 
-    def run_in(self, pool: ThreadPoolExecutor, work: Callable[[], int]) -> None:
-        """The same in one of a pool's threads. Raises StoreClosedError: it was shut down with the store."""
+
+def in_threads(pool: ThreadPoolExecutor, workers: int, work: Callable[[], int]) -> Future[ReadReport]:
+    """Let several threads of a pool, at least one, do `work`, which returns the bytes that it read.
+
+    Raises:
+        StoreClosedError: the pool was shut down with the store, before any of them began.
+    """
+    batch = Batch(max(1, workers))
+    for number in range(max(1, workers)):
         try:
-            pool.submit(self.run, work)
+            pool.submit(batch.run, work)
         except RuntimeError as error:
-            raise StoreClosedError("the store was closed under this; open it anew") from error
+            if not number:
+                raise StoreClosedError("the store was closed under this; open it anew") from error
+            batch.run(lambda: 0)  # those that have begun read it all
+    return batch.future

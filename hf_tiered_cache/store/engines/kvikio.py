@@ -1,25 +1,48 @@
 """kvikio: GPUDirect Storage where the machine has it, kvikio's own threads (compat mode) where it has not.
 
 Without a CUDA driver every kvikio call fails and opening a file can hang for ever, so none is made before CUDA is
-known to work.
+known to work. What its public source says, and is heeded here:
+
+- `CuFile.pread` splits what is larger than a task. The last task waits for the others, and in versions that are still
+  in use an error of it, or of the first one it asks, is passed on while others still write. A read of one task has one
+  future. So reads are split here, and each piece is waited for by itself.
+- `pread` into device memory first synchronises the default stream, where PyTorch computes: reading ahead would wait
+  for the model. `raw_read_async` is ordered by the stream that it is given, and by no other.
+- `memory_register` registers the allocation that memory lies in; a read names its base and an offset. What is not
+  registered goes through buffers of the driver's.
 """
 
 from __future__ import annotations
 
 import errno
+import itertools
+import logging
 import os
-from collections.abc import Sequence
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import cache
 from typing import Any, ClassVar, cast
 
 import torch
 
 from ...errors import EngineUnavailableError
-from .base import Batch, Engine, EngineFile, ReadOp, ReadReport
+from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
+
+logger = logging.getLogger("hf_tiered_cache")
 
 TASK_BYTES = 1 << 20
-"""kvikio splits a read into tasks of this size, one a thread; its default of 4 MiB leaves threads idle."""
+"""Reads are split into tasks of this size, one a thread; kvikio's default of 4 MiB leaves threads idle."""
+
+_DRIVER = ("/proc/driver/nvidia-fs/version", "/dev/nvidia-fs0")
+"""What the kernel's side of GPUDirect Storage shows of itself."""
+_PROBE = "import os, kvikio.cufile_driver as driver; os._exit(0 if driver.get('is_gds_available') else 1)"
+_PROBE_SECONDS = 20.0
 
 
 class KvikioFile(EngineFile):
@@ -43,15 +66,21 @@ class KvikioEngine(Engine):
     """Reads through kvikio into device memory (GPUDirect Storage) or pinned host memory (compat mode).
 
     Args:
-        threads: kvikio's I/O threads; its default is 1, which reaches a third of a disk.
+        threads: of this engine, each with one task under way, and of kvikio; its default is 1, which reaches a third
+            of a disk.
+        compat: whether compat mode will do. It is no faster than the posix engine.
     """
 
     name: ClassVar[str] = "kvikio"
 
-    def __init__(self, threads: int = 8) -> None:
+    def __init__(self, threads: int = 8, compat: bool = True) -> None:
+        if not torch.cuda.is_available():
+            raise EngineUnavailableError("the kvikio engine needs CUDA, and torch.cuda.is_available() is False")
+        self.reads_device = has_gpudirect()
+        if not self.reads_device and not compat:
+            raise EngineUnavailableError("kvikio has no GPUDirect Storage here")
         self._kvikio = _import_kvikio()
         defaults = self._kvikio.defaults
-        self.reads_device = bool(_gds_available())
         try:
             if not self.reads_device:
                 defaults.set("compat_mode", self._kvikio.CompatMode.ON)
@@ -59,65 +88,141 @@ class KvikioEngine(Engine):
         except Exception as error:  # an older kvikio does not know a setting
             raise EngineUnavailableError(f"kvikio cannot be set up ({error}); it must be 26.8 or newer") from error
         self.threads = threads
-        # a future of kvikio's has no callback: these threads wait in its place
-        self._waiters = ThreadPoolExecutor(4, thread_name_prefix="hf-tiered-kvikio")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-kvikio")
+        self._numbers, self._thread = itertools.count(), threading.local()
+        self._registered: list[weakref.finalize] = []
+        self._gone: deque[torch.Tensor] = deque()  # registered memory of which the tensor has gone
 
     def open(self, path: str) -> KvikioFile:
         return KvikioFile(self._kvikio, path)
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        batch = Batch(1)
-        started: list[tuple[ReadOp, Any]] = []
+        self._deregister_gone()
+        tasks = [task for op in ops for task in _tasks_of(op)]
+        queue = iter(tasks)  # shared: see PosixEngine
+        return in_threads(self._pool, min(self.threads, len(tasks)), lambda: sum(map(self._read, queue)))
+
+    def _read(self, task: ReadOp) -> int:
+        """One task, in a thread of the pool, until nothing writes to its destination any more."""
         try:
-            for op in ops:
-                buffer = op.dest if op.dest.is_cuda else op.dest.numpy()
-                cufile = cast(KvikioFile, op.file).cufile
-                started.append((op, cufile.pread(buffer, op.dest.numel(), op.offset, TASK_BYTES)))
-            batch.run_in(self._waiters, lambda: _finish(started))
-        except Exception:
-            with suppress(OSError):
-                _finish(started)  # the caller takes the destinations back: nothing may write to them any more
+            got = self._read_device(task) if _on_gpu(task.dest) else _read_host(task)
+        except OSError as error:
+            error.filename = task.file.path
             raise
-        return batch.future
+        except RuntimeError as error:  # of kvikio's, for everything; what CUDA says of memory is no fault of the file
+            number = errno.EFAULT if "CUDA" in str(error) else errno.EIO
+            raise OSError(number, f"kvikio: {error}", task.file.path) from error
+        if got != task.dest.numel():
+            raise OSError(errno.EIO, "file ends before the block", task.file.path)
+        return got
+
+    def _read_device(self, task: ReadOp) -> int:
+        dest, cufile = task.dest, cast(KvikioFile, task.file).cufile
+        whole = _whole(dest)
+        lane = _lane(dest.device, self._number())
+        with torch.cuda.stream(lane):
+            offset = dest.data_ptr() - whole.data_ptr()
+            future = cufile.raw_read_async(whole, lane.cuda_stream, dest.numel(), task.offset, offset)
+            return future.check_bytes_done()  # waits for this lane alone
+
+    def _number(self) -> int:
+        """Of this thread among the pool's."""
+        if not hasattr(self._thread, "number"):
+            self._thread.number = next(self._numbers)
+        return self._thread.number
+
+    def register(self, memory: torch.Tensor) -> None:
+        """See `Engine`."""
+        self._deregister_gone()
+        if not self.reads_device or not _on_gpu(memory):
+            return
+        whole = _whole(memory)
+        try:
+            self._kvikio.buffer.memory_register(whole)
+        except Exception as error:  # as where two slabs share one allocation: reads take the driver's buffers
+            logger.debug("%d bytes are not registered with cuFile: %s", memory.nbytes, error)
+            return
+        # a finalizer only queues; `whole` keeps the memory until it is deregistered
+        self._registered = [known for known in self._registered if known.alive]
+        self._registered.append(weakref.finalize(memory, self._gone.append, whole))
+        self._registered[-1].atexit = False
+
+    def _deregister_gone(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._deregister(self._gone.popleft())
+
+    def _deregister(self, memory: torch.Tensor) -> None:
+        with suppress(Exception):  # another slab of the same allocation has gone before
+            self._kvikio.buffer.memory_deregister(memory)
 
     def close(self) -> None:
-        self._waiters.shutdown(wait=True)
+        self._pool.shutdown(wait=True)
+        for known in self._registered:
+            if (found := known.detach()) is not None:
+                self._deregister(found[2][0])
+        self._registered.clear()
+        self._deregister_gone()
 
     def describe(self) -> str:
         return f"kvikio ({'GPUDirect Storage' if self.reads_device else 'compat mode'}, {self.threads} threads)"
 
 
-def _finish(started: list[tuple[ReadOp, Any]]) -> int:
-    """Wait for every read, also after one has failed: kvikio does not keep the destinations alive."""
-    total, first_error = 0, None
-    for op, future in started:
-        try:
-            got = future.get()
-            if got != op.dest.numel():
-                raise OSError(errno.EIO, "file ends before the block", op.file.path)
-            total += got
-        except Exception as error:  # kvikio raises RuntimeError for what is an I/O error
-            first_error = first_error or OSError(errno.EIO, f"kvikio: {error}", op.file.path)
-    if first_error is not None:
-        raise first_error
-    return total
+def _tasks_of(op: ReadOp) -> Iterator[ReadOp]:
+    for start in range(0, op.dest.numel(), TASK_BYTES):
+        yield ReadOp(op.file, op.offset + start, op.dest[start : start + TASK_BYTES])
+
+
+def _read_host(task: ReadOp) -> int:
+    dest = task.dest
+    return cast(KvikioFile, task.file).cufile.pread(dest.numpy(), dest.numel(), task.offset, TASK_BYTES).get()
+
+
+def _on_gpu(memory: torch.Tensor) -> bool:
+    return memory.is_cuda
+
+
+def _whole(memory: torch.Tensor) -> torch.Tensor:
+    """All of the storage that `memory` lies in, uint8 `[bytes]`."""
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
+
+
+@cache
+def _lane(device: torch.device, number: int) -> torch.cuda.Stream:
+    """A stream for the reads of one thread: those of all engines of the process share it."""
+    return torch.cuda.Stream(device)
+
+
+@cache
+def has_gpudirect() -> bool:
+    """Whether GPUDirect Storage works. A driver that is half there can hang who asks, so another process does."""
+    if not any(map(os.path.exists, _DRIVER)):
+        return False
+    try:
+        probe = subprocess.Popen(
+            [sys.executable, "-c", _PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except (OSError, TypeError):  # no interpreter of its own, as where Python is embedded
+        return False
+    try:
+        return probe.wait(_PROBE_SECONDS) == 0
+    except subprocess.TimeoutExpired:
+        logger.warning("GPUDirect Storage does not answer (%g s): it is not used", _PROBE_SECONDS)
+        return False
+    finally:
+        probe.kill()
+        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel does not go
+            probe.wait(1.0)
 
 
 def _import_kvikio() -> Any:
-    if not torch.cuda.is_available():
-        raise EngineUnavailableError("the kvikio engine needs CUDA, and torch.cuda.is_available() is False")
     try:
         import kvikio
+        import kvikio.buffer
         import kvikio.defaults
     except Exception as error:  # a missing libcufile is a RuntimeError, a driver that does not fit may be anything
         raise EngineUnavailableError(f"kvikio does not import ({error}); pip install 'hf-tiered-cache[gds]'") from error
     return kvikio
-
-
-def _gds_available() -> bool:
-    try:
-        import kvikio.cufile_driver
-
-        return bool(kvikio.cufile_driver.get("is_gds_available"))
-    except Exception:  # no driver, no GDS: compat mode serves
-        return False

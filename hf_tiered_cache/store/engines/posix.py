@@ -7,17 +7,21 @@ than per read keeps the interpreter out of the way.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, cast
 
-from ...errors import EngineUnavailableError, StoreClosedError
+from ...errors import EngineUnavailableError
 from ...geometry import ALIGNMENT
 from ..files import open_file
-from .base import READ_THROUGH_BYTES, Batch, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce
+from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
+_NOT_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.EFAULT})
+"""A file system that has no direct I/O says so when a file is opened, or not before it is read. Memory that a driver
+has mapped may be none that a disk can write to."""
 
 
 class PosixFile(EngineFile):
@@ -31,11 +35,16 @@ class PosixFile(EngineFile):
                 self._file = open_file(path, os.O_RDONLY | _O_DIRECT)
                 self.direct = True
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if error.errno not in _NOT_DIRECT:
                     raise
         if not self.direct:
             self._file = open_file(path, os.O_RDONLY)
         self.fd = self._file.fileno()
+
+    def read_through_page_cache(self) -> None:
+        """From now on: what is open stays open, since the name may be another file's by now."""
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
+        self.direct = False
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -64,17 +73,8 @@ class PosixEngine(Engine):
 
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         calls = coalesce(ops)
-        workers = max(1, min(self.threads, len(calls)))
-        batch = Batch(workers)
         queue = iter(calls)  # shared: next() on a list iterator is atomic, so fast workers take more
-        for number in range(workers):
-            try:
-                batch.run_in(self._pool, lambda: self._drain(queue))
-            except StoreClosedError:  # those that have begun read it all
-                if not number:
-                    raise
-                batch.run(lambda: 0)
-        return batch.future
+        return in_threads(self._pool, min(self.threads, len(calls)), lambda: self._drain(queue))
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -105,7 +105,14 @@ def _read_all(call: Call) -> int:
     buffers = [gap[:piece] if isinstance(piece, int) else piece.numpy().data for piece in call.pieces]
     done = 0
     while done < call.nbytes:
-        got = os.preadv(file.fd, buffers, call.offset + done)
+        direct = file.direct
+        try:
+            got = os.preadv(file.fd, buffers, call.offset + done)
+        except OSError as error:
+            if not direct or error.errno not in _NOT_DIRECT:
+                raise
+            file.read_through_page_cache()
+            continue
         if got == 0:
             raise OSError(errno.EIO, "file ends before the block", file.path)
         done += got

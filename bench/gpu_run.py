@@ -1,0 +1,216 @@
+"""What measuring on a borrowed machine needs: stages in processes of their own, rows that outlive them, a deadline.
+
+Each stage is a child: one that crashes, hangs or runs out of memory costs its own time and nothing else. A row is one
+line of JSON, written and flushed the moment it is measured, so whatever ends the run leaves what it had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROWS, LOG, TESTS, TRACE, REPORT = "rows.jsonl", "log.txt", "gpu-tests.txt", "trace.json.gz", "report.md"
+"""All files that a run leaves."""
+LOG_BYTES = 512 << 10
+_GRACE_S = 3.0
+_PR_SET_PDEATHSIG = 1
+
+
+class OutOfTimeError(Exception):
+    """The stage's time is over."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a stage is told.
+
+    Args:
+        out: the folder of results.
+        folder: where stores are made; emptied after each stage.
+        began: when the run began, on `time.monotonic`'s clock.
+        until: when this stage must be over.
+        shapes: of the models, the first one is the one for what is measured once.
+        dtype: name of the models' dtype.
+        device: "cuda", "cpu", or "auto".
+        prefixes: lengths, in tokens.
+        turns: how often each time is taken.
+        disk_bytes: that stores and files may take.
+        stage: its name.
+    """
+
+    out: Path
+    folder: Path
+    began: float
+    until: float
+    shapes: tuple[str, ...]
+    dtype: str
+    device: str
+    prefixes: tuple[int, ...]
+    turns: int
+    disk_bytes: int
+    stage: str = ""
+
+    def row(self, what: str, **figures: Any) -> None:
+        """Write down what was measured."""
+        line = {"stage": self.stage, "what": what, "at": round(time.monotonic() - self.began, 2)} | figures
+        with open(self.out / ROWS, "a") as file:  # one write of one line: a kill tears none but the last
+            file.write(json.dumps(line) + "\n")
+
+    def skip(self, what: str, reason: str, **figures: Any) -> None:
+        """Write down what was not, and why."""
+        self.row(what, skipped=reason, **figures)
+
+    def left(self) -> float:
+        """Seconds."""
+        return self.until - time.monotonic()
+
+    def check(self) -> None:
+        """Raises OutOfTimeError: the time is over."""
+        if self.left() <= 0:
+            raise OutOfTimeError
+
+    def fits(self, what: str, nbytes: int, **figures: Any) -> bool:
+        """Whether so many bytes may lie on the disk; else it says that this is skipped."""
+        room = min(self.disk_bytes, shutil.disk_usage(self.folder).free - (1 << 30))
+        if nbytes > room:
+            self.skip(what, f"it takes {nbytes / 2**30:.1f} GiB of disk, and {room / 2**30:.1f} may be used", **figures)
+        return nbytes <= room
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the run.
+
+    Args:
+        name: of it.
+        seconds: it may take of ten minutes; what earlier stages have left comes on top.
+        measure: does it, in a process of its own.
+    """
+
+    name: str
+    seconds: float
+    measure: Callable[[Run], None]
+
+
+def run_all(run: Run, stages: list[Stage], seconds: float) -> None:
+    """Run stages one after the other, each until its share of the time is used."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed on the way out
+    _sweep(run.folder)
+    context = _context()
+    total = sum(stage.seconds for stage in stages)
+    first, allotted = time.monotonic(), 0.0  # importing has taken some already
+    for stage in stages:
+        allotted += stage.seconds
+        until = first + (run.began + seconds - first) * allotted / total
+        _run(replace(run, stage=stage.name, until=until), stage, context)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what runs left that were killed."""
+    for other in folder.parent.glob("on-gpu-*"):
+        pid = other.name.removeprefix("on-gpu-")
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def _context() -> Any:
+    """How children are made: forked, which spares each the imports, unless CUDA does not work in a forked one."""
+    fork = multiprocessing.get_context("fork")
+    if Path("/dev/nvidiactl").exists():
+        child = fork.Process(target=_check_cuda)
+        child.start()
+        child.join(30)
+        child.kill()
+        if child.exitcode:
+            return multiprocessing.get_context("spawn")
+    return fork
+
+
+def _check_cuda() -> None:
+    import torch
+
+    sys.exit(0 if torch.cuda.is_available() and torch.zeros(1, device="cuda").item() == 0 else 1)
+
+
+def _run(run: Run, stage: Stage, context: Any) -> None:
+    if run.left() <= 0:
+        run.skip("all of it", "no time was left")
+        return
+    run.folder.mkdir(parents=True, exist_ok=True)
+    child = context.Process(target=_in_child, args=(run, stage, os.getpid()))
+    try:
+        child.start()
+        child.join(run.left() + _GRACE_S)
+        if child.is_alive():
+            child.kill()
+            child.join()
+            run.skip("the rest", "killed: it did not stop when its time was over")
+        elif child.exitcode:
+            run.skip("the rest", f"the process died (exit status {child.exitcode})")
+    finally:
+        if child.is_alive():  # this process was told to stop
+            child.kill()
+            child.join()
+        shutil.rmtree(run.folder, ignore_errors=True)
+        _shorten(run.out / LOG)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process when its parent ends: a run that is killed leaves nobody behind."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _in_child(run: Run, stage: Stage, parent: int) -> None:
+    """Runs one stage; nothing that it raises leaves this process."""
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    log = os.open(run.out / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    print(f"--- {stage.name}", flush=True)
+    try:
+        stage.measure(run)
+        run.row("done", seconds_left=round(run.left(), 1))
+    except OutOfTimeError:
+        run.skip("the rest", "its time was over")
+    except ImportError as error:
+        run.skip("the rest", f"{error.name or error} is not installed")
+        traceback.print_exc()
+    except BaseException as error:
+        run.skip("the rest", f"{type(error).__name__}: {error}"[:500])
+        traceback.print_exc()
+
+
+def _shorten(log: Path) -> None:
+    """Keep the end of a log."""
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.write_bytes(log.read_bytes()[-LOG_BYTES:])
+
+
+def read_rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run, whole or killed: a torn last line is left out."""
+    rows = []
+    for line in (folder / ROWS).read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def described(run: Run) -> dict[str, Any]:
+    """What was asked for, JSON-ready."""
+    return {name: value for name, value in asdict(run).items() if name not in ("out", "folder", "began", "until")}

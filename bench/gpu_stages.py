@@ -1,0 +1,416 @@
+"""What `on_gpu.py` measures behind its probe, a function for each stage. Each writes a row for each thing measured."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import subprocess
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import rag
+import reprefill
+import serving
+import torch
+from common import build, first_token, forget_page_cache, interleaved, seconds
+from gpu_probe import device_of, probe
+from gpu_run import TESTS, TRACE, Run, Stage, die_with_parent
+from transformers import DynamicCache, PreTrainedModel
+from workload import RandomTokens
+
+import hf_tiered_cache
+from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import ContiguousKV, Exact, Method, Recompute
+from hf_tiered_cache.store.engines import Engine, PosixEngine, open_engine
+
+SUFFIX = 64
+TRACE_BYTES = 8 << 20
+ROOT = Path(__file__).parent.parent
+_PACKAGE = Path(hf_tiered_cache.__file__).parent
+
+
+def stages_of(shapes: tuple[str, ...]) -> list[Stage]:
+    """All stages, the most telling first, with their share of 540 seconds."""
+    share = 180 / len(shapes)
+    return [
+        Stage("probe", 20, probe),
+        Stage("tests", 100, gpu_tests),
+        *(Stage(f"prefix {shape}", share, partial(prefixes, shape=shape)) for shape in shapes),
+        Stage("decode", 45, decoding),
+        Stage("syncs", 30, syncs),
+        Stage("trace", 25, trace),
+        Stage("selective", 55, selective),
+        Stage("kvikio", 40, kvikio),
+        Stage("passages", 45, passages),
+    ]
+
+
+# --- tests/gpu
+
+
+def gpu_tests(run: Run) -> None:
+    """tests/gpu: bits, tiers, streams, engines."""
+    if importlib.util.find_spec("pytest") is None:
+        return run.skip("tests/gpu", "pytest is not installed")
+    if device_of(run).type != "cuda":
+        return run.skip("tests/gpu", "no GPU")
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", str(ROOT / "tests/gpu")]
+    if importlib.util.find_spec("hypothesis") is None:  # what tests/gpu itself does not need
+        command.append("--noconftest")
+    path = run.out / TESTS
+    with open(path, "w") as file:
+        try:
+            subprocess.run(
+                command, cwd=ROOT, stdout=file, stderr=file, timeout=max(1.0, run.left()), preexec_fn=die_with_parent
+            )
+        except subprocess.TimeoutExpired:
+            run.skip("tests that were left", "their time was over")
+    text = path.read_text()
+    counts = Counter(re.findall(r"^\S+::.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b", text, re.M))
+    run.row("tests/gpu", **{name.lower(): count for name, count in counts.items()})
+    for name in re.findall(r"^(?:FAILED|ERROR) (\S+)", text, re.M):
+        run.row("failed test", test=name)
+    if len(text) > TRACE_BYTES // 8:
+        path.write_text(text[: TRACE_BYTES // 16] + "\n[...]\n" + text[-TRACE_BYTES // 16 :])
+
+
+# --- prefixes
+
+
+class Prefix:
+    """A model, and a prefix that a store on disk and a DynamicCache hold."""
+
+    def __init__(self, run: Run, model: PreTrainedModel, tokens: int, method: Method | None = None) -> None:
+        self.run, self.model, self.tokens, self.method = run, model, tokens, method or Exact()
+        random = torch.Generator().manual_seed(tokens)
+        ids = torch.randint(1, model.config.vocab_size, (1, tokens + SUFFIX), generator=random).to(model.device)
+        self.document, self.ids = ids[:, :tokens], ids
+        self.path = run.folder / f"{type(self.method).__name__}-{tokens}"
+        with KVStore(self.path, host_memory=0, disk_quota=run.disk_bytes) as store:
+            store.precompute(model, self.document, method=self.method, progress=False)
+            rows = store.segments()
+        self.segments, self.kv_bytes = [row.id for row in rows], sum(row.nbytes for row in rows)
+
+    def dynamic(self) -> DynamicCache:
+        """One that holds the prefix."""
+        cache = DynamicCache(config=self.model.config)
+        with torch.no_grad():
+            self.model(input_ids=self.document, past_key_values=cache, logits_to_keep=1)
+        return cache
+
+    def cropped(self, cache: DynamicCache) -> DynamicCache:
+        """The same, when it holds no more than the prefix again."""
+        cache.crop(min(0, self.tokens - cache.get_seq_length()))
+        return cache
+
+    def store(self, *, device: bool = False, host: bool = False, engine: str | Engine = "posix") -> KVStore:
+        """The store, with memory for all of it in these tiers."""
+        memory = 2 * self.kv_bytes + (64 << 20)
+        sizes = {"device_memory": memory * device, "host_memory": memory * host}
+        return KVStore(self.path, engine=engine, policy=self.method.policy, **sizes)
+
+    def cache(self, store: KVStore) -> TieredCache:
+        return TieredCache(self.model, store, method=self.method, record=False)
+
+    def restored(self, store: KVStore) -> dict[str, Any]:
+        """The time to the first token, the prefix restored, and what was counted."""
+        caches: list[TieredCache] = []
+        took = first_token(self.model, self.ids, lambda: caches.append(self.cache(store)) or caches[0])
+        stats = caches[0].stats
+        if stats.tokens_restored < self.tokens // 16 * 16:
+            raise RuntimeError(f"{stats.tokens_restored} of {self.tokens} tokens were restored: {stats.reason}")
+        return {"seconds": took, "tier": stats.tier, "bytes_read": stats.bytes_read, "stall_s": stats.stall_seconds}
+
+    def cold(self, store: KVStore, page_cache: bool = False) -> dict[str, Any]:
+        """The same from files. The tiers keep their memory and forget its blocks: other prompts have gone through."""
+        storage_of(store).residency.forget(self.segments)
+        forget_page_cache(self.path)
+        if page_cache:
+            for file in self.path.rglob("*"):
+                if file.is_file():
+                    file.read_bytes()
+        return self.restored(store)
+
+
+def prefixes(run: Run, shape: str) -> None:
+    """Time to first token behind a prefix: computed, kept in a DynamicCache, ours from each tier."""
+    _each_prefix(run, shape, _ways)
+
+
+def kvikio(run: Run) -> None:
+    """The same from a cold disk through kvikio, beside posix; apart, since opening files through it has hung before."""
+    try:
+        open_engine("kvikio").close()
+    except EngineUnavailableError as error:
+        return run.skip("kvikio", str(error))
+    _each_prefix(run, run.shapes[0], _ways_of_kvikio)
+
+
+def _each_prefix(run: Run, shape: str, ways: Callable[..., dict[str, Callable[[], dict[str, Any]]]]) -> None:
+    model = build(shape, getattr(torch, run.dtype), device_of(run))
+    token_bytes = _token_bytes(model)
+    for tokens in run.prefixes:
+        run.check()
+        known = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "suffix": SUFFIX}
+        if not run.fits("prefix", int(1.2 * tokens * token_bytes), **known):
+            continue
+        asked = Prefix(run, model, tokens)
+        known["kv_bytes"] = asked.kv_bytes
+        with ExitStack() as opened:
+
+            def note(what: str, figures: dict[str, Any], known: dict[str, Any] = known) -> None:
+                run.row(what, **known, **figures)
+
+            actions = {what: _until(run, action) for what, action in ways(asked, opened, known).items()}
+            interleaved(actions, run.turns, note=note)
+        forget_page_cache(asked.path)
+
+
+def _ways(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What gives a first token, by name. What this machine lacks is said and left out."""
+    kept = asked.dynamic()
+
+    def timed(make: Callable[[], Any]) -> dict[str, Any]:
+        return {"seconds": first_token(asked.model, asked.ids, make)}
+
+    def opened_for_it() -> dict[str, Any]:
+        forget_page_cache(asked.path)
+        with asked.store(host=True) as store:
+            return asked.restored(store)
+
+    host = opened.enter_context(asked.store(host=True))
+    disk = opened.enter_context(asked.store(host=True))
+    pages = opened.enter_context(asked.store(host=True, engine=PosixEngine(direct=False)))
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "computed": lambda: timed(lambda: DynamicCache(config=asked.model.config)),
+        "DynamicCache": lambda: timed(lambda: asked.cropped(kept)),
+        "host": lambda: asked.restored(host),
+        "page cache": lambda: asked.cold(pages, page_cache=True),
+        "disk": lambda: asked.cold(disk),
+        "disk, store opened for it": opened_for_it,
+    }
+    if asked.model.device.type == "cuda":
+        device = opened.enter_context(asked.store(device=True))
+        ways["device"] = lambda: asked.restored(device)
+    else:
+        asked.run.skip("device", "no GPU", **known)
+    return ways
+
+
+def _ways_of_kvikio(asked: Prefix, opened: ExitStack, known: dict[str, Any]) -> dict[str, Callable[[], dict[str, Any]]]:
+    through = opened.enter_context(asked.store(device=True, host=True, engine="kvikio"))
+    beside = opened.enter_context(asked.store(device=True, host=True))
+    engine = through._engine.describe()
+    return {f"disk, {engine}": lambda: asked.cold(through), "disk, posix beside it": lambda: asked.cold(beside)}
+
+
+def _until(run: Run, action: Callable[[], Any]) -> Callable[[], Any]:
+    def checked() -> Any:
+        run.check()
+        return action()
+
+    return checked
+
+
+def _token_bytes(model: PreTrainedModel) -> int:
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * config.num_key_value_heads
+    return numbers * config.hidden_size // config.num_attention_heads * model.dtype.itemsize
+
+
+# --- decoding
+
+
+def decoding(run: Run) -> None:
+    """Steps of one token behind the same prefix, ours and DynamicCache's in turns."""
+    for shape in run.shapes:
+        model = build(shape, getattr(torch, run.dtype), device_of(run))
+        asked = Prefix(run, model, min(run.prefixes))
+        with asked.store(host=True) as store, torch.no_grad():
+            tiered, dynamic = asked.cache(store), asked.dynamic()
+            model(input_ids=asked.ids, past_key_values=tiered, logits_to_keep=1)
+            model(input_ids=asked.ids[:, asked.tokens :], past_key_values=dynamic, logits_to_keep=1)
+            known = {"shape": shape, "dtype": run.dtype, "prefix": asked.tokens}
+
+            def step(cache: Any, model: PreTrainedModel = model, token: torch.Tensor = asked.ids[:, :1]) -> float:
+                return seconds(lambda: model(input_ids=token, past_key_values=cache), token.device)
+
+            def note(what: str, took: float, known: dict[str, Any] = known) -> None:
+                run.row(what, seconds=took, **known)
+
+            ways = {"ours": partial(step, tiered), "DynamicCache": partial(step, dynamic)}
+            interleaved({what: _until(run, way) for what, way in ways.items()}, 8 * run.turns, 4, note)
+
+
+# --- what waits, and what runs
+
+
+@contextmanager
+def _sync_sites() -> Iterator[Counter]:
+    """Counts what makes the thread wait for the GPU, by the line of ours (or of whose it is) that asked for it."""
+    sites: Counter = Counter()
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA" in str(message):
+            sites[_site()] += 1
+
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield sites
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+def _site() -> str:
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
+    ours = (str(_PACKAGE), str(ROOT / "patches"))
+    inner = [frame for frame in frames if frame.filename.startswith(ours)] or frames[-2:]
+    between = frames[frames.index(inner[-1]) + 1 :]
+    if any("/transformers/" in frame.filename for frame in between):  # the model's own, which we only called
+        inner = [frame for frame in between if "/transformers/" in frame.filename]
+    return f"{'/'.join(Path(inner[-1].filename).parts[-2:])}:{inner[-1].lineno} {inner[-1].name}"
+
+
+@contextmanager
+def _cpu_sites() -> Iterator[Counter]:
+    """What would be waited for on a GPU, as tests/test_waits.py counts it."""
+    sys.path.append(str(ROOT / "tests"))
+    from test_waits import Waits
+
+    sites: Counter = Counter()
+    with Waits() as waits:
+        yield sites
+    sites.update({f"{module} {function} {name}": count for (module, function, name), count in waits.found.items()})
+    if waits.read_down:
+        sites["transfers.py to_host"] = waits.read_down
+
+
+def syncs(run: Run) -> None:
+    """Waits of the thread for the GPU in a warm prompt and in decoded tokens, by call site."""
+    device, shape, steps = device_of(run), run.shapes[-1], 4
+    model = build(shape, getattr(torch, run.dtype), device)
+    counting = _sync_sites if device.type == "cuda" else _cpu_sites
+    for method in (Exact(), ContiguousKV(0.25)):
+        asked = Prefix(run, model, min(run.prefixes), method)
+        with asked.store(host=True) as store, torch.no_grad():
+            for _ in range(2):  # the second time it comes from memory
+                run.check()
+                cache = asked.cache(store)
+                with counting() as prompt:
+                    model(input_ids=asked.ids, past_key_values=cache, logits_to_keep=1)
+                with counting() as decoded:
+                    for _ in range(steps):
+                        model(input_ids=asked.ids[:, :1], past_key_values=cache)
+        for part, sites in (("prompt", prompt), (f"{steps} tokens", decoded)):
+            what, layers = f"{type(method).__name__}, {part}", model.config.num_hidden_layers
+            run.row(what, count=sum(sites.values()), shape=shape, layers=layers, kind=counting.__name__)
+            for site, count in sites.most_common(20):
+                run.row(f"{what}, site", site=site, count=count)
+
+
+def trace(run: Run) -> None:
+    """Operations and kernels of a warm pass beside DynamicCache's, and a trace for chrome://tracing."""
+    from torch.profiler import ProfilerActivity, profile
+
+    device, shape = device_of(run), run.shapes[-1]
+    model = build(shape, getattr(torch, run.dtype), device)
+    asked = Prefix(run, model, min(run.prefixes))
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * (device.type == "cuda")]
+    kept = asked.dynamic()
+    with asked.store(device=device.type == "cuda", host=True) as store, torch.no_grad():
+
+        def warm(cache: Any, ids: torch.Tensor) -> None:
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+        suffix = asked.ids[:, asked.tokens :]
+        ways = {
+            "DynamicCache": lambda: warm(asked.cropped(kept), suffix),
+            "ours": lambda: warm(asked.cache(store), asked.ids),
+        }
+        for what, way in ways.items():
+            run.check()
+            seconds(way, device)
+            seconds(way, device)
+            with profile(activities=activities) as profiled:
+                seconds(way, device)
+            events = profiled.events()
+            operations = [event for event in events if event.name.startswith("aten::") and event.cpu_parent is None]
+            kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+            copied = sum(event.name.startswith("Memcpy") for event in kernels)
+            figures = {"kernels": len(kernels) - copied, "copies": copied, "operations": len(operations)}
+            run.row(what, **figures, layers=model.config.num_hidden_layers, shape=shape, prefix=asked.tokens)
+    path = run.out / TRACE
+    profiled.export_chrome_trace(str(path))  # ours, the last one
+    if path.stat().st_size > TRACE_BYTES:
+        run.skip("trace", f"it is {path.stat().st_size >> 20} MiB, more than the results may take")
+        path.unlink()
+
+
+# --- within a budget, and passages
+
+
+def selective(run: Run) -> None:
+    """Prefixes that memory holds a half of, 5 % attended to: ours, IMPRESS, H2O, all of it, and recompute."""
+    shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
+    device = device_of(run)
+    model = build(shape, getattr(torch, run.dtype), device)
+    count, tokens, requests = (2, 128, 2) if tiny else (4, min(4096, max(run.prefixes)), 12)
+    if not run.fits("selective", int(6 * count * tokens * _token_bytes(model))):  # a copy for each geometry
+        return
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    given = ["--device", str(device), "--memory-share", "0.5", "--bandwidth", "0", "--suffix", str(SUFFIX)]
+    arguments = parser.parse_args([*given, "--requests", str(requests), "--warm-up", str(count)])
+    prompts = RandomTokens(model.config.vocab_size, count, tokens, SUFFIX)
+    bench = serving.Bench(arguments, model, prompts, run.folder)
+    known = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "prefixes": count, "budget": 0.05}
+    wanted = [
+        system
+        for system in reprefill.systems(0.05, min(8, model.config.num_hidden_layers))
+        if system.name in (reprefill.OURS, f"{reprefill.IMPRESS}, without reordering", "H2O + LFU",
+                           "AttentionStore + LRU", "recompute")
+    ]  # fmt: skip
+    rows: serving.Rows = {system.name: [] for system in wanted}
+    with ExitStack() as opened:
+        stores = {system.name: opened.enter_context(bench.store_for(system)) for system in wanted}
+        for _ in bench.turns(wanted, stores, rows):
+            for name, new in rows.items():
+                for row in new:
+                    figures = {key: row[key] for key in ("bytes_read", "stall_seconds", "read_amplification")}
+                    run.row(name, seconds=row["ttft_s"], **figures, **known)
+                new.clear()
+            run.check()
+
+
+def passages(run: Run) -> None:
+    """Prompts of passages: recomputed, reused whole, and with 15 % computed anew, from memory and a cold disk."""
+    shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
+    arguments = argparse.Namespace(
+        shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",
+        **({"pool": 3, "passages": 2, "tokens": 64, "requests": 1} if tiny else
+           {"pool": 12, "passages": 8, "tokens": 512, "requests": 4}),
+    )  # fmt: skip
+    bench = rag.Bench(arguments, run.folder)
+    wanted = [rag.System(rag.FULL, Recompute(), passages=False), *rag.systems(0.15)[2:-1]]
+    known = {"shape": shape, "dtype": run.dtype, "tokens": bench.prompts[0].shape[1], "kv_bytes": bench.kv_bytes}
+    for medium in ("host", "disk"):
+        with bench.store(True, medium, 0.0) as store, bench.store(False, medium, 0.0) as prefix_store:
+            run.check()
+            if medium == "host":
+                bench.warm(store, prefix_store)
+            for system, row in bench.turns(wanted, store, prefix_store, medium):
+                run.row(f"{system.name}, {medium}", seconds=row["ttft_s"], computed=row["tokens_computed"], **known)
+                run.check()

@@ -1,0 +1,228 @@
+"""What a machine allows: the least time to restore a prefix from each tier, beside the time to compute it.
+
+    python bench/roofline.py                                        # the table of docs/roofline.md
+    python bench/roofline.py --shape qwen2.5-0.5b --prefix 4096
+    python bench/roofline.py --h2d 26 --disk 3.2 --peak 312 --hbm 2039    # another machine
+    python bench/roofline.py --json
+
+Nothing is measured here. Formulas and the sources of all inputs: docs/roofline.md. `on_gpu.py read` puts what was
+measured beside it, with the bandwidths that its probe found in place of those assumed here.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import typer
+from common import SHAPES, table, vocabulary
+
+from hf_tiered_cache.geometry import HASH_TOKENS
+
+GB = 1e9
+LONGEST = 1 << 15
+"""Tokens up to which a break-even is looked for."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model says how long it computes, and how much KV it leaves."""
+
+    name: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dtype_bytes: int = 2
+
+    @classmethod
+    def of(cls, name: str, dtype_bytes: int = 2) -> ModelShape:
+        """One of `common.SHAPES`."""
+        shape = SHAPES[name]
+        return cls(
+            name,
+            shape["num_hidden_layers"],
+            shape["hidden_size"],
+            shape["intermediate_size"],
+            shape["num_attention_heads"],
+            shape["num_key_value_heads"],
+            shape["hidden_size"] // shape["num_attention_heads"],
+            vocabulary(name),
+            dtype_bytes,
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def block_parameters(self) -> int:
+        """Weights that every token passes: projections and MLPs, no embedding and no head."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def flops(self, tokens: int, behind: int = 0) -> float:
+        """Of a pass of `tokens` behind a prefix of `behind`; the head computes the last token alone."""
+        pairs = tokens * behind + tokens * (tokens + 1) / 2
+        attention = 4 * self.layers * self.heads * self.head_dim * pairs
+        return 2 * self.block_parameters * tokens + attention + 2 * self.hidden * self.vocabulary
+
+    def pass_bytes(self, columns: int) -> float:
+        """What any pass reads of device memory: weights once, and the KV of all columns."""
+        head = self.hidden * self.vocabulary
+        return (self.block_parameters + head) * self.dtype_bytes + columns * self.token_bytes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Bandwidths in bytes a second, and the rest in seconds. The defaults are those of docs/roofline.md.
+
+    Args:
+        peak: floating-point operations a second of the device, dense, in the model's dtype.
+        share: of the peak that a long prefill reaches.
+        hbm: device memory.
+        h2d: from page-locked host memory to the device.
+        page_cache: from the page cache to host memory, all threads.
+        disk: sequential direct reads.
+        overhead: of a restore, whatever its size: hashing, look-up, the first read's latency.
+    """
+
+    peak: float = 989.4e12
+    share: float = 0.4
+    hbm: float = 3.35e12
+    h2d: float = 55e9
+    page_cache: float = 20e9
+    disk: float = 7e9
+    overhead: float = 2e-3
+
+
+def compute_seconds(model: ModelShape, machine: Machine, tokens: int, behind: int = 0) -> float:
+    """A pass of `tokens` behind `behind`: limited by arithmetic, or by reading weights and KV."""
+    arithmetic = model.flops(tokens, behind) / (machine.peak * machine.share)
+    return max(arithmetic, model.pass_bytes(tokens + behind) / machine.hbm)
+
+
+def transfer_seconds(model: ModelShape, machine: Machine, tier: str, tokens: int) -> float:
+    """To bring the KV of a prefix to the places where attention reads it: the slowest step, since all run at once.
+
+    In device memory every byte is read once and written once.
+    """
+    nbytes = tokens * model.token_bytes
+    steps = [2 * nbytes / machine.hbm]
+    if tier != "device":
+        steps.append(nbytes / machine.h2d)
+    if tier == "page cache":
+        steps.append(nbytes / machine.page_cache)
+    if tier == "disk":
+        steps.append(nbytes / machine.disk)
+    return max(steps)
+
+
+def restored_seconds(
+    model: ModelShape, machine: Machine, tier: str, prefix: int, suffix: int, computing: float | None = None
+) -> float:
+    """Time to first token behind a restored prefix: it moves while the suffix computes, layer by layer.
+
+    Args:
+        computing: seconds of the suffix behind a prefix that is there, where that was measured.
+    """
+    if computing is None:
+        computing = compute_seconds(model, machine, suffix, prefix)
+    return max(computing, transfer_seconds(model, machine, tier, prefix))
+
+
+def break_even(model: ModelShape, machine: Machine, tier: str, suffix: int) -> int | None:
+    """From which prefix on a restore is quicker than computing, its overhead included; None: up to LONGEST none is."""
+
+    def pays(tokens: int) -> bool:
+        restored = restored_seconds(model, machine, tier, tokens, suffix) + machine.overhead
+        return restored < compute_seconds(model, machine, tokens + suffix)
+
+    lengths = range(HASH_TOKENS, LONGEST + 1, HASH_TOKENS)
+    last = max((tokens for tokens in lengths if not pays(tokens)), default=0)
+    return None if last == LONGEST else last + HASH_TOKENS
+
+
+def places(machine: Machine, disks: list[float]) -> dict[str, tuple[str, Machine]]:
+    """For each row of the table the tier, and the machine with that disk."""
+    rows = {tier: (tier, machine) for tier in ("device", "host", "page cache")}
+    return rows | {f"disk, {disk / GB:g} GB/s": ("disk", replace(machine, disk=disk)) for disk in disks}
+
+
+def roofline(model: ModelShape, machine: Machine, prefix: int, suffix: int, disks: list[float]) -> dict[str, Any]:
+    """All figures, JSON-ready."""
+    rows = {}
+    for name, (tier, at) in places(machine, disks).items():
+        rows[name] = {
+            "transfer_s": transfer_seconds(model, at, tier, prefix),
+            "first_token_s": restored_seconds(model, at, tier, prefix, suffix),
+            "break_even_tokens": break_even(model, at, tier, suffix),
+        }
+    return {
+        "model": asdict(model),
+        "machine": asdict(machine),
+        "prefix": prefix,
+        "suffix": suffix,
+        "kv_bytes": prefix * model.token_bytes,
+        "flops": model.flops(prefix + suffix),
+        "suffix_s": compute_seconds(model, machine, suffix, prefix),
+        "compute_s": {
+            f"{share:.0%}": compute_seconds(model, replace(machine, share=share), prefix + suffix)
+            for share in sorted({0.25, machine.share, 0.6})
+        },
+        "tiers": rows,
+    }
+
+
+def report(found: dict[str, Any]) -> str:
+    """The same as Markdown."""
+    slow = found["compute_s"][f"{found['machine']['share']:.0%}"]
+    rows = [
+        [
+            name,
+            f"{1e3 * row['transfer_s']:.1f} ms",
+            f"{1e3 * row['first_token_s']:.1f} ms",
+            f"{slow / row['first_token_s']:.1f} ×",
+            "never" if row["break_even_tokens"] is None else f"{row['break_even_tokens']:,}",
+        ]
+        for name, row in found["tiers"].items()
+    ]
+    computing = ", ".join(f"{1e3 * seconds:.0f} ms at {share}" for share, seconds in found["compute_s"].items())
+    return (
+        f"{found['model']['name']}, {found['model']['dtype_bytes']} bytes a number, a prefix of {found['prefix']:,} "
+        f"tokens and a suffix of {found['suffix']}: {found['kv_bytes'] / 1e6:.1f} MB of KV "
+        f"({found['kv_bytes'] // found['prefix'] / 1024:g} KiB a token), {found['flops'] / 1e12:.0f} TFLOP. Computing "
+        f"all of it takes {computing} of peak; the suffix alone, behind a prefix that is there, "
+        f"{1e3 * found['suffix_s']:.1f} ms.\n\n"
+        + table(["from", "transfer", "time to first token, at least", "computing ÷ it", "pays from (tokens)"], rows)
+    )
+
+
+def main(
+    shape: Annotated[str, typer.Option(help=f"Of the model: {', '.join(SHAPES)}.")] = "qwen2.5-7b",
+    dtype_bytes: Annotated[int, typer.Option(help="Bytes of a number: 2 in bfloat16.")] = 2,
+    prefix: Annotated[int, typer.Option(help="Tokens that are restored.")] = 16384,
+    suffix: Annotated[int, typer.Option(help="Tokens behind them, which are computed.")] = 64,
+    peak: Annotated[float, typer.Option(help="TFLOP/s of the device, dense.")] = Machine.peak / 1e12,
+    share: Annotated[float, typer.Option(help="Share of it that prefill reaches.")] = Machine.share,
+    hbm: Annotated[float, typer.Option(help="GB/s of device memory.")] = Machine.hbm / GB,
+    h2d: Annotated[float, typer.Option(help="GB/s from pinned host memory to the device.")] = Machine.h2d / GB,
+    page_cache: Annotated[float, typer.Option(help="GB/s out of the page cache.")] = Machine.page_cache / GB,
+    disk: Annotated[list[float] | None, typer.Option(help="GB/s of a disk; may be repeated.")] = None,
+    overhead: Annotated[float, typer.Option(help="ms of a restore, whatever its size.")] = Machine.overhead * 1e3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Compute what a machine allows for restoring a prefix, and from which length on that pays. Measures nothing."""
+    machine = Machine(peak * 1e12, share, hbm * GB, h2d * GB, page_cache * GB, overhead=overhead / 1e3)
+    disks = [speed * GB for speed in disk or (1.5, 7.0, 14.0)]
+    found = roofline(ModelShape.of(shape, dtype_bytes), machine, prefix, suffix, disks)
+    print(json.dumps(found, indent=1) if as_json else report(found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

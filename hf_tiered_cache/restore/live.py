@@ -1,0 +1,78 @@
+"""The interface of what is chosen again while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..stats import StatsCollector
+
+Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
+"""Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
+heads, or one for each."""
+
+
+class LiveRow(Protocol):
+    """What one layer holds of one row, and what is needed to choose again."""
+
+    def fork(self) -> Any:
+        """One that goes its own way: rows of a batch may become copies of one another."""
+
+
+class Choices(Protocol):
+    """The choices of one pass."""
+
+    def follow(
+        self,
+        layer: int,
+        rows: Sequence[Any],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> Sequence[Any]:
+        """Put what is chosen for a layer's queries in the place of what is chosen no more.
+
+        Args:
+            layer: with full attention.
+            rows: what it holds, a `LiveRow` each; None for rows that hold all of what is restored, or had none.
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, all that it holds, the restored ones in front; values likewise.
+            rotate_: rotates stored keys.
+            scaling: of the logits, or None for dim ** -0.5.
+
+        Returns:
+            What it holds now.
+
+        Raises:
+            RestoreError: a block did not arrive; nothing has changed.
+        """
+
+    def cancel(self) -> None:
+        """Let everything go, at whatever point the pass has ended."""
+
+
+class Live(Protocol):
+    """What a cache chooses from as long as it lives."""
+
+    @property
+    def columns(self) -> int:
+        """Restored ones that a layer holds of each row."""
+
+    @property
+    def every(self) -> int:
+        """Columns between two choices."""
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether a choice will do for later tokens, where blocks of the next one cannot be read."""
+
+    def row(self, layer: int, prefix: int, chosen: np.ndarray) -> Any:
+        """What a layer holds of a row when `chosen`, int64 `[sets, columns]`, stand in its columns; None for never."""
+
+    def begin(self, collector: StatsCollector) -> Choices:
+        """The choices of a pass."""

@@ -1,0 +1,268 @@
+"""Choosing chunks for each head at each token, out of a window in device memory and the tiers behind it (KVDRIVE).
+
+Of what a layer's columns hold of the prefix, the first and last tokens stay, and the chunks between follow the queries:
+at each token an index ranks the chunks of each kv head. What is chosen takes the columns of what is chosen no more,
+which goes aside in the window; what neither columns nor window have comes from the tiers. Attention asks for no order,
+since every key carries its position. Nothing that is attended to depends on where it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..geometry import BlockGroup
+from ..select.by_index import ByIndex, Span
+from ..stats import StatsCollector
+from ..store.segment import SegmentReader
+from ..tiers.residency import Residency
+from ..tiers.window import Fetches, Moves, Window
+from ..transfers import to_device, to_host
+from .chosen import RowPrefix, parts_of, restoring_groups
+from .fetch import Fetcher, FetchUnit
+from .gather import Gather
+from .indexes import RowIndexes
+from .live import Rotate
+
+
+@dataclass(eq=False)
+class WindowRow:
+    """What one layer holds of one row.
+
+    Args:
+        prefix: number of its prefix.
+        window: which chunks stand in its columns, and aside.
+        aside: keys and values of those aside, `[slots, chunk_tokens, dim]` each; None before there are any.
+    """
+
+    prefix: int
+    window: Window
+    aside: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def fork(self) -> WindowRow:
+        """One that goes its own way."""
+        aside = None if self.aside is None else (self.aside[0].clone(), self.aside[1].clone())
+        return WindowRow(self.prefix, self.window.copy(), aside)
+
+
+@dataclass(frozen=True, eq=False)
+class WindowedSelection:
+    """What a cache chooses from as long as it lives (see `Live`).
+
+    Args:
+        selector: ranks chunks.
+        residency: the tiers.
+        device_of: the device of each layer.
+        prefixes: what is restored of each group of rows.
+        indexes: of their chunks.
+        columns: restored ones that a layer holds of each row.
+    """
+
+    selector: ByIndex
+    residency: Residency
+    device_of: Callable[[int], torch.device]
+    prefixes: Sequence[RowPrefix]
+    indexes: RowIndexes
+    columns: int
+    every: int = 1
+    may_stay: bool = False
+
+    def span(self, prefix: int) -> Span | None:
+        """How a row's tokens are chosen; None if it holds all of them."""
+        return self.selector.span(self.prefixes[prefix].tokens, self.columns)
+
+    def row(self, layer: int, prefix: int, chosen: np.ndarray) -> WindowRow | None:
+        """What a layer holds that attends to tokens `chosen`, int64 `[kv_heads, columns]`; None if that is all."""
+        if (span := self.span(prefix)) is None:
+            return None
+        inside = chosen[:, span.first : chosen.shape[1] - span.last : span.chunk_tokens]
+        times = min(self.selector.window, 1) if self.selector.eviction == "none" else self.selector.window
+        capacities = np.full(len(chosen), int(times * span.chunks) if times >= 1 else 0)
+        window = Window(span.chunks, capacities, span.candidates.stop, self.selector.eviction)
+        window.commit(window.plan(inside // span.chunk_tokens))
+        return WindowRow(prefix, window)
+
+    def begin(self, collector: StatsCollector) -> WindowChoices:
+        """The choices of one pass."""
+        return WindowChoices(self, collector)
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What one row does at one layer."""
+
+    row: int
+    held: WindowRow
+    span: Span
+    moves: Moves
+
+
+class WindowChoices:
+    """The choices of one pass.
+
+    Args:
+        live: what is chosen from.
+        collector: counts what happens.
+    """
+
+    def __init__(self, live: WindowedSelection, collector: StatsCollector) -> None:
+        self._live, self._collector = live, collector
+        self._fetcher = Fetcher(live.residency, collector, live.device_of)
+
+    def cancel(self) -> None:
+        """Let everything go, at whatever point the pass has ended."""
+        self._fetcher.cancel()
+
+    def follow(
+        self,
+        layer: int,
+        rows: Sequence[WindowRow | None],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> Sequence[WindowRow | None]:
+        """Put what is chosen for a layer's queries into its columns. See `Choices`."""
+        with self._collector.timing("select_seconds"):
+            steps = self._plan(layer, rows, query, rotate_, scaling)
+        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
+        self._fetcher.bring([wanted for step in steps for wanted in self._wanted(step, layer, units)])
+        self._fetcher.wait_for(units.values())
+        self._fetcher.confirm()  # what is written in place could not be taken back
+        for step in steps:
+            self._move(step, layer, list(units.values()), keys[step.row], values[step.row], rotate_)
+        self._fetcher.finish(units.values())
+        return rows
+
+    def _plan(
+        self,
+        layer: int,
+        rows: Sequence[WindowRow | None],
+        query: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> list[_Step]:
+        """Rank the chunks of all rows, wait once for what was ranked, and say what moves."""
+        live, ranked = self._live, []
+        for row, held in enumerate(rows):
+            if held is not None and (span := live.span(held.prefix)) is not None:
+                indexes = live.indexes.of(layer, held.prefix, rotate_)
+                ranked.append((row, held, span, live.selector.rank(indexes, query[row], scaling, span)))
+        steps = []
+        for (row, held, span, _), on_host in zip(ranked, to_host(*(one[3] for one in ranked)), strict=True):
+            pool = live.selector.candidates(on_host, span)
+            steps.append(_Step(row, held, span, held.window.plan(pool[:, : span.chunks], pool)))
+        return steps
+
+    def _wanted(
+        self, step: _Step, layer: int, units: dict[tuple[SegmentReader, int], FetchUnit]
+    ) -> list[tuple[FetchUnit, np.ndarray]]:
+        """The blocks of what a row fetches."""
+        prefix, wanted = self._live.prefixes[step.held.prefix], []
+        chosen = _tokens_by_head(step.moves.fetched, step.held.window.num_heads, step.span.chunk_tokens)
+        for piece in prefix.pieces() if len(step.moves.fetched.chunks) else ():
+            for group in restoring_groups(piece.reader.shape, (layer,)):
+                every = [prefix.inside(piece, chosen[head])[1] for head in _heads_of(group, len(chosen))]
+                tokens = np.unique(np.concatenate(every))
+                if len(tokens):
+                    unit = units.setdefault((piece.reader, group.index), FetchUnit(piece.reader, group))
+                    wanted.append((unit, unit.chunks_of(tokens)))
+        return wanted
+
+    def _move(
+        self,
+        step: _Step,
+        layer: int,
+        units: Sequence[FetchUnit],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotate_: Rotate,
+    ) -> None:
+        """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
+        span, moves, device = step.span, step.moves, keys.device
+        fetched, came = moves.fetched, self._gather(step, layer, units, keys, values, rotate_)
+        brought, set_aside = moves.brought, moves.set_aside
+        held, size = step.held, span.chunk_tokens
+        if held.aside is None and held.window.num_slots:
+            slots = held.window.num_slots
+            held.aside = (
+                keys.new_empty(slots, size, keys.shape[2]),
+                values.new_empty(slots, size, values.shape[2]),
+            )
+        where = [
+            *(brought.heads, brought.columns, brought.slots),
+            *(set_aside.heads, set_aside.columns, set_aside.slots),
+            *(fetched.heads, fetched.columns, _number_in_head(fetched)),
+        ]
+        at = to_device(np.concatenate(where), device).split([len(each) for each in where])
+        b_head, b_column, b_slot, s_head, s_column, s_slot, f_head, f_column, f_number = at
+        for index, target in enumerate((keys, values)):
+            columns = target[:, span.first : span.first + span.chunks * size].unflatten(1, (span.chunks, size))
+            out = columns[s_head, s_column]
+            if held.aside is not None:
+                aside = held.aside[index]
+                columns[b_head, b_column] = aside[b_slot]
+                aside[s_slot] = out
+            if len(fetched.heads):
+                columns[f_head, f_column] = came[index].unflatten(1, (-1, size))[f_head, f_number]
+        held.window.commit(moves)
+
+    def _gather(
+        self,
+        step: _Step,
+        layer: int,
+        units: Sequence[FetchUnit],
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotate_: Rotate,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was fetched of a row: keys, rotated, and values, `[kv_heads, most tokens of a head, dim]`."""
+        fetched, prefix = step.moves.fetched, self._live.prefixes[step.held.prefix]
+        chosen = _tokens_by_head(fetched, step.held.window.num_heads, step.span.chunk_tokens)
+        most = max(map(len, chosen))
+        came = keys.new_empty(len(chosen), most, keys.shape[2]), values.new_empty(len(chosen), most, values.shape[2])
+        if not most:
+            return came
+        for unit in units:
+            gather, shape = Gather(unit.reader.shape, unit.block_group), unit.reader.shape
+            for piece in prefix.pieces():
+                if piece.reader is unit.reader:
+                    for head in _heads_of(unit.block_group, len(chosen)):
+                        first, inside = prefix.inside(piece, chosen[head])
+                        gather.add(shape, unit.blocks, inside, np.arange(first, first + len(inside)), head)
+                    if unit.from_disk:
+                        unit.use((layer,), [prefix.inside(piece, tokens)[1] for tokens in chosen])
+            for name, target in (("key", came[0]), ("value", came[1])):
+                for part in parts_of(unit.block_group, layer, name):
+                    gather.copy(part, target)
+        positions = np.zeros((len(chosen), most), np.int64)
+        for row, tokens in zip(positions, chosen, strict=True):
+            row[: len(tokens)] = tokens
+        rotate_(came[0], positions, prefix.tokens)
+        return came
+
+
+def _tokens_by_head(fetched: Fetches, heads: int, chunk_tokens: int) -> list[np.ndarray]:
+    """Of each head the tokens of what it fetches, int64 ascending."""
+    tokens = (np.sort(fetched.heads * (1 << 40) + fetched.chunks) & ((1 << 40) - 1))[:, None] * chunk_tokens
+    every = (tokens + np.arange(chunk_tokens)).ravel()
+    return np.split(every, np.cumsum(np.bincount(fetched.heads, minlength=heads))[:-1] * chunk_tokens)
+
+
+def _number_in_head(fetched: Fetches) -> np.ndarray:
+    """int64 `[n]`: which of its head's chunks, in ascending order, each is."""
+    order = np.lexsort((fetched.chunks, fetched.heads))
+    number = np.empty(len(order), np.int64)
+    number[order] = np.arange(len(order))
+    counts = np.bincount(fetched.heads)
+    return number - (np.cumsum(counts) - counts)[fetched.heads]
+
+
+def _heads_of(group: BlockGroup, count: int) -> range:
+    """The kv heads of a block group, of the first `count`."""
+    first = min(part.first_head for part in group.parts)
+    return range(first, min(count, max(part.first_head + part.heads for part in group.parts)))

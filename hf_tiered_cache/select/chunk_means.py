@@ -1,0 +1,76 @@
+"""ShadowKV's index (Sun et al. 2024, Section 4), as a baseline: the mean rotated key of each chunk, and outliers.
+
+Softmax over the means for each query head, the largest weight among the query heads of a kv head, summed over queries.
+A chunk with a key that points elsewhere than its mean is badly represented: the 48 with the lowest such cosine are
+always chosen, before all others, and take no part in the softmax. Differs from the paper in that they count against
+the budget, of which they are at most a quarter (in the paper 48 beside 256), and in that they are those of all indexes
+together. Its low-rank keys on the device are not part of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decode_index import (
+    DecodeIndex,
+    best_first,
+    cut_in_chunks,
+    head_slices,
+    log_attention,
+    mean_keys,
+    side_by_side,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMeanIndex(DecodeIndex):
+    """Means of chunks.
+
+    Args:
+        means: `[kv_heads, chunks, dim]`, in the dtype of the keys.
+        outliers: int32 `[kv_heads, most]`, the chunks with the lowest cosines, lowest first.
+        cosines: float32 `[kv_heads, most]`, theirs: the lowest of a key with its chunk's mean.
+    """
+
+    means: torch.Tensor
+    outliers: torch.Tensor
+    cosines: torch.Tensor
+
+    @classmethod
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 8, outliers: int = 48) -> Self:
+        parts = []
+        for some in head_slices(keys):
+            means = mean_keys(keys[some], chunk_tokens)
+            cut = cut_in_chunks(keys[some], chunk_tokens).float()
+            cosines = torch.cosine_similarity(cut, means[:, :, None], dim=-1).amin(2)  # [some, chunks]
+            lowest = best_first(-cosines, min(outliers, means.shape[1]))
+            parts.append((means.to(keys.dtype), lowest.int(), cosines.gather(1, lowest)))
+        return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @property
+    def chunks(self) -> int:
+        return self.means.shape[1]
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        firsts = accumulate((index.chunks for index in indexes), initial=0)
+        outliers = side_by_side([index.outliers + first for index, first in zip(indexes, firsts, strict=False)]).long()
+        most = min(max(index.outliers.shape[1] for index in indexes), count // 4)
+        lowest = best_first(-side_by_side([index.cosines for index in indexes]), most)
+        always = outliers.gather(1, lowest)  # [kv_heads, outliers]
+        absent = torch.zeros(len(always), sum(index.chunks for index in indexes), dtype=torch.bool, device=query.device)
+        absent.scatter_(1, always, True)
+        weights, _ = log_attention(query, [index.means for index in indexes], scaling, absent, group_max=True)
+        some = best_first(weights, count - most)
+        first = torch.full_like(lowest, torch.inf, dtype=torch.float32)
+        return torch.cat([always, some], 1), torch.cat([first, weights.gather(1, some).exp_()], 1)

@@ -1,0 +1,174 @@
+"""KVDRIVE's index (Section 4, "hierarchical index"): chunk means of rotated keys, and clusters of these.
+
+A query is compared with the centroids alone, half as many as there are chunks of 8 tokens. Its clusters are taken whole
+until the budget is spent. The last one is cut by what the query thinks of its chunks' means, as the paper does not say.
+
+How local runs stay together: a chunk is one, and is never torn. Clusters are numbered by their first chunk, and
+chunks stand in a cluster by position; `order()` lays them out so.
+
+Where the paper is silent, this follows RetroInfer, from which it has its clustering (`kmeans.py`): softmax over the
+centroids of each query head, summed over the query heads of a kv head, whatever the size of a cluster. Differs in
+that chunks of one cluster are ordered by their means also where the cluster is taken whole, so that a larger count only
+adds to a smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from .decode_index import (
+    DecodeIndex,
+    best_first,
+    head_slices,
+    joined,
+    log_attention,
+    log_sum,
+    logits,
+    mean_keys,
+    positions_at_once,
+    side_by_side,
+)
+from .kmeans import segmented_kmeans
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_MOST = 80.0
+"""Logarithm of the largest score, which float32 can hold: a chunk may get more than its cluster stands for."""
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterIndex(DecodeIndex):
+    """Clusters of chunks.
+
+    Args:
+        centroids: `[kv_heads, clusters, dim]`, in the dtype of the keys.
+        chunk_order: int32 `[kv_heads, chunks]`, cluster after cluster.
+        starts: int32 `[kv_heads, clusters + 1]`, where a cluster begins in `chunk_order`; empty ones stand last.
+        representatives: `[kv_heads, chunks, dim]`, in the dtype of the keys, the mean of each chunk; None to order the
+            chunks of a cluster by position.
+    """
+
+    centroids: torch.Tensor
+    chunk_order: torch.Tensor
+    starts: torch.Tensor
+    representatives: torch.Tensor | None = None
+    candidates: ClassVar[int] = 1
+    """Clusters are looked into until they have so many times the chunks to choose; 1 to take them whole."""
+
+    def __post_init__(self) -> None:
+        _ = self.largest  # waits for the device: now, not when a query comes
+
+    @classmethod
+    def build(
+        cls,
+        keys: torch.Tensor,
+        chunk_tokens: int,
+        tokens_per_centroid: int = 16,
+        segment_chunks: int = 8192,
+        iterations: int = 9,
+        keep_representatives: bool = True,
+    ) -> Self:
+        clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
+        parts = []
+        for some in head_slices(keys):
+            means = mean_keys(keys[some], chunk_tokens)
+            found = segmented_kmeans(means, clusters, segment_chunks, iterations)
+            centroids, chunk_order, starts = by_position(*found)
+            parts.append(
+                (centroids.to(keys.dtype), chunk_order, starts, *([means.to(keys.dtype)] * keep_representatives))
+            )
+        return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @property
+    def chunks(self) -> int:
+        return self.chunk_order.shape[1]
+
+    @cached_property
+    def largest(self) -> int:
+        """Chunks of the largest cluster."""
+        return int(self.starts.diff(dim=1).max())
+
+    def order(self) -> torch.Tensor:
+        return self.chunk_order.long()
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # of each index, and all there are
+        starts = side_by_side([index.starts[:, :-1] + first for index, first in zip(indexes, firsts, strict=False)])
+        starts = torch.cat([starts, starts.new_full((len(starts), 1), firsts[-1])], 1)  # [kv_heads, clusters + 1]
+        sizes = starts.diff(dim=1)
+        query = cls._as_compared(query)
+        weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, sizes == 0)
+
+        wanted = min(count * cls.candidates, firsts[-1])
+        best = best_first(weights, min(wanted, weights.shape[1]))  # [kv_heads, clusters that may be needed]
+        ends = sizes.gather(1, best).cumsum(1)
+        slots = min(wanted + max(index.largest for index in indexes) - 1, firsts[-1])
+        place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
+        nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: of which of the best clusters
+        beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster behind those that are wanted
+        nth.clamp_(max=ends.shape[1] - 1)
+        cluster = best.gather(1, nth)
+        inside = place - (ends.gather(1, nth) - sizes.gather(1, cluster))
+        at = (starts.gather(1, cluster) + inside).clamp_(max=firsts[-1] - 1)
+        chunk_order = side_by_side([index.chunk_order + first for index, first in zip(indexes, firsts, strict=False)])
+        chunks = chunk_order.gather(1, at).long()  # [kv_heads, slots]
+        if cls.candidates > 1:
+            chunks = chunks.masked_fill_(beyond, firsts[-1]).sort(dim=1).values  # so that of equals the first wins
+            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
+            best = best_first(rating.masked_fill_(chunks == firsts[-1], -torch.inf), count)
+            return chunks.gather(1, best), rating.gather(1, best).clamp_(max=_MOST).exp_()
+        if all(index.representatives is not None for index in indexes):
+            nth.masked_fill_(beyond, ends.shape[1])
+            rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
+            by_rating = rating.argsort(dim=1, descending=True, stable=True)
+            by_cluster = nth.gather(1, by_rating).argsort(dim=1, stable=True)
+            chunks, cluster = (t.gather(1, by_rating).gather(1, by_cluster) for t in (chunks, cluster))
+        return chunks[:, :count], weights.gather(1, cluster[:, :count]).exp_()
+
+    @classmethod
+    def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
+        """What is multiplied with centroids and representatives."""
+        return query
+
+
+def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Clusters numbered by their first chunk, those without one last: centroids, `chunk_order` and `starts`."""
+    clusters, chunks = centroids.shape[1], cluster_of.shape[1]
+    position = torch.arange(chunks, device=cluster_of.device).expand_as(cluster_of)
+    first = cluster_of.new_full(centroids.shape[:2], chunks).scatter_reduce_(1, cluster_of, position, "amin")
+    renumbered = first.argsort(dim=1, stable=True)  # [heads, clusters]: the old number of each
+    ascending, chunk_order = renumbered.argsort(dim=1).gather(1, cluster_of).sort(dim=1, stable=True)
+    numbers = torch.arange(clusters + 1, device=cluster_of.device).expand(len(centroids), -1).contiguous()
+    starts = torch.searchsorted(ascending, numbers)
+    return centroids.take_along_dim(renumbered[..., None], 1), chunk_order.int(), starts.int()
+
+
+def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
+    """`[kv_heads, n, dim]` of chunks `[kv_heads, n]` numbered through all indexes."""
+    found: torch.Tensor | None = None
+    heads = torch.arange(len(chunks), device=chunks.device)[:, None]
+    for index, first in zip(indexes, firsts, strict=False):
+        assert index.representatives is not None
+        rows = (chunks - first).clamp_(0, index.chunks - 1) + heads * index.chunks
+        some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # faster than gather by far
+        some = some.unflatten(0, chunks.shape)
+        found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
+    assert found is not None
+    return found
+
+
+def _log_weights(query: torch.Tensor, keys: torch.Tensor, scaling: float, totals: torch.Tensor) -> torch.Tensor:
+    """The logarithm of what each of `[kv_heads, n, dim]` gets, as shares of the totals of the centroids."""
+    step = positions_at_once(query, keys.shape[1])
+    pairs = zip(query.split(step, dim=1), totals.split(step, dim=2), strict=True)
+    return joined([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs])

@@ -1,0 +1,55 @@
+"""Quest's index (Tang et al. 2024, Section 3.3), as a baseline: the least and largest value of each channel in a page.
+
+No key of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Pages
+of 16 tokens are Quest's. Differs from the paper where several query heads share keys, since one choice is made for
+all of them: softmax over a head's bounds, summed over the heads. For a single head that leaves Quest's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class PageBoundsIndex(DecodeIndex):
+    """Bounds of the keys of each chunk.
+
+    Args:
+        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: the middle between the bounds, and how far the
+            largest value is from it, times `spread`.
+    """
+
+    boxes: torch.Tensor
+
+    @classmethod
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
+        """As in `DecodeIndex`; a smaller `spread` than Quest's 1 ranks between the middle and the bound."""
+        parts = []
+        for some in head_slices(keys):
+            cut = cut_in_chunks(keys[some], chunk_tokens)
+            most, least = cut.amax(2).float(), cut.amin(2).float()
+            parts.append(torch.cat([(most + least) / 2, (most - least) * (spread / 2)], -1).to(keys.dtype))
+        return cls(chunk_tokens, torch.cat(parts))
+
+    @property
+    def chunks(self) -> int:
+        return self.boxes.shape[1]
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # max(q · min, q · max) is q · middle + |q| · (max - middle): one product of twice the channels
+        both = torch.cat([query, query.abs()], -1)
+        weights, _ = log_attention(both, [index.boxes for index in indexes], scaling)
+        best = best_first(weights, count)
+        return best, weights.gather(1, best).exp_()

@@ -1,0 +1,64 @@
+"""A random choice, for comparison: what any index must beat at the same budget.
+
+Numbers are made of the query's bits and the chunk's number, so that another query chooses other chunks, the same one
+the same, and several indexes are as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+
+from .decode_index import DecodeIndex, best_first
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PRIME = 2_654_435_761
+"""Knuth's multiplier for hashing of 32 bits."""
+_MASK = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, eq=False)
+class RandomIndex(DecodeIndex):
+    """Chunks of which nothing is known but their number.
+
+    Args:
+        sizes: int32 `[kv_heads, 1]`: chunks.
+    """
+
+    sizes: torch.Tensor
+
+    def __post_init__(self) -> None:
+        _ = self.chunks  # waits for the device: now, not when a query comes
+
+    @classmethod
+    def build(cls, keys: torch.Tensor, chunk_tokens: int) -> Self:
+        chunks = -(-keys.shape[1] // chunk_tokens)
+        return cls(chunk_tokens, torch.full((len(keys), 1), chunks, dtype=torch.int32, device=keys.device))
+
+    @cached_property
+    def chunks(self) -> int:
+        return int(self.sizes[0, 0])
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        bits = query.float().contiguous().view(torch.int32).long().unflatten(0, (len(indexes[0].sizes), -1))
+        number = torch.arange(sum(index.chunks for index in indexes), device=query.device)
+        drawn = _mixed(bits.sum((1, 2, 3))[:, None] * _PRIME + number).float() / 2**32  # [kv_heads, chunks]
+        best = best_first(drawn, count)
+        return best, drawn.gather(1, best)
+
+
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Each of int64 `numbers` as one below 2 ** 32 that looks random: the last steps of MurmurHash3."""
+    numbers = numbers & _MASK
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        numbers = ((numbers ^ (numbers >> shift)) * factor) & _MASK
+    return numbers ^ (numbers >> 16)

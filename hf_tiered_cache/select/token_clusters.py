@@ -1,0 +1,37 @@
+"""RetroInfer's index (Chen et al. 2025, Section 4.2), as a baseline: clusters of single tokens' rotated keys.
+
+It is KVDRIVE's with chunks of one token and without a second stage: the means of chunks would be all keys again. So the
+last cluster is cut by position. Differs from the paper in that what is not chosen is left out of attention, not
+estimated from its centroid (KVDRIVE compares with this variant too, Section 9.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .clusters import ClusterIndex
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class TokenClusterIndex(ClusterIndex):
+    """Clusters of tokens."""
+
+    @classmethod
+    def build(
+        cls,
+        keys: torch.Tensor,
+        chunk_tokens: int = 1,
+        tokens_per_centroid: int = 16,
+        segment_chunks: int = 8192,
+        iterations: int = 9,
+        keep_means: bool = False,
+    ) -> Self:
+        if chunk_tokens != 1:
+            raise ValueError(f"clusters of tokens have chunks of 1 token, not {chunk_tokens}")
+        return super().build(keys, chunk_tokens, tokens_per_centroid, segment_chunks, iterations, keep_means)

@@ -1,0 +1,400 @@
+"""The indexes that decoded tokens choose from, without a model: against what their papers' formulas say, in loops."""
+
+from __future__ import annotations
+
+import math
+from itertools import chain, pairwise
+
+import pytest
+import torch
+
+from hf_tiered_cache.select import DECODE_INDEXES
+from hf_tiered_cache.select import decode_index as shared
+from hf_tiered_cache.select.chunk_means import ChunkMeanIndex
+from hf_tiered_cache.select.clusters import ClusterIndex
+from hf_tiered_cache.select.decode_index import best_first, rank
+from hf_tiered_cache.select.kmeans import nearest, segmented_kmeans, spherical_step, strided_directions
+from hf_tiered_cache.select.page_bounds import PageBoundsIndex
+from hf_tiered_cache.select.random_chunks import RandomIndex
+from hf_tiered_cache.select.token_clusters import TokenClusterIndex
+
+KINDS = sorted(DECODE_INDEXES)
+SHAPES = [  # kv heads, group, queries, dim, chunk tokens, tokens of each index
+    (1, 1, 1, 4, 4, [37]),
+    (2, 2, 1, 8, 8, [200]),
+    (2, 3, 2, 8, 4, [90, 33]),
+    (3, 1, 5, 4, 1, [50, 16, 7]),
+    (1, 4, 1, 8, 16, [300, 1]),
+    (2, 2, 3, 16, 3, [2, 64]),
+]
+
+
+def case(kv_heads, group, queries, dim, chunk_tokens, tokens, seed=0):
+    """Keys of each index and queries that look for something in them."""
+    generator = torch.Generator().manual_seed(seed + sum(tokens))
+    keys = [torch.randn(kv_heads, count, dim, generator=generator) for count in tokens]
+    query = 2 * torch.randn(kv_heads * group, queries, dim, generator=generator)
+    return keys, query, chunk_tokens
+
+
+def built(kind, keys, chunk_tokens):
+    return [DECODE_INDEXES[kind].build(some, 1 if kind == "token_clusters" else chunk_tokens) for some in keys]
+
+
+def counts_of(total):
+    return sorted({1, 2, total // 3 or 1, total - 1 or 1, total})
+
+
+def cut(keys, head, chunk_tokens):
+    """The keys of each chunk, through all indexes, in float64."""
+    return [
+        some[head, begin : begin + chunk_tokens].double()
+        for some in keys
+        for begin in range(0, some.shape[1], chunk_tokens)
+    ]
+
+
+def softmax_of(values):
+    most = max(values)
+    powers = [math.exp(value - most) for value in values]
+    return [power / sum(powers) for power in powers]
+
+
+def served(query, head, kv_heads):
+    """For each query head that a kv head serves, its queries in float64."""
+    group = len(query) // kv_heads
+    return query[head * group : (head + 1) * group].double()
+
+
+def product(a, b):
+    return sum(x * y for x, y in zip(a.tolist(), b.tolist(), strict=True))
+
+
+def best_of(scores, count):
+    return sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:count]
+
+
+def clusters_of(indexes, head):
+    """Centroid and chunks, numbered through all indexes, of each cluster that has some."""
+    found, first = [], 0
+    for index in indexes:
+        starts, order = index.starts[head].tolist(), index.chunk_order[head].tolist()
+        for number, (begin, end) in enumerate(pairwise(starts)):
+            if begin < end:
+                found.append((index.centroids[head, number].double(), [first + i for i in order[begin:end]]))
+        first += index.chunks
+    return found
+
+
+@pytest.mark.parametrize("keep_representatives", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_clusters_are_taken_whole_and_the_last_is_cut(shape, keep_representatives):
+    """KVDRIVE's choice in loops: clusters by their centroids' softmax, inside a cluster chunks by their means."""
+    keys, query, chunk_tokens = case(*shape)
+    indexes = [ClusterIndex.build(some, chunk_tokens, keep_representatives=keep_representatives) for some in keys]
+    total = sum(index.chunks for index in indexes)
+    for count in counts_of(total):
+        chunks, scores = rank(indexes, query, 0.7, count)
+        assert (chunks.dtype, scores.dtype, chunks.shape) == (torch.int64, torch.float32, scores.shape)
+        for head in range(shape[0]):
+            clusters, means = clusters_of(indexes, head), [some.mean(0) for some in cut(keys, head, chunk_tokens)]
+            weights, rating = [0.0] * len(clusters), [0.0] * total
+            for one in served(query, head, shape[0]):
+                for q in one:
+                    found = [0.7 * product(q, centroid) for centroid, _ in clusters]
+                    weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
+                    divisor = sum(math.exp(value) for value in found)
+                    for i, mean in enumerate(means):
+                        rating[i] += math.exp(0.7 * product(q, mean)) / divisor
+            expected, shares = [], []
+            for number in best_of(weights, len(clusters)):
+                members = clusters[number][1]
+                expected += sorted(members, key=lambda i: (-rating[i], i)) if keep_representatives else members
+                shares += [weights[number]] * len(members)
+            assert chunks[head].tolist() == expected[:count]
+            assert scores[head].tolist() == pytest.approx(shares[:count], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_boxes_are_ranked_in_the_clusters_that_are_looked_into(shape):
+    """In loops: clusters by a quarter of the way to their bound, their chunks by half the way to their own."""
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built("cluster_boxes", keys, chunk_tokens)
+    total = sum(index.chunks for index in indexes)
+    for head in range(shape[0]):
+        parts = cut(keys, head, chunk_tokens)
+        bounds = [(part.amin(0), part.amax(0)) for part in parts]
+        members = [chunks for _, chunks in clusters_of(indexes, head)]
+        boxes = []  # of each cluster: centroid, least, largest
+        for chunks in members:
+            middles = [(bounds[i][0] + bounds[i][1]) / 2 for i in chunks]
+            lows, highs = zip(*(bounds[i] for i in chunks), strict=True)
+            boxes.append((sum(middles) / len(middles), torch.stack(lows).amin(0), torch.stack(highs).amax(0)))
+        weights, rating = [0.0] * len(members), [0.0] * total
+        for one in served(query, head, shape[0]):
+            for q in one:
+                found = [0.7 * part_of_the_way(q, *box, 0.25) for box in boxes]
+                weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
+                divisor = sum(math.exp(value) for value in found)
+                for i, (low, high) in enumerate(bounds):
+                    rating[i] += math.exp(0.7 * part_of_the_way(q, (low + high) / 2, low, high, 0.5)) / divisor
+        for count in counts_of(total):
+            candidates: list[int] = []
+            for number in best_of(weights, len(members)):
+                candidates += members[number] if len(candidates) < min(4 * count, total) else []
+            expected = sorted(candidates, key=lambda i: (-rating[i], i))[:count]
+            chunks, scores = rank(indexes, query, 0.7, count)
+            assert chunks[head].tolist() == expected
+            assert scores[head].tolist() == pytest.approx([rating[i] for i in expected], rel=1e-3)
+
+
+def part_of_the_way(q, middle, low, high, share):
+    """Between the product with a middle and the largest that a key in a box can have."""
+    return (1 - share) * product(q, middle) + share * product(torch.maximum(q * low, q * high), torch.ones_like(q))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_page_bounds_are_quests(shape):
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built("page_bounds", keys, chunk_tokens)
+    for head in range(shape[0]):
+        pages = cut(keys, head, chunk_tokens)
+        bounds = [(page.amin(0).tolist(), page.amax(0).tolist()) for page in pages]
+        weights = [0.0] * len(pages)
+        for one in served(query, head, shape[0]):
+            for q in one.tolist():
+                found = [
+                    sum(max(x * a, x * b) for x, a, b in zip(q, low, high, strict=True)) * 0.3 for low, high in bounds
+                ]
+                weights = [a + b for a, b in zip(weights, softmax_of(found), strict=True)]
+        for count in counts_of(len(pages)):
+            chunks, scores = rank(indexes, query, 0.3, count)
+            assert chunks[head].tolist() == best_of(weights, count)
+            assert scores[head].tolist() == pytest.approx(sorted(weights, reverse=True)[:count], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunk_means_are_shadowkvs(shape):
+    keys, query, chunk_tokens = case(*shape)
+    most = 3 if chunk_tokens > 1 else 0  # a single token points where its mean does
+    indexes = [ChunkMeanIndex.build(some, chunk_tokens, outliers=most) for some in keys]
+    for head in range(shape[0]):
+        parts = cut(keys, head, chunk_tokens)
+        cosines = [
+            min(product(key, part.mean(0)) / float(key.norm() * part.mean(0).norm()) for key in part) for part in parts
+        ]
+        for count in counts_of(len(parts)):
+            chunks, scores = rank(indexes, query, 0.7, count)
+            always = sorted(range(len(parts)), key=lambda i: (cosines[i], i))
+            always = always[: min(most, max(index.chunks for index in indexes), count // 4)]
+            rest = [i for i in range(len(parts)) if i not in always]
+            weights = [0.0] * len(rest)
+            for position in range(shape[2]):
+                each = [
+                    softmax_of([0.7 * product(one[position], parts[i].mean(0)) for i in rest])
+                    for one in served(query, head, shape[0])
+                ]
+                weights = [a + max(column) for a, column in zip(weights, zip(*each, strict=True), strict=True)]
+            expected = [rest[i] for i in best_of(weights, count - len(always))]
+            assert chunks[head].tolist() == always + expected
+            assert scores[head, : len(always)].tolist() == [math.inf] * len(always)
+            assert scores[head, len(always) :].tolist() == pytest.approx(
+                sorted(weights, reverse=True)[: len(expected)], rel=1e-4
+            )
+
+
+def test_one_query_head_keeps_quests_order():
+    """Where no head shares keys, softmax changes nothing: pages stand as their bounds do."""
+    keys, query, _ = case(1, 1, 1, 8, 16, [400])
+    index = PageBoundsIndex.build(keys[0], 16)
+    pages = keys[0][0].unflatten(0, (25, 16))
+    bounds = torch.maximum(query[0, 0] * pages.amax(1), query[0, 0] * pages.amin(1)).sum(1)
+    chunks, _ = rank([index], query, None, index.chunks)
+    assert chunks[0].tolist() == bounds.argsort(descending=True).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_chunks_are_chosen_once_and_scores_never_rise(kind, shape):
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built(kind, keys, chunk_tokens)
+    total = sum(index.chunks for index in indexes)
+    chunks, scores = rank(indexes, query, None, total)
+    assert chunks.sort(dim=1).values.tolist() == [list(range(total))] * shape[0]
+    assert (scores.diff(dim=1) <= 0).logical_or(scores[:, 1:] == scores[:, :-1]).all()
+    assert all(index.order().sort(dim=1).values.tolist() == [list(range(index.chunks))] * shape[0] for index in indexes)
+
+
+@pytest.mark.parametrize("kind", ["clusters", "token_clusters", "page_bounds", "random"])
+def test_a_larger_count_only_adds(kind):
+    keys, query, chunk_tokens = case(2, 2, 1, 8, 4, [300, 70])
+    indexes = built(kind, keys, chunk_tokens)
+    every, scores = rank(indexes, query, None, sum(index.chunks for index in indexes))
+    for count in range(1, every.shape[1]):
+        chunks, some = rank(indexes, query, None, count)
+        assert torch.equal(chunks, every[:, :count])
+        assert torch.equal(some, scores[:, :count])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_twice_and_after_storing(kind):
+    keys, query, chunk_tokens = case(2, 2, 2, 8, 4, [130, 50])
+    first, second = (built(kind, keys, chunk_tokens) for _ in range(2))
+    stored = [DECODE_INDEXES[kind].from_tensors(index.tensors(), index.chunk_tokens) for index in first]
+    expected = rank(first, query, None, 9)
+    for indexes in (second, stored):
+        assert all(torch.equal(a, b) for a, b in zip(rank(indexes, query, None, 9), expected, strict=True))
+        assert all(
+            torch.equal(mine, index.tensors()[name])
+            for index, again in zip(first, indexes, strict=True)
+            for name, mine in again.tensors().items()
+        )
+    assert [index.chunks for index in stored] == [index.chunks for index in first]
+    assert [index.nbytes for index in stored] == [sum(t.nbytes for t in index.tensors().values()) for index in first]
+
+
+@pytest.mark.parametrize("kind", ["page_bounds", "chunk_means", "random"])
+def test_several_indexes_are_as_one(kind):
+    """What does not depend on where the keys were cut."""
+    keys, query, _ = case(2, 2, 1, 8, 4, [64, 128, 40])
+    count = 25
+    whole = rank(built(kind, [torch.cat(keys, 1)], 4), query, None, count)
+    parts = rank(built(kind, keys, 4), query, None, count)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.allclose(whole[1], parts[1], rtol=1e-5)
+
+
+def test_of_equals_the_first_wins():
+    scores = torch.tensor([[0.0, -0.0, 1.0, -math.inf, 1.0, -2.0], [-1.5, -1.5, -1e-30, 0.0, -0.0, 3e38]])
+    expected = scores.argsort(dim=1, descending=True, stable=True)
+    for count in range(1, 7):
+        assert best_first(scores, count).tolist() == expected[:, :count].tolist()
+    index = PageBoundsIndex.build(torch.ones(1, 32, 4), 4)
+    assert rank([index, index], torch.ones(2, 1, 4), None, 16)[0].tolist() == [list(range(16))]
+
+
+def test_what_gets_next_to_nothing_keeps_its_rank():
+    """Weights far below the least float32: by logits, not by position."""
+    keys = torch.linspace(0, 1, 64).reshape(1, 64, 1) * torch.ones(1, 64, 4)
+    chunks, scores = rank([PageBoundsIndex.build(keys, 4)], torch.full((1, 1, 4), 1000.0), None, 16)
+    assert chunks.tolist() == [list(range(15, -1, -1))]
+    assert scores[0, -1] == 0
+
+
+def test_the_objective_never_falls_inside_a_segment():
+    points = torch.randn(3, 500, 8, generator=torch.Generator().manual_seed(1))
+    directions = strided_directions(points, 40)
+    reached = torch.full((3,), -math.inf)
+    for _ in range(12):
+        own = directions.take_along_dim(nearest(points, directions)[..., None], 1)
+        now = (points * own).sum((1, 2))
+        assert (now >= reached - 1e-3).all()
+        reached, directions = now, spherical_step(points, directions)
+    assert torch.allclose(directions.norm(dim=-1), torch.ones(3, 40), atol=1e-5)
+
+
+@pytest.mark.parametrize(("points", "clusters", "segment"), [(1, 1, 8), (7, 7, 3), (100, 30, 17), (64, 2, 5)])
+def test_clusters_part_the_points_and_centroids_are_their_means(points, clusters, segment):
+    data = torch.randn(2, points, 4, generator=torch.Generator().manual_seed(points)) + 3
+    centroids, cluster_of = segmented_kmeans(data, clusters, segment, 4)
+    assert centroids.shape == (2, clusters, 4)
+    for head in range(2):
+        for number in range(clusters):
+            mine = data[head, cluster_of[head] == number]
+            mean = mine.mean(0) if len(mine) else data[head].mean(0)
+            assert torch.allclose(centroids[head, number], mean, atol=1e-5)
+
+
+def test_clusters_stand_by_position():
+    keys, _, _ = case(2, 1, 1, 8, 4, [400])
+    index = ClusterIndex.build(keys[0], 4)
+    assert index.centroids.shape[1] == 25  # one for 16 tokens
+    for head in range(2):
+        members = [chunks for _, chunks in clusters_of([index], head)]
+        assert all(chunks == sorted(chunks) for chunks in members)
+        assert [chunks[0] for chunks in members] == sorted(chunks[0] for chunks in members)
+        assert sorted(chain(*members)) == list(range(100))
+
+
+def test_empty_clusters_are_never_chosen():
+    """Equal keys go to one cluster: the others, whose centroids would score the same, hold nothing."""
+    index = ClusterIndex.build(torch.ones(1, 128, 4), 4)
+    assert index.starts.diff(dim=1).tolist() == [[32, 0, 0, 0, 0, 0, 0, 0]]
+    chunks, scores = rank([index, index], torch.ones(1, 1, 4), None, 40)
+    assert chunks.tolist() == [list(range(40))]
+    assert scores[0].tolist() == pytest.approx([0.5] * 40)  # two clusters, one of each index
+
+
+@pytest.mark.parametrize("kind", ["clusters", "cluster_boxes"])
+def test_planted_clusters_are_found(kind):
+    """Runs of chunks around eight directions, in turn: a query for one gets its chunks before all others."""
+    generator = torch.Generator().manual_seed(2)
+    directions = torch.linalg.qr(torch.randn(16, 16, generator=generator))[0][:8] * 6
+    topic = torch.randint(8, (64,), generator=generator)
+    keys = directions[topic].repeat_interleave(4, 0) + 0.3 * torch.randn(256, 16, generator=generator)
+    index = DECODE_INDEXES[kind].build(keys[None], 4)
+    for wanted in range(8):
+        mine = (topic == wanted).nonzero().flatten().tolist()
+        chunks, _ = rank([index], directions[wanted].reshape(1, 1, 16), None, len(mine))
+        assert sorted(chunks[0].tolist()) == mine
+
+
+def test_a_random_choice_follows_the_query_and_is_even():
+    index, again = RandomIndex.build(torch.ones(2, 400, 4), 4), RandomIndex.build(torch.ones(2, 400, 4), 4)
+    generator = torch.Generator().manual_seed(3)
+    times = torch.zeros(2, 200)
+    for _ in range(300):
+        query = torch.randn(2, 1, 4, generator=generator)
+        chunks, _ = rank([index, again], query, None, 20)
+        assert torch.equal(chunks, rank([again, index], query, None, 20)[0])
+        times.scatter_add_(1, chunks, torch.ones(2, 20))
+    assert (times - 30).abs().max() < 25  # 30 each on average, by 5.2 off as a rule
+
+
+def test_boxes_find_a_key_that_its_chunk_hides():
+    """One key in 800 is looked for, and those beside it point away: their mean is next to nothing, not so their box."""
+    generator = torch.Generator().manual_seed(4)
+    keys = 0.4 * torch.randn(1, 800, 16, generator=generator)
+    query = torch.randn(1, 1, 16, generator=generator)
+    keys[0, 400:408] = -0.15 * query[0]
+    keys[0, 403] = query[0, 0]
+    found = {
+        kind: rank(built(kind, [keys], 8), query, None, 5)[0][0].tolist() for kind in ("clusters", "cluster_boxes")
+    }
+    assert found["cluster_boxes"][0] == 50
+    assert 50 not in found["clusters"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_pieces_it_is_the_same(kind, monkeypatch):
+    keys, query, chunk_tokens = case(4, 2, 6, 8, 4, [200, 40])
+    whole = rank(built(kind, keys, chunk_tokens), query, None, 20)
+    for name in ("decode_index", "kmeans"):
+        monkeypatch.setattr(f"hf_tiered_cache.select.{name}.LARGEST", 2000)  # a head, some positions, some rows
+    assert len(list(shared.head_slices(keys[0]))) == 4
+    pieces = rank(built(kind, keys, chunk_tokens), query, None, 20)
+    assert torch.equal(whole[0], pieces[0])
+    assert torch.allclose(whole[1], pieces[1], rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_precision_keys(kind):
+    keys, query, chunk_tokens = case(2, 2, 1, 8, 4, [203])
+    index = built(kind, [keys[0].bfloat16()], chunk_tokens)[0]
+    stored = [tensor for tensor in index.tensors().values() if tensor.is_floating_point()]
+    assert all(tensor.dtype == torch.bfloat16 for tensor in stored if tensor.shape[-1] >= 8 and tensor.dim() == 3)
+    chunks, scores = rank([index], query.bfloat16(), None, index.chunks)
+    assert chunks.sort(dim=1).values.tolist() == [list(range(index.chunks))] * 2
+    assert scores.dtype == torch.float32
+
+
+def test_what_cannot_be_ranked_is_refused():
+    keys, query, _ = case(2, 2, 1, 8, 4, [40])
+    clusters, pages = ClusterIndex.build(keys[0], 4), PageBoundsIndex.build(keys[0], 4)
+    for count in (0, 11):
+        with pytest.raises(ValueError, match="count"):
+            rank([clusters], query, None, count)
+    with pytest.raises(ValueError, match="kinds"):
+        rank([clusters, pages], query, None, 1)
+    with pytest.raises(ValueError, match="1 token"):
+        TokenClusterIndex.build(keys[0], 4)

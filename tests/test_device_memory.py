@@ -1,0 +1,112 @@
+"""Memory and streams of a GPU, planted: what is made is counted, shared where it can be, and given back."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_tiered_cache.store import memory as memory_module
+from hf_tiered_cache.store.memory import page_locked
+from hf_tiered_cache.tiers import streams
+from hf_tiered_cache.tiers.residency import Residency
+
+GPU = torch.device("cuda", 0)
+HUGE = 2 << 20
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Streams that were made."""
+    made = []
+
+    def stream(device):
+        made.append(device)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    streams._cuda_stream.cache_clear()
+    yield made
+    streams._cuda_stream.cache_clear()
+
+
+def test_a_process_has_one_copy_stream_for_each_device(made):
+    for _ in range(5):  # stores that are opened one after the other
+        assert Residency(0)._gpu(GPU).stream is streams.copy_stream(torch.device("cuda"))
+    threads = [threading.Thread(target=streams.copy_stream, args=(torch.device("cuda", 1),)) for _ in range(8)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert made == [GPU, torch.device("cuda", 1)]
+
+
+@pytest.fixture
+def locked(monkeypatch):
+    """Pages that are locked, by their address; `refuses` says that no more can be."""
+    locked = SimpleNamespace(pages={}, refuses=False)
+
+    def register(pointer, nbytes, flags):
+        if locked.refuses:
+            return 2
+        locked.pages[pointer] = nbytes
+        return 0
+
+    cudart = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda pointer: locked.pages.pop(pointer))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    return locked
+
+
+def test_page_locked_slabs_are_of_huge_pages_and_unlocked_before_they_go(locked):
+    with torch.inference_mode():
+        memory = page_locked(3 * HUGE + 4096)
+    assert memory.data_ptr() % HUGE == 0
+    assert locked.pages == {memory.data_ptr(): 3 * HUGE + 4096}
+    memory.fill_(7)
+    part = memory[4096:8192]
+    del memory
+    gc.collect()
+    assert locked.pages
+    assert bool((part == 7).all())
+    del part
+    gc.collect()
+    assert locked.pages == {}
+
+
+def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory_module, "aligned_bytes", lambda nbytes, pin: asked.append((nbytes, pin)))
+    locked.refuses = True
+    page_locked(4 * HUGE)
+    locked.refuses = False
+    page_locked(HUGE // 2)  # less than a page
+    assert asked == [(4 * HUGE, True), (HUGE // 2, True)]
+    assert locked.pages == {}
+
+
+def test_a_forked_child_unlocks_nothing(locked, monkeypatch):
+    memory = page_locked(2 * HUGE)
+    monkeypatch.setattr(memory_module.os, "getpid", lambda: -1)
+    del memory
+    gc.collect()
+    assert locked.pages
+
+
+def test_memory_that_stays_is_locked_by_us_and_what_goes_by_pytorch(locked, monkeypatch):
+    """PyTorch waits for copies before it gives memory to others; of ours it knows nothing."""
+    residency, asked = Residency(64 << 20, pin=True), []
+    kept = residency.host.allocate(2 * HUGE)
+    assert locked.pages[kept.data_ptr()] == 2 * HUGE
+    before = dict(locked.pages)
+    real = torch.empty
+
+    def empty(*args, pin_memory=False, **kwargs):
+        asked.append(pin_memory)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    residency.host.allocate_own(2 * HUGE)
+    assert asked == [True]
+    assert locked.pages == before

@@ -1,0 +1,111 @@
+"""KV is freed when the cache that holds it goes, and that of a failed pass at once: no collection is waited for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from families import build, prompt
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import METHODS, make_method
+from hf_tiered_cache.sources import buffer as buffer_module
+
+GREEDY = {"do_sample": False, "max_new_tokens": 3}
+SETTINGS = [
+    "contiguous_kv:rechoose=1",
+    "contiguous_kv:identify=keys",
+    "impress:reorder=True",
+    "cache_tune:check_layer=1",
+]
+
+
+class Planted(Exception):
+    """Ends a pass."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Every buffer of KV that was made, by weak references."""
+    made, real = [], buffer_module._empty
+
+    def empty(*args):
+        buffer = real(*args)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(buffer_module, "_empty", empty)
+    return made
+
+
+@pytest.fixture
+def uncollected():
+    """Within it no collection runs."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def fill(store, model, method):
+    """Store what a prompt is restored from. Returns the prompt."""
+    passages = [prompt(64, seed=seed)[0] for seed in (1, 2)]
+    if method.passages:
+        store.precompute(model, passages, segments=True, method=method, progress=False)
+    else:
+        store.precompute(model, torch.cat(passages), method=method, progress=False)
+    return torch.cat([*passages, prompt(20, seed=3)[0]]).unsqueeze(0)
+
+
+def damage(store):
+    """Of every segment the last layer's blocks: the pass fails when all others are restored."""
+    for row in store.segments():
+        reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
+        shape = reader.shape
+        last = max((g for g in shape.block_groups if not g.identifies), key=lambda group: group.layers)
+        with open(path, "r+b") as file:
+            for chunk in range(shape.chunks_in(last)):
+                file.seek(reader.header.blocks.offset + shape.group_offsets[last.index] + chunk * last.block_bytes)
+                file.write(b"damage")
+
+
+def fails(*args):
+    raise Planted
+
+
+@pytest.mark.parametrize("how", ["fork", "damage", "failure"])
+@pytest.mark.parametrize("name", [*METHODS, *SETTINGS])
+def test_a_cache_frees_its_kv_without_a_collection(model, tmp_path, made, uncollected, name, how):
+    method = make_method(name)
+    with KVStore(tmp_path, policy=method.policy) as store:
+        ids = fill(store, model, method)
+        if how == "damage":
+            damage(store)
+            store.clear()
+        made.clear()
+        cache = TieredCache(model, store, method=method, record=False)
+        if how == "failure":
+            hook = model.model.layers[1].mlp.register_forward_pre_hook(fails)
+            with pytest.raises(Planted) as raised:
+                model.generate(ids, past_key_values=cache, **GREEDY)
+            hook.remove()
+            del raised
+            assert made
+            assert [buffer for buffer in made if buffer() is not None] == []
+        model.generate(ids, past_key_values=cache, **GREEDY)
+        if how == "damage" and name != "recompute":
+            assert cache.stats.recomputed > 0
+        if how == "fork":
+            twin = cache.fork()
+            model.generate(torch.cat([ids, prompt(5, seed=4)], dim=1), past_key_values=twin, **GREEDY)
+            del twin
+        assert [buffer for buffer in made if buffer() is not None]
+        del cache
+        assert [buffer for buffer in made if buffer() is not None] == []

@@ -1,0 +1,274 @@
+"""KVDRIVE: what a head attends to at each token is what the index ranks first, whatever tier it comes from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from test_selective import GREEDY, ask, fill, question, same
+from transformers import DynamicCache, StoppingCriteria
+
+from hf_tiered_cache import KVStore, LostKVError, TieredCache
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import KVDrive, make_method
+from hf_tiered_cache.restore.window import WindowChoices
+from hf_tiered_cache.select import DECODE_INDEXES
+from hf_tiered_cache.select.by_index import ByIndex
+from hf_tiered_cache.select.decode_index import rank
+
+METHOD = KVDrive(budget=0.2, local=16)
+TOKENS = 400
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """What each layer holds after each choice: layer, each row's columns, query, keys, values."""
+    seen = []
+
+    def follow(self, layer, rows, query, keys, values, *rest, real=WindowChoices.follow):
+        result = real(self, layer, rows, query, keys, values, *rest)
+        columns = [None if row is None else row.window.columns for row in result]
+        seen.append((layer, columns, query.clone(), keys.clone(), values.clone()))
+        return result
+
+    monkeypatch.setattr(WindowChoices, "follow", follow)
+    return seen
+
+
+def exact_kv(model, ids):
+    """Keys, rotated, and values of a prompt: `[layers][2]`, each `[1, kv_heads, tokens, dim]`."""
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def tokens_in(chunks, method, tokens):
+    """The tokens that each head's columns hold by what its window says: int64 `[kv_heads, columns]`."""
+    return method.selector().span(tokens, method.token_budget(tokens)).tokens_of(chunks)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3", "phi3", "granite"])
+@pytest.mark.parametrize("window", [0, 1, 2, 4])
+def test_columns_hold_the_kv_of_the_tokens_that_the_window_says(family, window, tmp_path, steps):
+    model, ids, method = build(family), prompt(TOKENS), KVDrive(budget=0.2, local=16, window=window)
+    kv = exact_kv(model, ids)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        _, cache = ask(model, store, question(ids), method)
+    assert cache.stats.tokens_restored == TOKENS and cache.stats.reason == ""
+    assert len({layer for layer, *_ in steps}) >= 2
+    for layer, (row,), _, keys, values in steps:
+        held = tokens_in(row, method, TOKENS)
+        assert all(len(set(one)) == held.shape[1] for one in held.tolist())
+        for head, tokens in enumerate(held):
+            for ours, theirs in zip((keys, values), kv[layer], strict=True):
+                torch.testing.assert_close(ours[0, head, : len(tokens)], theirs[0, head, tokens], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("index", [name for name in DECODE_INDEXES if name != "random"])
+def test_the_chosen_chunks_are_those_that_the_index_ranks_first(index, model, tmp_path, steps):
+    ids, chunk = prompt(TOKENS), 1 if index == "token_clusters" else 8
+    method = KVDrive(budget=0.2, local=16, index=index, chunk_tokens=chunk)
+    kind, span = DECODE_INDEXES[index], method.selector().span(TOKENS, method.token_budget(TOKENS))
+    kv = exact_kv(model, ids)
+    indexes = [kind.build(keys[0], chunk) for keys, _ in kv]
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        ask(model, store, question(ids), method)
+    assert steps
+    for layer, (row,), query, *_ in steps:
+        others = TOKENS // chunk - len(span.candidates)  # some kinds choose otherwise among more
+        every = rank([indexes[layer]], query[0], None, min(TOKENS // chunk, int(1.25 * span.chunks) + others))[0]
+        for chosen, ranked in zip(row, every.tolist(), strict=True):
+            allowed = [one for one in ranked if one in span.candidates]
+            assert sorted(chosen.tolist()) == sorted(allowed[: span.chunks])
+
+
+def test_sinks_and_the_last_tokens_are_always_there(model, tmp_path, steps):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        ask(model, store, question(ids), METHOD)
+    for _, (row,), *_ in steps:
+        for held in tokens_in(row, METHOD, TOKENS):
+            assert set(range(4)) | set(range(TOKENS - 16, TOKENS)) <= set(held.tolist())
+
+
+def test_a_whole_budget_is_the_exact_method(model, tmp_path):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        exact, _ = ask(model, store, question(ids), None)
+        ours, cache = ask(model, store, question(ids), KVDrive(budget=1.0))
+        same(ours, exact)
+        assert cache.stats.tokens_attended == cache.stats.tokens_restored == TOKENS
+
+
+@pytest.mark.parametrize("eviction", ["lookahead", "lru"])
+def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
+    """Windows of any size, memory on the host or none, a first request or a later one: the same bits."""
+    ids, found = prompt(TOKENS), []
+    for number, host in enumerate((0, "64MiB")):
+        with KVStore(tmp_path / str(number), engine="posix", host_memory=host) as store:
+            fill(store, model, ids, METHOD)
+            for window in (1, 2, 4, 2):
+                method = KVDrive(budget=0.2, local=16, window=window, eviction=eviction)
+                found.append(ask(model, store, question(ids), method))
+    for other, _ in found[1:]:
+        same(other, found[0][0])
+    read = [cache.stats.bytes_read for _, cache in found]
+    assert read[1] < read[0] and read[2] < read[1]  # larger windows read less
+    assert read[5] == 0  # the second request has all of it on the host
+
+
+def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, monkeypatch):
+    built, kind = [], DECODE_INDEXES["clusters"]
+    build_index = kind.build.__func__
+    monkeypatch.setattr(kind, "build", classmethod(lambda cls, *given: built.append(1) or build_index(cls, *given)))
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        _, first = ask(model, store, question(ids), METHOD)
+        assert len(built) == model.config.num_hidden_layers
+        _, second = ask(model, store, question(ids), METHOD)
+        assert len(built) == model.config.num_hidden_layers
+        assert second.stats.bytes_identifying == 0 < first.stats.bytes_identifying
+        assert second.stats.bytes_read < first.stats.bytes_read
+
+
+def test_rows_of_a_batch_choose_for_themselves(model, tmp_path, steps):
+    """Left-padded rows of other lengths, one of them shorter than what a row holds."""
+    long, short = prompt(TOKENS), prompt(64, seed=3)
+    rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
+    rows[0], rows[1, -88:] = question(long)[0], question(short)[0]
+    mask = torch.ones_like(rows)
+    mask[1, :-88] = 0
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, long, METHOD)
+        fill(store, model, short, METHOD)
+        cache = TieredCache(model, store, method=METHOD, record=False)
+        together = model.generate(rows, attention_mask=mask, past_key_values=cache, **GREEDY)
+        (alone, _), (whole, _) = ask(model, store, question(long), METHOD), ask(model, store, question(short), None)
+    assert torch.equal(together.sequences[0], alone.sequences[0])
+    assert torch.equal(together.sequences[1, -8:], whole.sequences[0, -8:])
+    assert all(held[0] is not None for _, held, *_ in steps)
+
+
+def test_beams_have_windows_of_their_own(model, tmp_path):
+    ids = prompt(TOKENS)
+    kwargs = {"do_sample": False, "max_new_tokens": 8, "num_beams": 3}
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        answers = [
+            model.generate(
+                question(ids), past_key_values=TieredCache(model, store, method=method, record=False), **kwargs
+            )
+            for method in (METHOD, KVDrive(budget=0.2, local=16, window=4), METHOD)
+        ]
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
+
+
+def test_a_prefix_of_several_segments_and_a_part_of_one(model, tmp_path, steps):
+    ids = prompt(TOKENS)
+    kv = exact_kv(model, ids)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids[:, :160], METHOD)
+        fill(store, model, ids[:, :304], METHOD)
+        fill(store, model, ids, METHOD)
+        assert len(store.segments()) == 3
+        asked = torch.cat([ids[:, :350], prompt(24, seed=9)], dim=1)  # leaves the last segment in the middle
+        _, cache = ask(model, store, asked, METHOD)
+        restored = cache.stats.tokens_restored
+        assert restored == 336
+    for layer, (row,), _, keys, _ in steps:
+        for head, tokens in enumerate(tokens_in(row, METHOD, restored)):
+            torch.testing.assert_close(keys[0, head, : len(tokens)], kv[layer][0][0, head, tokens], rtol=0, atol=1e-5)
+
+
+def test_any_geometry_will_do_and_is_spoken_of(model, tmp_path, caplog):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path / "a", engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        expected, _ = ask(model, store, question(ids), METHOD)
+    with KVStore(tmp_path / "b", engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, progress=False)
+        found, wide = ask(model, store, question(ids), METHOD)
+        assert "store.relayout(method)" in caplog.text
+        store.relayout(METHOD, progress=False)
+        again, fitting = ask(model, store, question(ids), METHOD)
+    same(found, expected)
+    same(again, expected)
+    assert fitting.stats.bytes_read < wide.stats.bytes_read
+
+
+def test_spans():
+    by_index = ByIndex(chunk_tokens=8, sinks=4, local=64)
+    count = by_index.budgeted_tokens(0.1, 1003)
+    span = by_index.span(1003, count)
+    assert (span.first, span.chunks, span.chunk_tokens) == (8, 12, 8)
+    assert 64 <= span.last < 72 and (1003 - span.last) % 8 == 0
+    assert span.first + 8 * span.chunks + span.last == count
+    assert by_index.span(count, count) is None
+    other = by_index.span(998, count)  # another row of the same batch: as many tokens
+    assert other.first + 8 * other.chunks + other.last == count and other.last >= 64
+    tokens = other.tokens_of(np.array([[3, 1, *range(20, 30)]]))
+    assert tokens.shape == (1, count) and len(set(tokens[0].tolist())) == count and tokens.max() == 997
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"budget": 0}, {"chunk_tokens": 3}, {"index": "tree"}, {"eviction": "lfu"}, {"window": -1}, {"local": -1}],
+    ids=str,
+)
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigError):
+        KVDrive(**wrong)
+
+
+def test_by_name():
+    assert make_method("kv_drive:budget=0.1:index=chunk_means") == KVDrive(budget=0.1, index="chunk_means")
+
+
+# --- faults
+
+
+@pytest.mark.parametrize("kind", ["damaged", "lost"])
+def test_a_chunk_that_cannot_be_read_while_decoding_ends_in_an_error_that_loses_nothing(kind, model, tmp_path):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        (row,) = store.segments()
+        reader, path = store._storage.disk.reader(row.id), store._storage.disk.path(row.id)
+        so_far = []
+
+        class Damage(StoppingCriteria):
+            """Behind the third token."""
+
+            def __call__(self, input_ids, scores, **kwargs):
+                so_far[:] = [input_ids.clone()]
+                if input_ids.shape[1] == TOKENS + 24 + 3:
+                    with open(path, "r+b") as file:
+                        if kind == "lost":
+                            file.truncate(reader.header.blocks.offset)
+                        else:
+                            file.seek(reader.header.blocks.offset)
+                            file.write(b"\xa5" * reader.shape.blocks_bytes)
+                return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        cache = TieredCache(model, store, method=KVDrive(budget=0.2, local=16, window=1, index="random"), record=False)
+        with pytest.raises(LostKVError, match="new TieredCache"):
+            model.generate(question(ids), past_key_values=cache, stopping_criteria=[Damage()], **GREEDY)
+        assert cache.stats.verification_failures + cache.stats.read_errors > 0
+        assert cache.get_seq_length() == so_far[0].shape[1] - 1  # the pass is undone
+        again = TieredCache(model, store, method=METHOD)
+        rest = {"do_sample": False, "max_new_tokens": 4}
+        found = model.generate(so_far[0], past_key_values=again, **rest)
+        assert again.stats.tokens_restored < TOKENS
+        assert torch.equal(found, model.generate(so_far[0], past_key_values=DynamicCache(), **rest))

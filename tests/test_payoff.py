@@ -1,0 +1,194 @@
+"""The exact method restores what is not known to be slower than computing; what is known is planted here."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+from families import build, prompt
+
+from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
+from hf_tiered_cache import calibrate as module
+from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.identity import Fingerprinter
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import AttentionStore, make_method
+
+CPU = torch.device("cpu")
+DOCUMENT = prompt(160)
+ASKED = torch.cat([DOCUMENT, prompt(20, seed=5)], dim=1)
+GREEDY = {"do_sample": False, "max_new_tokens": 4}
+SLOW_DISK = PrefixCosts(160, 1e-3, {"disk": 2e-3, "host": 1e-6})
+
+
+@pytest.fixture
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def path(tmp_path, model):
+    """A store that holds the document."""
+    with KVStore(tmp_path / "store", engine="posix") as store:
+        store.precompute(model, DOCUMENT, progress=False)
+    return tmp_path / "store"
+
+
+def plant(store, model, *found, provenance="exact"):
+    keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, provenance, list(found))
+
+
+def ask(model, store, method=None, ids=ASKED):
+    cache = TieredCache(model, store, method=method)
+    output = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert torch.equal(output, model.generate(ids, **GREEDY))
+    return cache.stats
+
+
+def test_what_is_slower_to_restore_is_computed_until_it_lies_in_memory(path, model, caplog):
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, SLOW_DISK)
+        stats = ask(model, store)
+        assert (stats.tokens_restored, stats.bytes_read, stats.reason) == (0, 0, reasons.SLOWER)
+        assert stats.tokens_stored == 16  # what stands behind the document; that itself is there already
+        assert store.lookup(model, ASKED).reason == reasons.SLOWER
+        found = store.warm(model, ASKED, progress=False)  # which is asked for, whatever it takes
+        assert (found.stored, found.reason) == (176, "")
+        assert found.bytes["disk"] == 0 < found.bytes["host"]
+        stats = ask(model, store)
+        assert (stats.tokens_restored, stats.reason) == (176, "")
+    assert not caplog.records  # nothing to warn of
+
+
+def test_a_part_in_memory_counts_as_much_as_it_is(path, model):
+    """Of 176 tokens 16 lie on disk, at 2 ms, which is less than computing 176 at 1 ms."""
+    with KVStore(path, engine="posix") as store:
+        store.precompute(model, ASKED[:, :176], progress=False)
+    with KVStore(path, engine="posix") as store:
+        store.warm(model, DOCUMENT, progress=False)
+        plant(store, model, SLOW_DISK)
+        assert store.lookup(model, ASKED).bytes["disk"] > 0
+        assert ask(model, store).tokens_restored == 176
+
+
+@pytest.mark.parametrize("forced", [Exact(decline=False), "exact:decline=false", AttentionStore()])
+def test_it_can_be_forced_and_baselines_always_restore(path, model, forced):
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, SLOW_DISK)
+        assert ask(model, store, forced).tokens_restored == 160
+
+
+@pytest.mark.parametrize(
+    ("found", "restored"),
+    [
+        ([], 160),
+        ([PrefixCosts(160, 1e-3, {"disk": 0.9e-3})], 160),
+        ([PrefixCosts(160, 1e-3, {"host": 9.0})], 160),  # of the disk nothing is known
+        ([PrefixCosts(64, 1e-3, {"disk": 9e-3}), PrefixCosts(256, 1e-3, {"disk": 1e-6})], 0),  # 160 is midway: 4.5 ms
+        ([PrefixCosts(64, 1e-3, {"disk": 1.8e-3}), PrefixCosts(256, 1e-3, {"disk": 1e-6})], 160),  # 0.9 ms
+    ],
+    ids=["nothing known", "quicker", "another tier", "between, slower", "between, quicker"],
+)
+def test_what_was_measured_decides(path, model, found, restored):
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, *found)
+        assert ask(model, store).tokens_restored == restored
+
+
+def test_another_model_codec_or_engine_is_another_calibration(path, model):
+    other = build("llama", seed=3)
+    with KVStore(path, engine="posix") as store:
+        plant(store, other, SLOW_DISK)
+        plant(store, model, SLOW_DISK, provenance="exact int8")
+        assert ask(model, store).tokens_restored == 160
+        storage_of(store).disk.backend.reads_with = "another engine"
+        plant(store, model, SLOW_DISK)
+    with KVStore(path, engine="posix") as store:
+        assert ask(model, store).tokens_restored == 176
+
+
+def test_rows_that_are_alike_are_restored_once(path, model):
+    """Two rows: 320 tokens to compute at 1 ms, 160 to restore at 1.5 ms; a single one does not pay."""
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, PrefixCosts(160, 1e-3, {"disk": 1.5e-3}))
+        assert ask(model, store).tokens_restored == 0
+    with KVStore(path, engine="posix") as store:
+        assert ask(model, store, ids=torch.cat([ASKED, ASKED])).tokens_restored >= 320
+
+
+def test_precomputing_goes_on_from_what_is_stored(path, model):
+    with KVStore(path, engine="posix") as store:
+        plant(store, model, SLOW_DISK)
+        report = store.precompute(model, ASKED, progress=False)
+    assert report.restored == 160
+
+
+def pretend(monkeypatch, computed, restored, alone=1.0):
+    """Let passes take these seconds: with a prefix computed, restored (of each tier), and without one."""
+    real = module._seconds
+
+    def seconds(action, device):
+        cells = dict(zip(action.__code__.co_freevars, (cell.cell_contents for cell in action.__closure__), strict=True))
+        real(action, device)
+        if "cache" not in cells:
+            return alone
+        stats = cells["cache"].stats
+        return restored[stats.tier] if stats.tokens_restored else computed
+
+    monkeypatch.setattr(module, "_seconds", seconds)
+
+
+def test_calibration_measures_each_tier_and_leaves_nothing(tmp_path, model, monkeypatch):
+    pretend(monkeypatch, 1.0 + 0.64, {"disk": 1.0 + 1.28, "host": 1.0 + 0.32})
+    with KVStore(tmp_path, engine="posix") as store:
+        first, second = store.calibrate_prefix(model, tokens=(64, 128), repeats=1, progress=False)
+        assert store.segments() == []
+        assert (first.tokens, first.compute) == (64, pytest.approx(0.01))
+        assert first.restore == pytest.approx({"disk": 0.02, "host": 0.005})
+        assert second.restore == pytest.approx({"disk": 0.01, "host": 0.0025})
+        kept = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 96)
+        assert kept.compute == pytest.approx(0.0075)
+        store.precompute(model, DOCUMENT, progress=False)
+        store.clear()
+        assert ask(model, store).reason == reasons.SLOWER
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
+        assert found.restore.keys() == {"disk"}
+
+
+def test_a_real_calibration(tmp_path, model):
+    with KVStore(tmp_path, engine="posix") as store:
+        (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
+    assert found.restore.keys() == {"disk", "host"}
+    assert all(cost >= 0 for cost in (found.compute, *found.restore.values()))
+
+
+def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(path, model):
+    with KVStore(path, engine="posix") as store:
+        store.calibrate(model, passages=2, tokens=64, suffix=8, repeats=1, progress=False)
+        plant(store, model, SLOW_DISK)
+        store.calibrate(model, passages=2, tokens=64, suffix=8, repeats=1, progress=False)
+        file = path / "calibrations.json"
+        kept = json.loads(file.read_text())
+        assert Counter(name.split()[0] == "prefix" for name in kept) == {True: 1, False: 1}
+        assert ask(model, store).reason == reasons.SLOWER
+    (name,) = [name for name in kept if name.startswith("prefix")]
+    for damaged in ([{"tokens": 1}], [{"tokens": 160, "compute": "x", "restore": {"disk": 1}}], 3, [7]):
+        file.write_text(json.dumps(kept | {name: damaged}))
+        with KVStore(path, engine="posix") as store:
+            assert ask(model, store).tokens_restored > 0
+
+
+def test_lengths_that_cannot_be_measured(tmp_path, model):
+    with KVStore(tmp_path) as store:
+        with pytest.raises(ConfigError, match="fewer"):
+            store.calibrate_prefix(model, tokens=(1 << 20,))
+        with pytest.raises(ConfigError, match="16"):
+            store.calibrate_prefix(model, tokens=(8,))
+
+
+def test_by_name():
+    assert make_method("exact") == Exact() == Exact(decline=True)
+    assert make_method("exact:decline=false") == Exact(decline=False)

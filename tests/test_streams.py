@@ -1,0 +1,261 @@
+"""Copies, reads from disk and computation touch no memory at once: every order that matters is said by somebody.
+
+Random requests run through the tiers under a happens-before checker (`happens_before.py`). It finds nothing; and as
+soon as any one synchronisation is taken away, it does.
+"""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from happens_before import (
+    COMPUTATION,
+    COPIES,
+    HOST,
+    CopiesEvent,
+    Memory,
+    Race,
+    Watch,
+    WatchedStream,
+    WorkEvent,
+    World,
+    join,
+)
+from segments import LAYOUT
+
+from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.shape import SegmentShape
+from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.store.engines import ReadReport
+from hf_tiered_cache.tiers import device as device_module
+from hf_tiered_cache.tiers import residency as residency_module
+from hf_tiered_cache.tiers.late_check import LateCheck
+from hf_tiered_cache.tiers.lease import BlockRequest, Hold, Holds
+from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.streams import DoneEvent
+
+GPU, OTHER = torch.device("cpu"), torch.device("meta")
+"""Where attention runs: a device with a tier of its own, which is memory of the CPU here, and one without."""
+SHAPE = SegmentShape(LAYOUT, Geometry(), 160)
+BLOCK_BYTES = SHAPE.block_groups[0].block_bytes
+CHUNKS = SHAPE.chunks_in(SHAPE.block_groups[0])
+"""Of any block group."""
+SEEDS, STEPS = 60, 120
+
+
+class Reader:
+    """What the tiers know of a segment."""
+
+    def __init__(self, number: int) -> None:
+        self.id, self.shape, self.gone = f"segment {number}", SHAPE, False
+        self.verifies = True
+
+    def owner(self, block_group: int) -> tuple[str, int, int]:
+        return self.id, block_group, 0
+
+    def caused(self, error: BaseException) -> bool:
+        return False
+
+
+class WholeBlocks(LateCheck):
+    """A check on the device that reads what it checks, and finds nothing. Its own memory is none of the tiers'."""
+
+    def __init__(self, stream, asked) -> None:
+        blocks = [run for *_, runs in asked for _, run in runs]
+        stream.world.act(COPIES, blocks, [], "check")
+        self._bad, self._done, self._whole = torch.zeros(len(blocks), dtype=torch.bool), stream.copied(), None
+
+
+class Inline:
+    """Starts reads in this thread, in place of one of their own: a run is the same each time."""
+
+    def do(self, action) -> None:
+        action()
+
+
+class Disk:
+    """Reads that write to memory at any time between their submission and their end."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.pending = world, []
+
+    def read_batch(self, asked, unseen=()):
+        future: Future[ReadReport] = Future()
+        future.set_running_or_notify_cancel()
+        runs = [run for *_, runs in (*asked, *unseen) for _, run in runs]
+        self.pending.append((future, self.world.new_actor(), runs))
+        return future
+
+    def finish(self, count: int) -> None:
+        for _ in range(min(count, len(self.pending))):
+            future, actor, runs = self.pending.pop(self.world.random.randrange(len(self.pending)))
+            self.world.act(actor, [], runs, "read from disk", launched=False)
+            join(self.world.clocks[HOST], self.world.clocks[actor])
+            future.set_result(ReadReport(sum(run.numel() for run in runs), 0.0))
+
+
+class Run:
+    """One random sequence of what caches do with the tiers."""
+
+    def __init__(self, seed: int, direct: bool, monkeypatch) -> None:
+        self.random = random.Random(seed)
+        self.world = World(self.random)
+        self.disk, memory, stream = Disk(self.world), Memory(self.world), WatchedStream(self.world)
+        for module in (residency_module, device_module):
+            monkeypatch.setattr(module, "aligned_bytes", memory.allocate)
+        monkeypatch.setattr(residency_module, "LateCheck", WholeBlocks)
+        monkeypatch.setattr(residency_module, "copy_stream", lambda device: stream)
+        monkeypatch.setattr(residency_module, "read_batch", self.disk.read_batch)
+        blocks = (0, 6, 14, 40), (0, 6, 14, 25), (0, 6, 25)
+        host, device, staging = (self.random.choice(counts) * BLOCK_BYTES for counts in blocks)
+        self.residency = Residency(
+            host and host + 4096,
+            device and device + 4096,
+            self.random.choice(["lru", "lfu"]),
+            device_types=frozenset({GPU.type}),
+            direct=direct,
+            staging_budget=staging and staging + 4096,
+        )
+        self.residency._starting = Inline()
+        self.readers = [Reader(number) for number in range(3)]
+        self.leases, self.kept = [], []
+
+    def go(self) -> None:
+        with Watch(self.world):
+            for self.world.now in range(STEPS):
+                random = self.random.random()
+                if random < 0.42:
+                    self.fetch()
+                elif random < 0.58:
+                    self.disk.finish(self.random.randint(1, 3))
+                elif random < 0.68:
+                    self.record()
+                elif random < 0.70:
+                    self.residency.forget([self.random.choice(self.readers).id])
+                elif self.leases:
+                    self.end(self.leases.pop(self.random.randrange(len(self.leases))))
+
+    def fetch(self) -> None:
+        """Blocks of one or two segments for the device, now or ahead, or all for a model on the host."""
+        device, requests = GPU if self.random.random() < 0.75 else OTHER, []
+        for reader in self.readers if device is OTHER else self.random.sample(self.readers, self.random.choice((1, 2))):
+            count = CHUNKS if device is OTHER else self.random.randint(1, CHUNKS)
+            chunks = np.array(sorted(self.random.sample(range(CHUNKS), count)))
+            requests.append(BlockRequest(reader, self.random.randint(0, 1), chunks))
+        ahead = self.random.random() < 0.3
+        lease = self.residency.fetch(requests, device, StatsCollector(), ahead=ahead)
+        if device is OTHER or self.random.random() < 0.3:
+            self.end(lease)
+        else:
+            self.leases.append(lease)
+
+    def record(self) -> None:
+        """What was computed comes to the host tier."""
+        block_group = self.random.randint(0, 1)
+        blocks = torch.empty(CHUNKS, SHAPE.block_groups[block_group].block_bytes, dtype=torch.uint8)
+        self.kept.append(blocks)
+        self.residency.admit(self.random.choice(self.readers).owner(block_group), blocks)
+
+    def end(self, lease) -> None:
+        """A layer uses what has come, or nobody does any more."""
+        if self.random.random() < 0.85:
+            while not lease.has_arrived:
+                self.disk.finish(1)
+            lease.wait()
+            for leased in lease.leased:
+                blocks = [run for _, run in leased.arrived.runs()]
+                actor = HOST if lease.hold.stream is None else COMPUTATION
+                self.world.act(actor, blocks, [], "attention")
+            if self.random.random() < 0.7:
+                lease.confirm()
+        lease.release()
+
+
+def races(monkeypatch, direct: bool, seeds: int = SEEDS) -> set[Race]:
+    """The first run's that has any."""
+    for seed in range(seeds):
+        with monkeypatch.context() as patch:
+            run = Run(seed, direct, patch)
+            try:
+                run.go()
+            except Exception:
+                if not run.world.races:  # else the books broke behind it
+                    raise
+        if run.world.races:
+            return set(run.world.races)
+    return set()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_no_two_accesses_are_left_to_chance(monkeypatch, direct):
+    assert races(monkeypatch, direct, SEEDS // 2) == set()
+
+
+def no_wait_for_copies(patch):
+    patch.setattr(WatchedStream, "await_copies", lambda stream, event: None)
+
+
+def no_wait_for_computation(patch):
+    patch.setattr(WatchedStream, "await_computation", lambda stream, event: None)
+
+
+def no_event_of_computation(patch):
+    patch.setattr(WatchedStream, "computed", lambda stream: DoneEvent())
+
+
+def no_event_of_copies(patch):
+    patch.setattr(WatchedStream, "copied", lambda stream: DoneEvent())
+
+
+def slots_go_with_the_lease(patch):
+    """Not when the device is done with them."""
+
+    def end(hold):
+        hold.over = DoneEvent()
+        return hold.over
+
+    patch.setattr(Hold, "end", end)
+
+
+def slots_go_before_their_copies_are_done(patch):
+    patch.setattr(CopiesEvent, "query", lambda event: True)
+
+
+def slots_go_while_the_disk_fills_them(patch):
+    patch.setattr(Hold, "reading", property(lambda hold: False, lambda hold, value: None))
+
+
+def the_host_reads_what_is_still_moving_down(patch):
+    patch.setattr(Holds, "await_moves_down", lambda holds, stream: None)
+
+
+def nobody_waits_for_events(patch):
+    patch.setattr(WorkEvent, "synchronize", lambda event: None)
+
+
+ALWAYS = [
+    no_wait_for_copies,
+    no_wait_for_computation,
+    no_event_of_computation,
+    no_event_of_copies,
+    slots_go_with_the_lease,
+    slots_go_before_their_copies_are_done,
+    slots_go_while_the_disk_fills_them,
+    the_host_reads_what_is_still_moving_down,
+]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("removed", ALWAYS, ids=lambda removed: removed.__name__)
+def test_each_synchronisation_that_is_taken_away_is_missed(monkeypatch, removed, direct):
+    removed(monkeypatch)
+    assert races(monkeypatch, direct)
+
+
+def test_a_direct_read_waits_for_what_is_moving_down(monkeypatch):
+    nobody_waits_for_events(monkeypatch)
+    assert {"read from disk"} & {race.later for race in races(monkeypatch, direct=True)}

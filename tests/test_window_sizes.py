@@ -1,0 +1,195 @@
+"""Choosing window sizes by layer and head: greedy against the optimum, and measured profiles against the windows."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.tiers import window_sizes
+from hf_tiered_cache.tiers.window import Window
+from hf_tiered_cache.tiers.window_sizes import (
+    WindowProfile,
+    exhaustive_sizes,
+    greedy_sizes,
+    measure,
+    replay,
+    uniform_sizes,
+)
+
+SIZES = (1, 2, 3, 4)
+
+
+def drawn_profile(rng, layers, heads, concave=False, equal_costs=False):
+    """Benefits and costs of whole numbers, some benefits no larger than those of the size before."""
+    steps = rng.integers(-2, 20, (layers, heads, 4)).clip(0)
+    if concave:
+        steps = -np.sort(-steps, axis=2)
+    costs = np.full((layers, heads, 4), 6) if equal_costs else rng.integers(1, 9, (layers, heads, 4))
+    return WindowProfile(SIZES, steps.cumsum(axis=2).astype(float), costs.cumsum(axis=2))
+
+
+def best_of_all(profile, budget):
+    """The most that any sizes within a budget save, by trying all."""
+    shape = profile.benefits.shape[:2]
+    tried = (np.array(sizes).reshape(shape) for sizes in itertools.product(SIZES, repeat=int(np.prod(shape))))
+    return max(profile.benefit(sizes) for sizes in tried if profile.cost(sizes) <= budget)
+
+
+def hull_upgrades(profile):
+    """Benefit and cost of all upgrades along the heads' concave hulls, the best for their cost first."""
+    found = []
+    for head, (layer, column) in enumerate(np.ndindex(*profile.benefits.shape[:2])):
+        points = [*zip(profile.costs[layer, column].tolist(), profile.benefits[layer, column].tolist(), strict=True)]
+        while True:
+            ways = [(y - points[0][1], x - points[0][0]) for x, y in points[1:] if y > points[0][1]]
+            if not ways:
+                break
+            benefit, cost = max(ways, key=lambda way: (way[0] / way[1], -way[1]))
+            found.append((-benefit / cost, head, cost, benefit))
+            points = [point for point in points if point[0] >= points[0][0] + cost]
+    return [(benefit, cost) for _, _, cost, benefit in sorted(found)]
+
+
+def drawn_budget(rng, profile):
+    least, most = profile.costs[:, :, 0].sum(), profile.costs[:, :, -1].sum()
+    return int(rng.integers(least, most + 3))
+
+
+@given(seed=st.integers(0, 10_000), layers=st.integers(1, 2), heads=st.integers(1, 2), equal_costs=st.booleans())
+def test_the_exhaustive_choice_is_the_best_of_all(seed, layers, heads, equal_costs):
+    rng = np.random.default_rng(seed)
+    profile = drawn_profile(rng, layers, heads, equal_costs=equal_costs)
+    budget = drawn_budget(rng, profile)
+    sizes = exhaustive_sizes(profile, budget)
+    assert sizes.shape == (layers, heads) and profile.cost(sizes) <= budget
+    assert profile.benefit(sizes) == best_of_all(profile, budget)
+
+
+@given(seed=st.integers(0, 10_000), heads=st.integers(1, 12), concave=st.booleans(), equal_costs=st.booleans())
+def test_the_greedy_choice_lacks_less_than_one_upgrade(seed, heads, concave, equal_costs):
+    rng = np.random.default_rng(seed)
+    profile = drawn_profile(rng, 2, heads, concave, equal_costs)
+    budget = drawn_budget(rng, profile)
+    greedy, best = greedy_sizes(profile, budget), exhaustive_sizes(profile, budget)
+    assert profile.cost(greedy) <= budget
+    lacks = profile.benefit(best) - profile.benefit(greedy)
+    room, first = budget - int(profile.costs[:, :, 0].sum()), None
+    for benefit, cost in hull_upgrades(profile):
+        if cost > room:
+            first = benefit
+            break
+        room -= cost
+    if first is None or (concave and equal_costs):
+        assert lacks == 0
+    else:
+        assert 0 <= lacks < first
+
+
+def test_a_whole_model_is_searched_exactly():
+    """32 layers of 8 heads, one B for all: the greedy choice is within one upgrade there too."""
+    rng = np.random.default_rng(0)
+    profile = drawn_profile(rng, 32, 8, equal_costs=True)
+    budget = int(profile.costs[:, :, 1].sum())
+    uniform, greedy, best = (choose(profile, budget) for choose in (uniform_sizes, greedy_sizes, exhaustive_sizes))
+    assert (uniform == 2).all()
+    assert profile.cost(best) <= budget and profile.cost(greedy) <= budget
+    assert profile.benefit(uniform) < profile.benefit(greedy) <= profile.benefit(best)
+    assert profile.benefit(best) - profile.benefit(greedy) < 20 * 3
+
+
+def test_what_saves_nothing_is_not_bought():
+    benefits = np.array([[[5.0, 5, 5, 5], [5.0, 4, 9, 9]]])
+    costs = np.array([[[8, 16, 24, 32]] * 2])
+    profile = WindowProfile(SIZES, benefits, costs)
+    for choose in (greedy_sizes, exhaustive_sizes):
+        assert choose(profile, 1000).tolist() == [[1, 3]]
+        assert choose(profile, 31).tolist() == [[1, 1]]
+        assert choose(profile, 32).tolist() == [[1, 3]]
+
+
+def test_budgets_below_the_smallest_windows_are_refused():
+    profile = drawn_profile(np.random.default_rng(1), 2, 3)
+    budget = int(profile.costs[:, :, 0].sum())
+    for choose in (uniform_sizes, greedy_sizes, exhaustive_sizes):
+        assert (choose(profile, budget) == 1).all()
+        with pytest.raises(ConfigError, match="budget"):
+            choose(profile, budget - 1)
+
+
+def test_a_search_that_takes_too_much_is_refused(monkeypatch):
+    profile = drawn_profile(np.random.default_rng(1), 2, 3)
+    monkeypatch.setattr(window_sizes, "_MOST_STATES", 20)
+    with pytest.raises(ConfigError, match="greedily"):
+        exhaustive_sizes(profile, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "benefits", "costs"),
+    [
+        ((1, 2), [[[1.0, 2]]], [[[8, 8]]]),
+        ((1, 2), [[[1.0, 2]]], [[[8, 16, 24]]]),
+        ((1, 2, 3), [[[1.0, 2]]], [[[8, 16]]]),
+        ((2, 1), [[[1.0, 2]]], [[[8, 16]]]),
+        ((), np.empty((1, 1, 0)), np.empty((1, 1, 0), int)),
+    ],
+)
+def test_profiles_that_make_no_sense_are_refused(sizes, benefits, costs):
+    with pytest.raises(ConfigError):
+        WindowProfile(sizes, np.array(benefits), np.array(costs))
+
+
+def trace(steps, chunks, pool, spread):
+    """Candidates of each step, `[steps, layers, heads, pool]`: each head walks among as many chunks as its `spread`."""
+    rng = np.random.default_rng(0)
+    found = np.empty((steps, *np.shape(spread), pool), np.int32)
+    for layer, head in np.ndindex(*np.shape(spread)):
+        for step in range(steps):
+            found[step, layer, head] = rng.permutation(spread[layer][head])[:pool]
+    assert found.max() < chunks
+    return found
+
+
+def test_a_profile_says_what_windows_would_have_saved():
+    """A head that draws from 8 chunks finds all of them in a window of 8; a smaller one must fetch some again."""
+    pools = trace(60, 40, 5, [[4 + 1, 8], [16, 40]])
+    profile = measure(pools, 4, entry_bytes=100, skip=20)
+    assert profile.sizes == SIZES
+    assert profile.costs.tolist() == [[[4, 8, 12, 16]] * 2] * 2
+    everything = 4 * 100
+    assert (profile.benefits[0, 0, 1:] == everything).all() and profile.benefits[0, 0, 0] < everything
+    assert (profile.benefits[0, 1, 1:] == everything).all()
+    assert profile.benefits[1, 0, 3] == everything > profile.benefits[1, 0, 2]
+    assert (np.diff(profile.benefits[1, 1]) > 0).all()
+
+    counted = measure(pools, 4, entry_bytes=100)
+    assert counted.benefits[0, 1, 1] == everything - 8 * 100 / 60  # each of its chunks once
+    window = Window(4, [12, 12], 40)
+    hits = replay(window, pools[:, 1])
+    np.testing.assert_array_equal(counted.benefits[1, :, 2], (hits.in_columns + hits.from_aside) * 100 / 60)
+
+
+def test_sizes_by_head_fetch_less_than_uniform_ones_of_the_same_memory():
+    """The paper's Figure 15: chosen by the first half of a trace, and replayed on the second."""
+    pools = trace(120, 60, 5, [[5, 16], [60, 12]])
+    profile = measure(pools[:60], 4, entry_bytes=1)
+    budget = 4 * 8
+    fetched = []
+    for choose in (uniform_sizes, greedy_sizes):
+        sizes = choose(profile, budget)
+        assert profile.cost(sizes) <= budget
+        windows = [Window(4, sizes[layer] * 4, 60) for layer in range(2)]
+        fetched.append(sum(int(replay(windows[layer], pools[60:, layer]).fetched.sum()) for layer in range(2)))
+    assert fetched[1] < 0.9 * fetched[0]
+
+
+def test_traces_that_say_nothing_are_refused():
+    pools = trace(3, 10, 5, [[10]])
+    with pytest.raises(ConfigError, match="skipped"):
+        measure(pools, 4, 1, skip=3)
+    with pytest.raises(ConfigError, match="at least 1"):
+        measure(pools, 4, 1, sizes=(0, 1))
