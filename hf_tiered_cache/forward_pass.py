@@ -22,6 +22,7 @@ from .patches.rotary import RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
+from .restore.indexes import KeptIndexes
 from .restore.live import Choices, Live
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
@@ -166,6 +167,7 @@ class RestoringForward(ForwardPass):
                 method.ahead_bytes > 0,
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
+                KeptIndexes(store.disk, store.writer.later),
             )
             self.selects = True
 

@@ -272,3 +272,20 @@ def test_a_chunk_that_cannot_be_read_while_decoding_ends_in_an_error_that_loses_
         found = model.generate(so_far[0], past_key_values=again, **rest)
         assert again.stats.tokens_restored < TOKENS
         assert torch.equal(found, model.generate(so_far[0], past_key_values=DynamicCache(), **rest))
+
+
+def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        expected, first = ask(model, store, question(ids), METHOD)
+    monkeypatch.setattr(DECODE_INDEXES["clusters"], "build", None)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        found, cache = ask(model, store, question(ids), METHOD)
+        same(found, expected)
+        assert cache.stats.bytes_identifying == 0 < first.stats.bytes_identifying
+        (kept,) = (tmp_path / "beside").iterdir()
+        kept.write_bytes(bytes(64) + kept.read_bytes()[64:])
+    monkeypatch.undo()
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:  # what is damaged is made again
+        same(ask(model, store, question(ids), METHOD)[0], expected)

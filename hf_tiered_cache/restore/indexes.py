@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..select.decode_index import DecodeIndex
+from ..store.disk import SegmentStore
+from ..store.segment import SegmentReader
 from .chosen import Gathers, RowPrefix, key_groups
 from .fetch import Fetcher, FetchUnit
 from .live import Rotate
 from .plan import SegmentSlice
+
+_VERSION = 1
+"""Of how indexes are built: one more makes those that are kept be made anew."""
+
+
+class KeptIndexes:
+    """Indexes beside the segments that they are made of, all layers of a segment together.
+
+    Args:
+        disk: the segments.
+        later: does something behind the request.
+    """
+
+    def __init__(self, disk: SegmentStore, later: Callable[[Callable[[], object]], object]) -> None:
+        self._disk, self._later = disk, later
+
+    def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
+        """Those of a segment, by layer, on the CPU; none if they are not there, or not whole."""
+        by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in (self._disk.beside.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
+            layer, _, field = name.partition(".")
+            by_layer.setdefault(int(layer), {})[field] = tensor
+        return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
+
+    def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
+        """Keep all of a segment, behind the request."""
+        one = next(iter(indexes.values()))
+        arrays = {f"{n}.{name}": tensor for n, index in indexes.items() for name, tensor in index.tensors().items()}
+        self._later(partial(self._write, reader, *self._named(type(one), one.chunk_tokens, arrays)))
+
+    def _write(self, *what: Any) -> None:
+        self._disk.beside.keep(*what)  # without room it is not kept, which is counted
+
+    @staticmethod
+    def _named(kind: type[DecodeIndex], chunk_tokens: int, *arrays: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """Under which name they lie, the arrays, and what they were made by."""
+        made_by = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
+        return f"{kind.__name__.lower()}_{chunk_tokens}", *arrays, made_by
 
 
 class RowIndexes:
@@ -24,10 +66,20 @@ class RowIndexes:
         chunk_tokens: tokens of a chunk.
         fetcher: of the pass that restores; brings keys.
         rows: whose tokens.
+        kept: has those of other processes.
     """
 
-    def __init__(self, kind: type[DecodeIndex], chunk_tokens: int, fetcher: Fetcher, rows: Sequence[RowPrefix]) -> None:
+    def __init__(
+        self,
+        kind: type[DecodeIndex],
+        chunk_tokens: int,
+        fetcher: Fetcher,
+        rows: Sequence[RowPrefix],
+        kept: KeptIndexes,
+    ) -> None:
         self._kind, self._chunk_tokens, self._fetcher, self._rows = kind, chunk_tokens, fetcher, rows
+        self._kept, self._of_segment = kept, dict[SegmentReader, dict[int, DecodeIndex]]()  # whole segments', by layer
+        self._made: set[SegmentReader] = set()
         self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and number of the row
         # the keys of those that are missing, and the chunks that have them
         self._units: dict[tuple[int, int], list[tuple[FetchUnit, np.ndarray]]] = {}
@@ -66,6 +118,12 @@ class RowIndexes:
             self._fetcher.finish(units)
         return [index for index in found if index is not None]
 
+    def keep(self) -> None:
+        """All layers have theirs: keep those that were made."""
+        for reader in self._made:
+            self._kept.keep(reader, self._of_segment[reader])
+        self._made.clear()
+
     def _make(
         self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
     ) -> DecodeIndex:
@@ -79,13 +137,26 @@ class RowIndexes:
         index = self._kind.build(keys, self._chunk_tokens)
         if len(tokens) == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
+            self._of_segment[piece.reader][layer] = index
+            self._made.add(piece.reader)
         return index
 
     def _resident(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
-        """What is in memory of a segment that the row has all of."""
-        if _count(row, piece) < piece.reader.shape.tokens:
+        """What is there of a segment that the row has all of."""
+        reader, device = piece.reader, self._fetcher.device_of(layer)
+        if _count(row, piece) < reader.shape.tokens:
             return None
-        return self._fetcher.residency.resident.get(self._owner(piece, layer), self._fetcher.device_of(layer))
+        resident = self._fetcher.residency.resident
+        found = resident.get(self._owner(piece, layer), device)
+        of_segment = self._of_segment.setdefault(reader, {})
+        if found is None and layer not in of_segment:
+            of_segment.update(self._kept.find(reader, self._kind, self._chunk_tokens) if not of_segment else {})
+        if found is None and layer in of_segment:
+            found = of_segment[layer].to(device)
+            resident.admit(self._owner(piece, layer), found)
+        if found is not None:
+            of_segment[layer] = found
+        return found
 
     def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:
         return piece.reader.key_owner(layer, f"{self._kind.__name__} {self._chunk_tokens}")

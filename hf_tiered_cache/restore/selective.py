@@ -26,7 +26,7 @@ from .assemble import share_row
 from .chosen import Gathers, RowPrefix, key_groups, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather
-from .indexes import RowIndexes
+from .indexes import KeptIndexes, RowIndexes
 from .live import Live, Rotate
 from .plan import Plan
 from .rechoose import LiveSelection
@@ -44,6 +44,7 @@ class SelectiveRestore:
         guesses: whether the chunks of one period are fetched for the next before it chooses.
         importance: is told what attention each token gets, if not None.
         rechoose: columns between two choices while decoding; 0 for never.
+        kept: has the indexes that other processes made, for a selector that goes by such.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class SelectiveRestore:
         guesses: bool = True,
         importance: TokenImportance | None = None,
         rechoose: int = 0,
+        kept: KeptIndexes | None = None,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
@@ -70,8 +72,8 @@ class SelectiveRestore:
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
-        if isinstance(selector, ByIndex):
-            self._indexes = RowIndexes(selector.kind, selector.chunk_tokens, fetcher, self._rows)
+        if isinstance(selector, ByIndex) and kept is not None:
+            self._indexes = RowIndexes(selector.kind, selector.chunk_tokens, fetcher, self._rows, kept)
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from."""
@@ -120,6 +122,8 @@ class SelectiveRestore:
         for gathers in self._chosen:
             gathers.forget(over)
         self.fetcher.finish(over)
+        if self._indexes is not None and layer == self._periods[-1][-1]:
+            self._indexes.keep()
 
     def live(self, layer: int, batch: int) -> tuple[Live, list[Any]] | None:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""

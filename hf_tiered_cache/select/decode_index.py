@@ -70,6 +70,13 @@ class DecodeIndex(ABC):
         """The index whose `tensors()` these are, on whatever device they are now."""
         return cls(chunk_tokens, **tensors)
 
+    def to(self, device: torch.device) -> Self:
+        """The same on a device."""
+        if self.device == device:
+            return self
+        tensors = {name: tensor.to(device) for name, tensor in self.tensors().items()}
+        return self.from_tensors(tensors, self.chunk_tokens)
+
     @property
     def device(self) -> torch.device:
         return next(iter(self.tensors().values())).device
