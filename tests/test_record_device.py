@@ -119,12 +119,12 @@ def slow(monkeypatch):
     """A disk that writes as many block groups as it is allowed to."""
     gate = SimpleNamespace(let=threading.Semaphore(0), note=lambda: None)
 
-    def write(*args, real=publish_module._write_group):
+    def write(*args, real=publish_module.write_blocks):
         assert gate.let.acquire(timeout=60)
         gate.note()
         return real(*args)
 
-    monkeypatch.setattr(publish_module, "_write_group", write)
+    monkeypatch.setattr(publish_module, "write_blocks", write)
     return gate
 
 
