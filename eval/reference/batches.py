@@ -23,16 +23,16 @@ class Batch:
     """What to predict in each token's place: itself, but behind a copy what it stands for. Two hops that are asked for
     by the answer alone are not learned; with the first one asked for too, they are."""
     kind: torch.Tensor
-    """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, ANY_OF the values that are left (learned, but
-    not counted), else they are of an answer to the kind of question of that number in `LONG_KINDS`."""
+    """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, ANY_OF several values (learned, but not
+    counted), else they are of an answer to the kind of question of that number in `LONG_KINDS`."""
 
 
-def labels_of(question: Question) -> list[int]:
-    """The kinds of its answer's tokens."""
-    labels = [LONG_KINDS.index(question.kind)] * len(question.answer)
-    if question.kind == "values":
-        labels[:-2:2] = [ANY_OF] * len(labels[:-2:2])
-    return labels
+def learned_from(question: Question) -> tuple[tuple[int, ...], list[int]]:
+    """The tokens of an answer, and their kinds."""
+    number = LONG_KINDS.index(question.kind)
+    if question.kind == "values":  # the first of some in no order
+        return question.answer[:2], [ANY_OF, number]
+    return question.answer, [number] * len(question.answer)
 
 
 def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) -> Batch:
@@ -46,8 +46,9 @@ def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) 
         flat = [token for document in context.documents for token in document]
         labels = np.where(context.is_text, TEXT, NOTHING).tolist()
         for question in context.questions:
-            flat += [*question.prompt, *question.answer]
-            labels += [NOTHING] * len(question.prompt) + labels_of(question)
+            answer, kinds_of_answer = learned_from(question)
+            flat += [*question.prompt, *answer]
+            labels += [NOTHING] * len(question.prompt) + kinds_of_answer
         count = min(len(flat), stage.length)
         ids[row, :count], kind[row, :count] = flat[:count], labels[:count]
         targets[row] = ids[row]

@@ -6,7 +6,8 @@
 - `shot`: `<ex> word word label`, several for each category of words, labels meaning something in one context only;
   asked `<ex> word word`, answered `label`.
 - `back`: after another question, `<q> <last>`; answered as that one.
-- `values`: several facts about one key, far apart; asked `<q> key`, answered with all of them, in any order.
+- `values`: several facts about one key, far apart; asked `<q> key`, and the likeliest words are those that these
+  facts begin with. (To say one after another, and none twice, was not learned in 300 steps, and is not asked for.)
 - `track`: a chain of copies, `<copy> key2 key1`, `<copy> key3 key2` and so on; asked about its last key, answered with
   the fact about its first.
 
@@ -70,19 +71,18 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedT
 class Question:
     """What is asked at the end of a context, and the right answer, as token ids.
 
-    Only to `values` there are several: its pairs in any order.
+    To `values` any of its pairs is an answer, and all are known if their first tokens are the likeliest.
     """
 
     kind: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    statements: int = 1
+    """Values that a key has, or copies in the chain that it ends."""
 
     def is_answer(self, said: Sequence[int]) -> bool:
-        """Whether these tokens are right, as many as `answer` has."""
-        if self.kind != "values":
-            return tuple(said) == self.answer
-        pairs = [{tuple(ids[i : i + 2]) for i in range(0, len(ids), 2)} for ids in (said, self.answer)]
-        return len(said) == len(self.answer) and pairs[0] == pairs[1]
+        """Whether these tokens are right: as many as `answer` has; to `values`, the likeliest in any order."""
+        return set(said) == set(self.answer[::2]) if self.kind == "values" else tuple(said) == self.answer
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Language:
 
     Args:
         tokenizer: made by `train_tokenizer`.
-        text: token ids of natural text, int `[tokens]`.
+        text: token ids of natural text, int `[tokens]`; where a context needs more, it begins again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: np.ndarray) -> None:
@@ -153,13 +153,13 @@ class Language:
         # an alias' two halves may have text between them, but no other half: gaps are free
         cuts = np.sort(rng.integers(0, room + 1, len(events)))
         gaps = np.diff([0, *cuts.tolist(), room])
-        at = int(rng.integers(0, len(self.text) - tokens))
+        at = int(rng.integers(0, max(1, len(self.text) - tokens)))
         documents, is_text = [[self._mark["<bos>"]]], [False]
         for (begins, ids), gap in zip([*events, (False, [])], gaps.tolist(), strict=True):
             if begins:
                 documents.append([self._mark["<doc>"]])
                 is_text.append(False)
-            documents[-1].extend(self.text[at : at + gap].tolist())
+            documents[-1].extend(self.text.take(range(at, at + gap), mode="wrap").tolist())
             documents[-1].extend(ids)
             is_text += [True] * gap + [False] * len(ids)
             at += gap
@@ -188,8 +188,8 @@ class Language:
                 category, label = said.askable["shot"][left["shot"].pop()]
                 question = Question("shot", self.shot(rng, category), (label,))
             else:
-                key, answer = said.askable[kind][left[kind].pop()]
-                question = Question(kind, (mark["<q>"], key), answer)
+                key, answer, statements = said.askable[kind][left[kind].pop()]
+                question = Question(kind, (mark["<q>"], key), answer, statements)
             asked.append(question)
         return tuple(asked)
 
@@ -228,14 +228,14 @@ class _Said:
                     before, key = key, keys.pop()
                     self._add(told + (1 - told) * share, (mark["<copy>"], key, before))
                     self.stands_for[key] = answer[0]
-                self._ask(kind, key, answer)
+                self._ask(kind, key, answer, count)
                 room -= 3 * count
                 continue
             if kind == "values":
                 key, pairs = keys.pop(), [(firsts.pop(), int(rng.choice(language._seconds))) for _ in range(count)]
                 for pair in pairs:  # independent times: in no order
                     self._add(float(rng.random()), (mark["<is>"], key, *pair))
-                self._ask(kind, key, tuple(token for pair in pairs for token in pair))
+                self._ask(kind, key, tuple(token for pair in pairs for token in pair), count)
                 room -= 4 * count
                 continue
             key, answer = keys.pop(), (firsts.pop(), int(rng.choice(language._seconds)))
@@ -252,8 +252,8 @@ class _Said:
     def _add(self, time: float, ids: tuple[int, ...]) -> None:
         self.events.append((time, False, ids))
 
-    def _ask(self, kind: str, key: int, answer: tuple[int, ...]) -> None:
-        self.askable.setdefault(kind, []).append((key, answer))
+    def _ask(self, kind: str, key: int, answer: tuple[int, ...], statements: int = 1) -> None:
+        self.askable.setdefault(kind, []).append((key, answer, statements))
 
     def _shots(self, language: Language, rng: np.random.Generator, room: int) -> int:
         """Examples of two to four categories; returns the tokens they take."""

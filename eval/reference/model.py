@@ -19,6 +19,7 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
     Args:
         shared: for each layer, which is the first of the same weights.
     """
+    rest: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, and no field of the class
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
@@ -27,13 +28,13 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
             num_hidden_layers=size.layers,
             num_attention_heads=size.heads,
             num_key_value_heads=size.kv_heads,
-            head_dim=size.head_dim,
             max_position_embeddings=2 * size.stages[-1].length,
             rope_parameters={"rope_type": "default", "rope_theta": size.rope_theta},
             tie_word_embeddings=False,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+            **rest,
         )
     )
     layers = model.model.layers
@@ -67,20 +68,15 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the models differ in more than their heads, or these cannot be made from the others.
     """
-    config = base.config
-    group, times, room = (
-        config.num_attention_heads // config.num_key_value_heads,
-        size.kv_heads // config.num_key_value_heads,
-        size.heads // size.kv_heads,
-    )
-    head_dim = base.model.layers[0].self_attn.head_dim
+    config, head_dim = base.config, base.model.layers[0].self_attn.head_dim
+    base_heads, base_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+    group, times, room = base_heads // base_kv_heads, size.kv_heads // base_kv_heads, size.heads // size.kv_heads
     wanted = (size.hidden, size.intermediate, size.layers, size.head_dim)
     if wanted != (config.hidden_size, config.intermediate_size, config.num_hidden_layers, head_dim):
         raise ValueError("a model goes on with the width, depth and head size that it has")
-    if size.kv_heads % config.num_key_value_heads or size.heads % size.kv_heads or times + room <= group:
+    if size.kv_heads % base_kv_heads or size.heads % size.kv_heads or times + room <= group:
         raise ValueError(
-            f"{size.heads} heads on {size.kv_heads} KV heads cannot be made from {config.num_attention_heads} "
-            f"on {config.num_key_value_heads}"
+            f"{size.heads} heads on {size.kv_heads} KV heads cannot be made from {base_heads} on {base_kv_heads}"
         )
     heads, first = torch.empty(size.kv_heads, room, dtype=torch.long), torch.zeros(size.kv_heads, room)
     seen = set[int]()
