@@ -75,7 +75,8 @@ def contexts(
     kinds = dict.fromkeys([kind for kind in known if kind != "back"], 1.0)
     for number in range(count):
         context = language.context(np.random.default_rng([seed, number]), tokens, 40, kinds, density=(0.3, 0.5))
-        yield context, {question.kind: question for question in reversed(context.questions)}
+        asked = {question.kind: question for question in reversed(context.questions)}
+        yield context, {kind: asked[kind] for kind in kinds if kind in asked}
 
 
 def questions(language: Language, tokens: int, count: int, seed: int) -> Iterator[tuple[Context, Question]]:
