@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from ..metrics import interval
 from .asking import Asked, language_of, load
 from .language import KINDS, LONG_KINDS, Context, Language, Question
-from .needles import measure_needles
+from .needles import NEEDLES
 
 CHUNK = 16
 BARS = {"full": 97.0, "lost by a random tenth": 15.0, "lost by documents apart": 10.0, "overlap of neighbours": 52.0}
@@ -137,6 +137,20 @@ def measure(
     return findings
 
 
+def measure_needles(
+    model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int
+) -> dict[str, list[float]]:
+    """Right answers to each task, 0 or 100, in `count` contexts of `tokens` tokens."""
+    found: dict[str, list[float]] = {}
+    for number, (name, needle) in enumerate(NEEDLES.items()):
+        for each in tqdm(range(count), desc=name, unit="context"):
+            context, questions = needle.draw(language, np.random.default_rng([seed, number, each]), tokens)
+            answers = Asked(model, context).answers(questions)
+            right = all(question.is_answer(said) for question, said in zip(questions, answers, strict=True))
+            found.setdefault(name, []).append(100.0 * right)
+    return found
+
+
 def show(console: Console, title: str, findings: Findings) -> None:
     """Right answers and figures, as tables."""
     table = Table(title=f"{title}, right answers in percent", title_justify="left")
@@ -175,13 +189,13 @@ def main(
 ) -> None:
     """Measure a reference model against the bars."""
     language, console = language_of(model), Console()
-    document: dict[str, Any] = {"contexts": count, "seed": seed, "bars": BARS, "lengths": []}
+    document: dict[str, Any] = {"seed": seed, "bars": BARS, "lengths": []}
     for length in tokens:
         for yarn in (1.0, *([length / yarn_beyond] if 0 < yarn_beyond < length else [])):
             loaded = load(model, yarn, yarn_beyond)
             findings = measure(loaded, language, length, count, seed, LONG_KINDS if long else KINDS)
             show(console, f"{model.name} at {length} tokens" + (f", YaRN {yarn:.2f}" if yarn > 1 else ""), findings)
-            measured = {"tokens": length, "yarn": yarn, **findings.document()}
+            measured = {"tokens": length, "yarn": yarn, "contexts": count, **findings.document()}
             if long:
                 scores = measure_needles(loaded, language, length, count, seed)
                 measured["needles"] = {name: float(np.mean(values)) for name, values in scores.items()}

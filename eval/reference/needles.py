@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from .asking import Asked
 from .language import MOST, Context, Language, Question
 
 
@@ -52,17 +49,3 @@ NEEDLES = {
     "multi-query": Needle(("fact",), "fact", together=4),
     "tracking": Needle(("fact", "track"), "track", statements=MOST),
 }
-
-
-def measure_needles(
-    model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int
-) -> dict[str, list[float]]:
-    """Right answers to each task, 0 or 100, in `count` contexts of `tokens` tokens."""
-    found: dict[str, list[float]] = {}
-    for number, (name, needle) in enumerate(NEEDLES.items()):
-        for each in tqdm(range(count), desc=name, unit="context"):
-            context, questions = needle.draw(language, np.random.default_rng([seed, number, each]), tokens)
-            answers = Asked(model, context).answers(questions)
-            right = all(question.is_answer(said) for question, said in zip(questions, answers, strict=True))
-            found.setdefault(name, []).append(100.0 * right)
-    return found

@@ -68,13 +68,21 @@ _GROWING = (
     Stage(384, KINDS),
 )
 _LONGER = (
-    Stage(192, LONG_KINDS, (0.5, 1.0), 0.1, most_steps=600, questions=24),
-    Stage(768, LONG_KINDS, (0.05, 0.7), most_steps=120, questions=64),
-    Stage(2048, LONG_KINDS, (0.02, 0.6), most_steps=100, questions=64),
+    Stage(192, LONG_KINDS, (0.5, 1.0), 0.1, most_steps=400, questions=24),
+    Stage(768, LONG_KINDS, (0.05, 0.7), most_steps=100, questions=64),
+    Stage(2048, LONG_KINDS, (0.02, 0.6), most_steps=80, questions=64),
     Stage(4608, LONG_KINDS, (0.005, 0.6), questions=64),
+)
+_SETTLING = (
+    Stage(1024, KINDS, (0.05, 0.7), most_steps=100, questions=64),
+    Stage(4608, KINDS, (0.005, 0.6), questions=64),
 )
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
     "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
-    "long": Size(128, 4, 4, 384, 8, _LONGER, 5120, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=260),
+    "long": Size(128, 4, 4, 384, 8, _LONGER, 5120, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=200),
+    # goes on from "long", without the kinds that it did not learn
+    "long-settled": Size(
+        128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
+    ),
 }

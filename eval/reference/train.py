@@ -208,14 +208,28 @@ def main(
     size: Annotated[str, typer.Option(help=f"One of: {', '.join(SIZES)}.")] = "xs",
     continue_from: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="Folder of the model to go on from; long needs one (xs)."),
+        typer.Option(exists=True, file_okay=False, help="Folder of the model to go on from; the long sizes need one."),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Stop after this long; run again to go on.")] = 600,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves it to PyTorch.")] = 0,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, contexts and questions: the same run again.")] = 0,
     megabytes: Annotated[int, typer.Option(min=1, help="How much of the text is used.")] = 8,
 ) -> None:
-    """Train a reference model: xs and m from scratch, long from xs. The same command goes on after an interruption."""
+    """Train a reference model on the generated language.
+
+    From scratch, in about 40 minutes of one CPU core:
+
+        python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
+
+    From another one towards longer contexts:
+
+        python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
+
+    Then once more, with --size long-settled --continue-from runs/long/model, without the kinds that were not learned.
+
+    The folder of --out holds checkpoint.pt and curve.json while training goes on, and model/ when it is done. After
+    an interruption, or when --minutes are over, the same command goes on. What a size is made of stands in recipes.py.
+    """
     if size not in SIZES:
         raise typer.BadParameter(f"{size} is none of {', '.join(SIZES)}", param_hint="--size")
     recipe = SIZES[size]

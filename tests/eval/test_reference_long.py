@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from eval.reference import train
 from eval.reference.asking import Asked, language_of, load
 from eval.reference.batches import ANY_OF, draw
-from eval.reference.check import random_tenth
+from eval.reference.check import BARS, random_tenth
 from eval.reference.language import LONG_KINDS, MOST, Language
 from eval.reference.model import build, grown, sharing, unshared
 from eval.reference.needles import NEEDLES
@@ -236,7 +236,8 @@ def test_what_is_told_of_the_shipped_model_is_whole():
     told = json.loads((LONG / "check.json").read_text())
     measured = {(one["tokens"], one["yarn"]): one for one in told["lengths"]}
     assert {(512, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0), (8192, 8192 / BEYOND)} <= measured.keys()
-    assert all(one["needles"].keys() == NEEDLES.keys() for one in measured.values())
+    assert all(measured[tokens, 1.0]["figures"]["full"] >= told["bars"]["full"] for tokens in (512, 2048, 4096))
+    assert all(one["figures"].keys() == BARS.keys() for one in measured.values())
     curve = json.loads((LONG / "curve.json").read_text())
     assert curve[-1]["length"] == SIZES["long"].stages[-1].length == BEYOND
     files = [path for path in (ROOT / "eval" / "reference").rglob("*") if path.is_file() and path.suffix != ".pyc"]
