@@ -1,20 +1,23 @@
 """Is a reference model of use? What it knows, and what it loses where something is taken from it.
 
-    python -m eval.reference.check --model eval/reference/xs --tokens 512
+    python -m eval.reference.check --model eval/reference/xs
+    python -m eval.reference.check --model eval/reference/long --long --tokens 512 --tokens 4096 --tokens 8192
 
 Measured with plain transformers and masks, without any method of ours: the share of answers that are right with full
 KV; with a random tenth of the prefix's chunks; with documents that were encoded apart (in place, so that positions
-are right); and how far the chunks that get most attention agree between layers. A model that loses nothing by these
-cannot show what a method costs.
+are right); how far the chunks that get most attention agree between layers, and between the KV heads of a layer. A
+model that loses nothing by these cannot show what a method costs. A model of long context is also asked for needles
+(`needles.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -22,12 +25,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ..data import Data
 from ..metrics import interval
-from ..tasks.ruler.haystack import sentences
-from .language import KINDS, Context, Language, Question
+from .asking import Asked, language_of, load
+from .language import KINDS, LONG_KINDS, Context, Language, Question
+from .needles import NEEDLES
 
 CHUNK = 16
 BARS = {"full": 97.0, "lost by a random tenth": 15.0, "lost by documents apart": 10.0, "overlap of neighbours": 52.0}
@@ -36,7 +39,7 @@ BARS = {"full": 97.0, "lost by a random tenth": 15.0, "lost by documents apart":
 
 @dataclass
 class Findings:
-    """Right answers, in percent (0 or 100 each), under each condition; by kind, and over all."""
+    """Right answers, in percent (0 or 100 each), under each condition, by kind; and overlaps, in percent."""
 
     right: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     overlaps: dict[str, list[float]] = field(default_factory=dict)
@@ -48,123 +51,158 @@ class Findings:
         kinds = self.right[condition]
         return float(np.mean(kinds[kind] if kind else [score for scores in kinds.values() for score in scores]))
 
+    def figures(self) -> dict[str, float]:
+        """What is held against the bars."""
+        full = self.share("full")
+        return {
+            "full": full,
+            "lost by a random tenth": full - self.share("random tenth"),
+            "lost by documents apart": full - self.share("documents apart"),
+            "overlap of neighbours": float(np.mean(self.overlaps["neighbours, 25%"])),
+        }
 
-def questions(language: Language, tokens: int, count: int, seed: int) -> Iterator[tuple[Context, Question]]:
-    """So many questions, a context each, all kinds equally often ("back" needs no context)."""
-    kinds = dict.fromkeys([kind for kind in KINDS if kind != "back"], 1.0)
+    def document(self) -> dict[str, Any]:
+        """For JSON: means."""
+        shares = {c: {kind: self.share(c, kind) for kind in kinds} for c, kinds in self.right.items()}
+        overlaps = {name: float(np.mean(values)) for name, values in self.overlaps.items()}
+        return {"right": shares, "overlaps": overlaps, "figures": self.figures()}
+
+
+def contexts(
+    language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
+) -> Iterator[tuple[Context, dict[str, Question]]]:
+    """So many contexts, and a question of each kind about each ("back" needs no context)."""
+    kinds = dict.fromkeys([kind for kind in known if kind != "back"], 1.0)
     for number in range(count):
         context = language.context(np.random.default_rng([seed, number]), tokens, 40, kinds, density=(0.3, 0.5))
-        wanted = list(kinds)[number % len(kinds)]
-        asked = [question for question in context.questions if question.kind == wanted]
-        if asked:
-            yield context, asked[0]
+        asked = {question.kind: question for question in reversed(context.questions)}
+        yield context, {kind: asked[kind] for kind in kinds if kind in asked}
 
 
-def is_right(model: PreTrainedModel, ids: torch.Tensor, answer: int, mask: torch.Tensor) -> bool:
-    """Whether each token of the answer is the likeliest, given those before it.
-
-    Args:
-        ids: int64 `[tokens]`, whose last `answer` tokens are the answer.
-        mask: bool `[tokens, tokens]`: which token sees which.
-    """
-    with torch.no_grad():
-        logits = model(input_ids=ids.unsqueeze(0), attention_mask=mask[None, None], use_cache=False).logits[0]
-    return bool((logits[-answer - 1 : -1].argmax(-1) == ids[-answer:]).all())
+def questions(language: Language, tokens: int, count: int, seed: int) -> Iterator[tuple[Context, Question]]:
+    """So many questions, a context each, all kinds equally often."""
+    kinds = [kind for kind in KINDS if kind != "back"]
+    for number, (context, asked) in enumerate(contexts(language, tokens, count, seed)):
+        if kinds[number % len(kinds)] in asked:
+            yield context, asked[kinds[number % len(kinds)]]
 
 
-def masks(context: Context, length: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Which token sees which, bool `[length, length]`, under each condition."""
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+def apart(context: Context) -> torch.Tensor:
+    """Which token sees which where each document is encoded by itself, bool `[tokens, tokens]`."""
     sizes = [len(document) for document in context.documents]
-    prefix = sum(sizes)
     documents = torch.tensor(np.repeat(np.arange(len(sizes)), sizes))
-    apart = causal.clone()
-    apart[:prefix, :prefix] &= documents.unsqueeze(0) == documents.unsqueeze(1)
-    chunks = prefix // CHUNK
+    return (documents.unsqueeze(0) == documents.unsqueeze(1)).tril()
+
+
+def random_tenth(tokens: int, rng: np.random.Generator) -> torch.Tensor:
+    """A tenth of the whole chunks, bool `[tokens]`."""
+    chunks = tokens // CHUNK
     kept = rng.choice(chunks, max(1, chunks // 10), replace=False)
-    random = causal.clone()
-    random[prefix:, :prefix] = torch.from_numpy(np.isin(np.arange(prefix) // CHUNK, kept))
-    return {"full": causal, "random tenth": random, "documents apart": apart}
+    return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, kept))
 
 
-def important(model: PreTrainedModel, ids: torch.Tensor, prefix: int, share: float) -> list[set[int]]:
-    """For each layer the share of the prefix's chunks that the tokens behind it attend to most."""
-    with torch.no_grad():
-        weights = model(input_ids=ids.unsqueeze(0), use_cache=False, output_attentions=True).attentions
-    chunks = prefix // CHUNK
-    count = max(1, int(share * chunks))
-    found = []
-    for layer in weights:  # [1, heads, queries, keys]
-        mass = layer[0, :, prefix:, : chunks * CHUNK].float().sum((0, 1)).view(chunks, CHUNK).sum(1)
-        found.append(set(mass.topk(count).indices.tolist()))
-    return found
+def overlaps(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
+    """How much of the chunks that get most attention is the same, in percent: of layers, and of a layer's KV heads."""
+    chunks, kv_heads = asked.tokens // CHUNK, asked.model.config.num_key_value_heads
+    mass = [
+        layer[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK)).unflatten(0, (kv_heads, -1)).sum((1, 2, 4))
+        for layer in asked.attention(ids)
+    ]  # [kv_heads, chunks] each
+    for share in (0.1, 0.25):
+        count = max(1, int(share * chunks))
+        layers = [set(of_heads.sum(0).topk(count).indices.tolist()) for of_heads in mass]
+        for step, name in ((1, "neighbours"), (2, "periods of 2"), (4, "periods of 4")):
+            for i in range(0, len(layers) - step, step):
+                yield f"{name}, {share:.0%}", 100 * len(layers[i] & layers[i + step]) / count
+        for of_heads in mass:
+            for a, b in combinations([set(one.topk(count).indices.tolist()) for one in of_heads], 2):
+                yield f"kv heads, {share:.0%}", 100 * len(a & b) / count
 
 
-def measure(model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int) -> Findings:
-    """All of it, on `count` questions behind contexts of `tokens` tokens."""
+def measure(
+    model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
+) -> Findings:
+    """All of it, on a question of each kind about each of `count` contexts of `tokens` tokens."""
     findings, rng = Findings(), np.random.default_rng(seed)
-    for context, question in tqdm(questions(language, tokens, count, seed), total=count, unit="question"):
-        prefix = [token for document in context.documents for token in document]
-        ids = torch.tensor([*prefix, *question.prompt, *question.answer])
-        for condition, mask in masks(context, len(ids), rng).items():
-            findings.add(condition, question.kind, is_right(model, ids, len(question.answer), mask))
-    model.set_attn_implementation("eager")  # the one that gives weights
-    for context, question in questions(language, tokens, min(count, 100), seed + 1):
-        prefix = [token for document in context.documents for token in document]
-        ids = torch.tensor([*prefix, *question.prompt])
-        for share in (0.1, 0.25):
-            layers = important(model, ids, len(prefix), share)
-            for step, name in ((1, "neighbours"), (2, "periods of 2"), (4, "periods of 4")):
-                pairs = [(layers[i], layers[i + step]) for i in range(0, len(layers) - step, step)]
-                findings.overlaps.setdefault(f"{name}, {share:.0%}", []).extend(
-                    100 * len(a & b) / len(a) for a, b in pairs
-                )
-    model.set_attn_implementation("sdpa")
+    for context, questions in tqdm(contexts(language, tokens, count, seed, known), total=count, unit="context"):
+        asked = Asked(model, context)
+        for kind, question in questions.items():
+            findings.add("full", kind, asked.is_right(question))
+            findings.add("random tenth", kind, asked.is_right(question, random_tenth(asked.tokens, rng)))
+            for name, percent in overlaps(asked, question.prompt):
+                findings.overlaps.setdefault(name, []).append(percent)
+        asked = Asked(model, context, apart(context))
+        for kind, question in questions.items():
+            findings.add("documents apart", kind, asked.is_right(question))
     return findings
 
 
-def main(
-    model: Annotated[Path, typer.Option(exists=True, help="Folder of the model.")],
-    tokens: Annotated[int, typer.Option(min=128, help="Tokens of a context.")] = 512,
-    count: Annotated[int, typer.Option(min=4, help="Questions.")] = 400,
-    seed: int = 1,
-    out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
-) -> None:
-    """Measure a reference model against the bars."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
-    findings = measure(loaded, Language(tokenizer, text), tokens, count, seed)
-    table = Table(title=f"{model.name} at {tokens} tokens, right answers in percent", title_justify="left")
+def measure_needles(
+    model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int
+) -> dict[str, list[float]]:
+    """Right answers to each task, 0 or 100, in `count` contexts of `tokens` tokens."""
+    found: dict[str, list[float]] = {}
+    for number, (name, needle) in enumerate(NEEDLES.items()):
+        for each in tqdm(range(count), desc=name, unit="context"):
+            context, questions = needle.draw(language, np.random.default_rng([seed, number, each]), tokens)
+            answers = Asked(model, context).answers(questions)
+            right = all(question.is_answer(said) for question, said in zip(questions, answers, strict=True))
+            found.setdefault(name, []).append(100.0 * right)
+    return found
+
+
+def show(console: Console, title: str, findings: Findings) -> None:
+    """Right answers and figures, as tables."""
+    table = Table(title=f"{title}, right answers in percent", title_justify="left")
     for heading in ("", *findings.right["full"], "all"):
         table.add_column(heading)
     for condition, kinds in findings.right.items():
         low, high = interval([score for scores in kinds.values() for score in scores])
         cells = [f"{findings.share(condition, kind):.1f}" for kind in findings.right["full"]]
         table.add_row(condition, *cells, f"{findings.share(condition):.1f} ({low:.1f}–{high:.1f})")
-    overlaps = {name: float(np.mean(values)) for name, values in findings.overlaps.items()}
-    full = findings.share("full")
-    figures = {
-        "full": full,
-        "lost by a random tenth": full - findings.share("random tenth"),
-        "lost by documents apart": full - findings.share("documents apart"),
-        "overlap of neighbours": overlaps["neighbours, 25%"],
-    }
     bars = Table(title="Bars", title_justify="left")
     for heading in ("figure", "measured", "bar", "met"):
         bars.add_column(heading)
-    for name, value in figures.items():
+    for name, value in findings.figures().items():
         bars.add_row(name, f"{value:.1f}", f"≥ {BARS[name]:.0f}", "yes" if value >= BARS[name] else "no")
-    console = Console()
-    console.print(table)
+    console.print(table, bars)
     console.print(
-        "Overlap of the most attended chunks, %:", {name: round(value, 1) for name, value in overlaps.items()}
+        "Overlap of the most attended chunks, %:",
+        {name: round(float(np.mean(values)), 1) for name, values in findings.overlaps.items()},
     )
-    console.print(bars)
-    if out is not None:
-        shares = {c: {k: findings.share(c, k) for k in kinds} for c, kinds in findings.right.items()}
-        document = {"tokens": tokens, "questions": count, "seed": seed, "right": shares, "overlaps": overlaps}
-        out.write_text(json.dumps(document | {"figures": figures, "bars": BARS}, indent=1) + "\n")
+
+
+def main(
+    model: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder of the model.")],
+    tokens: Annotated[list[int], typer.Option(min=128, help="Tokens of a context; may be given several times.")] = [  # noqa: B006
+        512
+    ],
+    count: Annotated[int, typer.Option(min=1, help="Contexts; each is asked one question of each kind.")] = 100,
+    long: Annotated[
+        bool, typer.Option("--long", help="Also what models of long context know: values, track, needles.")
+    ] = False,
+    yarn_beyond: Annotated[
+        int, typer.Option(help="Longer contexts than this are read with YaRN, too, and the factor they need; 0: none.")
+    ] = 0,
+    seed: int = 1,
+    out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
+) -> None:
+    """Measure a reference model against the bars."""
+    language, console = language_of(model), Console()
+    document: dict[str, Any] = {"seed": seed, "bars": BARS, "lengths": []}
+    for length in tokens:
+        for yarn in (1.0, *([length / yarn_beyond] if 0 < yarn_beyond < length else [])):
+            loaded = load(model, yarn, yarn_beyond)
+            findings = measure(loaded, language, length, count, seed, LONG_KINDS if long else KINDS)
+            show(console, f"{model.name} at {length} tokens" + (f", YaRN {yarn:.2f}" if yarn > 1 else ""), findings)
+            measured = {"tokens": length, "yarn": yarn, "contexts": count, **findings.document()}
+            if long:
+                scores = measure_needles(loaded, language, length, count, seed)
+                measured["needles"] = {name: float(np.mean(values)) for name, values in scores.items()}
+                console.print("Needles, right answers in percent:", measured["needles"])
+            document["lengths"].append(measured)
+            if out is not None:
+                out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,12 @@
 - `shot`: `<ex> word word label`, several for each category of words, labels meaning something in one context only;
   asked `<ex> word word`, answered `label`.
 - `back`: after another question, `<q> <last>`; answered as that one.
+- `values`: several facts about one key, far apart; asked `<q> key`, and the likeliest words are those that these
+  facts begin with. (To say one after another, and none twice, was not learned in 300 steps, and is not asked for.)
+- `track`: a chain of copies, `<copy> key2 key1`, `<copy> key3 key2` and so on; asked about its last key, answered with
+  the fact about its first.
+
+The first five are what every reference model knows (`KINDS`), all seven what those of long context know (`LONG_KINDS`).
 
 An alias crosses a border: `<it>` is bound to its key by what the document before said, so documents that are encoded
 apart lose it. All else is text of books, which gives attention something to do in every layer.
@@ -14,7 +20,7 @@ apart lose it. All else is text of books, which gives attention something to do 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +35,9 @@ CATEGORIES, WORDS_EACH = 8, 8
 WORDS = tuple(f"<w{c}.{i}>" for c in range(CATEGORIES) for i in range(WORDS_EACH))
 LABELS = tuple(f"<l{i}>" for i in range(16))
 KINDS = ("fact", "alias", "hop", "shot", "back")
+LONG_KINDS = (*KINDS, "values", "track")
+MOST = 4
+"""Values of a key, and copies in a chain."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedTokenizerFast:
@@ -60,11 +69,20 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedT
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked at the end of a context, and the one right answer, as token ids."""
+    """What is asked at the end of a context, and the right answer, as token ids.
+
+    To `values` any of its pairs is an answer, and all are known if their first tokens are the likeliest.
+    """
 
     kind: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
+    statements: int = 1
+    """Values that a key has, or copies in the chain that it ends."""
+
+    def is_answer(self, said: Sequence[int]) -> bool:
+        """Whether these tokens are right: as many as `answer` has; to `values`, the likeliest in any order."""
+        return set(said) == set(self.answer[::2]) if self.kind == "values" else tuple(said) == self.answer
 
 
 @dataclass(frozen=True)
@@ -84,7 +102,7 @@ class Language:
 
     Args:
         tokenizer: made by `train_tokenizer`.
-        text: token ids of natural text, int `[tokens]`.
+        text: token ids of natural text, int `[tokens]`; where a context needs more, it begins again.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: np.ndarray) -> None:
@@ -120,12 +138,11 @@ class Language:
         )
 
     def _meant(self, documents: tuple[tuple[int, ...], ...], said: _Said) -> np.ndarray:
-        stands_for = {key: answer[0] for key, answer in said.askable.get("hop", ())}
         flat = [token for document in documents for token in document]
         meant = np.full(len(flat), -1)
         for at, token in enumerate(flat[:-2]):
             if token == self._mark["<copy>"]:
-                meant[at + 2] = stands_for[flat[at + 1]]
+                meant[at + 2] = said.stands_for[flat[at + 1]]
         return meant
 
     def _write(
@@ -136,13 +153,13 @@ class Language:
         # an alias' two halves may have text between them, but no other half: gaps are free
         cuts = np.sort(rng.integers(0, room + 1, len(events)))
         gaps = np.diff([0, *cuts.tolist(), room])
-        at = int(rng.integers(0, len(self.text) - tokens))
+        at = int(rng.integers(0, max(1, len(self.text) - tokens)))
         documents, is_text = [[self._mark["<bos>"]]], [False]
         for (begins, ids), gap in zip([*events, (False, [])], gaps.tolist(), strict=True):
             if begins:
                 documents.append([self._mark["<doc>"]])
                 is_text.append(False)
-            documents[-1].extend(self.text[at : at + gap].tolist())
+            documents[-1].extend(self.text.take(range(at, at + gap), mode="wrap").tolist())
             documents[-1].extend(ids)
             is_text += [True] * gap + [False] * len(ids)
             at += gap
@@ -159,7 +176,7 @@ class Language:
             some[:] = rng.choice(some, count).tolist() if some else []
         while len(asked) < count:
             names = [kind for kind in left if left[kind]]
-            if "back" in kinds and asked and asked[-1].kind != "shot":
+            if "back" in kinds and asked and asked[-1].kind not in ("shot", "values"):
                 names.append("back")
             if not any(left.values()):
                 break
@@ -171,8 +188,8 @@ class Language:
                 category, label = said.askable["shot"][left["shot"].pop()]
                 question = Question("shot", self.shot(rng, category), (label,))
             else:
-                key, answer = said.askable[kind][left[kind].pop()]
-                question = Question(kind, (mark["<q>"], key), answer)
+                key, answer, statements = said.askable[kind][left[kind].pop()]
+                question = Question(kind, (mark["<q>"], key), answer, statements)
             asked.append(question)
         return tuple(asked)
 
@@ -187,6 +204,8 @@ class _Said:
     def __init__(self, language: Language, rng: np.random.Generator, room: int, kinds: Mapping[str, float]) -> None:
         self.events: list[tuple[float, bool, tuple[int, ...]]] = []
         self.askable: dict[str, list] = {}
+        self.stands_for: dict[int, int] = {}
+        """For each key that is a copy, the first token of what it stands for."""
         mark = language._mark
         names = [kind for kind in kinds if kind != "back"]
         keys = rng.permutation(language._keys).tolist()
@@ -197,16 +216,27 @@ class _Said:
             names.remove("shot")
         while room >= 6 and names and len(keys) > 2 and firsts:
             kind, time = rng.choice(names), float(rng.random())
-            if kind == "hop" and not facts:
+            count = 1 if kind == "hop" else int(rng.integers(2, MOST + 1)) if kind in ("values", "track") else 0
+            if kind in ("hop", "track") and (not facts or len(keys) < count or room < 3 * count):
                 kind = "fact"
-            if kind == "hop":
-                told, key1, answer = facts.pop(
-                    rng.integers(len(facts))
-                )  # once each, or what is often copied is guessed
-                key2 = keys.pop()
-                self._add(told + (1 - told) * time, (mark["<copy>"], key2, key1))
-                self._ask("hop", key2, answer)
-                room -= 3
+            if kind == "values" and (len(firsts) < count or room < 4 * count):
+                kind = "fact"
+            if kind in ("hop", "track"):
+                # once each, or what is often copied is guessed
+                told, key, answer = facts.pop(rng.integers(len(facts)))
+                for share in sorted([time, *rng.random(count - 1).tolist()]):
+                    before, key = key, keys.pop()
+                    self._add(told + (1 - told) * share, (mark["<copy>"], key, before))
+                    self.stands_for[key] = answer[0]
+                self._ask(kind, key, answer, count)
+                room -= 3 * count
+                continue
+            if kind == "values":
+                key, pairs = keys.pop(), [(firsts.pop(), int(rng.choice(language._seconds))) for _ in range(count)]
+                for pair in pairs:  # independent times: in no order
+                    self._add(float(rng.random()), (mark["<is>"], key, *pair))
+                self._ask(kind, key, tuple(token for pair in pairs for token in pair), count)
+                room -= 4 * count
                 continue
             key, answer = keys.pop(), (firsts.pop(), int(rng.choice(language._seconds)))
             if kind == "fact":
@@ -222,8 +252,8 @@ class _Said:
     def _add(self, time: float, ids: tuple[int, ...]) -> None:
         self.events.append((time, False, ids))
 
-    def _ask(self, kind: str, key: int, answer: tuple[int, ...]) -> None:
-        self.askable.setdefault(kind, []).append((key, answer))
+    def _ask(self, kind: str, key: int, answer: tuple[int, ...], statements: int = 1) -> None:
+        self.askable.setdefault(kind, []).append((key, answer, statements))
 
     def _shots(self, language: Language, rng: np.random.Generator, room: int) -> int:
         """Examples of two to four categories; returns the tokens they take."""

@@ -1,6 +1,7 @@
-"""Train a reference model from scratch on the generated language.
+"""Train a reference model on the generated language: from scratch, or from another one towards longer contexts.
 
     python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
+    python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
 
 A small Qwen2 (grouped-query attention, RoPE) learns the kinds of questions one after the other on short contexts, and
 then longer ones; a length is left only when it is learned, which is what makes longer ones converge. The layers between
@@ -8,7 +9,10 @@ the second and the last share their weights (Dehghani et al. 2018, Liu et al. 20
 not learned; before two hops are asked for, the weights of the layer that looks facts up are copied to those behind it
 but the last, and shared from then on: a layer that comes again can look up what the one before has found, and looks
 where that one looked, as neighbouring layers of large models do. In the files each layer has weights of its own.
-Interrupted, training goes on where the last checkpoint was.
+
+A model that goes on from another keeps its tokenizer and shares layers as that one does; heads are added so that
+nothing changes at first (`grown`), and RoPE gets a larger base, so that long distances turn keys no further than short
+ones did. Interrupted, training goes on where the last checkpoint was.
 """
 
 from __future__ import annotations
@@ -17,179 +21,21 @@ import gzip
 import json
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib
 import numpy as np
 import torch
 import typer
 from tqdm.auto import tqdm
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
-from .language import KINDS, Language, train_tokenizer
-
-matplotlib.use("Agg")
-from matplotlib import pyplot
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A length of sequences and the kinds of questions in them."""
-
-    length: int
-    kinds: tuple[str, ...]
-    density: tuple[float, float] = (0.3, 0.7)
-    """Range of the share of tokens that statements take."""
-    text_weight: float = 0.2
-    """Of the loss on natural text, beside the loss on answers."""
-    repeats: bool = False
-    """Whether the same may be asked twice: looking up is learned on what was answered a few tokens before, or not at
-    all. Two hops are not learned as long as answers can be looked up there."""
-    least_steps: int = 100
-    most_steps: int = 1500
-    """After these the next length comes, learned or not: what is left is learned while the rates fall."""
-
-
-@dataclass(frozen=True)
-class Size:
-    """One reference model and how it is trained."""
-
-    hidden: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    layers: int
-    stages: tuple[Stage, ...]
-    tokens_per_step: int = 4608
-    matrix_rate: float = 0.01
-    other_rate: float = 2e-3
-    own_layers: int = 2
-    """The first layers, which with the last one have weights of their own from the start; the others share theirs."""
-    shares_from: int = 5
-    """The stage from which on they share those of the layer that looks facts up: the first that asks for two hops."""
-    learned: float = 0.97
-    final_steps: int = 1600
-    """Steps of the last stage, while the rates fall to 0."""
-
-
-_GROWING = (
-    Stage(32, ("fact",), (0.9, 1.0), 0.0, repeats=True),
-    Stage(64, ("fact",), (0.9, 1.0), 0.0, repeats=True),
-    Stage(96, ("fact",), (0.6, 1.0), 0.05, repeats=True),
-    Stage(96, ("fact", "shot"), (0.6, 1.0), 0.05, repeats=True),
-    Stage(96, ("fact", "shot", "alias", "back"), (0.6, 1.0), 0.05, repeats=True),
-    Stage(96, ("fact", "hop"), (0.8, 1.0), 0.05),
-    Stage(96, KINDS, (0.5, 1.0), 0.1),
-    Stage(192, KINDS),
-    Stage(384, KINDS),
-)
-SIZES = {
-    "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
-    "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
-}
-
-
-def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> Qwen2ForCausalLM:
-    """The model, untrained. Embeddings are not tied: keys are read and never said, and tying pushes them together.
-
-    Args:
-        shared: for each layer, which is the first of the same weights.
-    """
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=size.hidden,
-            intermediate_size=size.intermediate,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.heads,
-            num_key_value_heads=size.kv_heads,
-            max_position_embeddings=2 * size.stages[-1].length,
-            tie_word_embeddings=False,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-    layers = model.model.layers
-    for number, first in enumerate(shared):
-        layers[number] = layers[first]
-    return model
-
-
-def unshared(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """The same model in bfloat16 with weights of its own in each layer, as files hold it."""
-    alone: Any = Qwen2ForCausalLM(model.config)
-    alone.load_state_dict(model.state_dict())
-    return alone.to(torch.bfloat16)
-
-
-def lookup_layer(model: Qwen2ForCausalLM, language: Language, contexts: int = 24) -> int:
-    """The layer, the last one apart, in which a question about a fact attends most to where its answer stands."""
-    found = torch.zeros(len(model.model.layers) - 1)
-    model.set_attn_implementation("eager")  # the one that gives weights
-    for number in range(contexts):
-        context = language.context(np.random.default_rng([0, number]), 64, 4, {"fact": 1.0}, (0.8, 1.0))
-        flat = [token for document in context.documents for token in document]
-        for question in context.questions:
-            ids = torch.tensor([[*flat, *question.prompt]], device=model.device)
-            with torch.no_grad():
-                weights = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
-            at = flat.index(question.answer[0])
-            found += torch.tensor([float(layer[0, :, -1, at].mean()) for layer in weights[:-1]])
-    model.set_attn_implementation("sdpa")
-    return int(found.argmax())
-
-
-@dataclass
-class Batch:
-    """Sequences to learn from; all int64 `[rows, length]`."""
-
-    ids: torch.Tensor
-    targets: torch.Tensor
-    """What to predict in each token's place: itself, but behind a copy what it stands for. Two hops that are asked for
-    by the answer alone are not learned; with the first one asked for too, they are."""
-    kind: torch.Tensor
-    """Of targets: -1 is nothing to learn, -2 natural text, -3 what a copy stands for, else they are of an answer to
-    the kind of question of that number in `KINDS`."""
-
-
-def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) -> Batch:
-    """Contexts with as many questions as fill the sequence."""
-    kinds = dict.fromkeys(stage.kinds, 1.0)
-    ids = np.zeros((rows, stage.length), np.int64)
-    targets, kind = ids.copy(), np.full((rows, stage.length), -1, np.int64)
-    for row in range(rows):
-        questions = min(32, stage.length // 8)
-        context = language.context(rng, stage.length - 4 * questions, questions, kinds, stage.density, stage.repeats)
-        flat = [token for document in context.documents for token in document]
-        labels = np.where(context.is_text, -2, -1).tolist()
-        for question in context.questions:
-            flat += [*question.prompt, *question.answer]
-            labels += [-1] * len(question.prompt) + [KINDS.index(question.kind)] * len(question.answer)
-        count = min(len(flat), stage.length)
-        ids[row, :count], kind[row, :count] = flat[:count], labels[:count]
-        targets[row] = ids[row]
-        copies = np.flatnonzero(context.meant >= 0)
-        targets[row, copies + 1], kind[row, copies + 1] = context.meant[copies], -3
-    return Batch(*map(torch.from_numpy, (ids, targets, kind)))
-
-
-def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Mean loss on answers, mean loss on text, and the share of right answer tokens of each kind."""
-    device = model.device
-    ids, kind = batch.ids.to(device), batch.kind.to(device)[:, 1:]
-    with torch.autocast(device.type, torch.bfloat16):
-        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
-        wanted = kind != -1
-        logits = model.lm_head(hidden[wanted])
-    targets, kinds = batch.targets.to(device)[:, 1:][wanted], kind[wanted]
-    each = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    right = logits.argmax(-1) == targets
-    shares = {name: float(right[kinds == i].float().mean()) for i, name in enumerate(KINDS) if (kinds == i).any()}
-    return each[(kinds >= 0) | (kinds == -3)].mean(), each[kinds == -2].mean(), shares
+from .batches import draw, losses
+from .curve import draw_curve
+from .language import Language, train_tokenizer
+from .model import build, grown, lookup_layer, sharing, unshared
+from .recipes import SIZES, Size
 
 
 @dataclass
@@ -211,12 +57,26 @@ class Training:
     """One run: model, optimizers, data and what is known of its progress."""
 
     def __init__(
-        self, size: Size, language: Language, tokenizer: PreTrainedTokenizerBase, out: Path, seed: int
+        self,
+        size: Size,
+        language: Language,
+        tokenizer: PreTrainedTokenizerBase,
+        out: Path,
+        seed: int,
+        base: Qwen2ForCausalLM | None = None,
     ) -> None:
+        """Begin, or go on from the checkpoint in `out`.
+
+        Args:
+            base: for a size that continues: the model that it goes on from.
+        """
         torch.manual_seed(seed)
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed
         middle = range(size.layers - 1)
-        self.progress = Progress(shared=[*(min(layer, size.own_layers) for layer in middle), size.layers - 1])
+        shared = (
+            [*(min(layer, size.own_layers) for layer in middle), size.layers - 1] if base is None else sharing(base)
+        )
+        self.progress = Progress(shared=shared)
         self._checkpoint = out / "checkpoint.pt"
         saved = torch.load(self._checkpoint, weights_only=True) if self._checkpoint.exists() else None
         if saved is not None:
@@ -226,6 +86,8 @@ class Training:
             self.model.load_state_dict(saved["model"])
             for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
+        elif base is not None:
+            self.model.load_state_dict(grown(base, size))
 
     def _begin(self) -> None:
         """Make model and optimizers, with the layers shared that are."""
@@ -302,7 +164,7 @@ class Training:
         done = (learned and now.in_stage >= stage.least_steps) or now.in_stage >= stage.most_steps
         if now.in_stage >= size.final_steps if last else done:
             now.stage, now.in_stage, now.shares = now.stage + 1, 0, {}
-            if now.stage == size.shares_from:
+            if now.stage == size.shares_from and not size.continues:
                 self._share()
 
     def _save(self) -> None:
@@ -317,44 +179,23 @@ class Training:
         (self.out / "curve.json").write_text(json.dumps(self.progress.curve, indent=1) + "\n")
 
 
-def draw_curve(curve: list[dict[str, Any]], path: Path) -> None:
-    """Plot losses and right answers over the steps of a run."""
-    figure, (losses_axes, right_axes) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
-    steps = [point["step"] for point in curve]
-    for name in ("answers", "text"):
-        losses_axes.plot(steps, [point[name] for point in curve], label=name)
-    losses_axes.set(xlabel="step", ylabel="loss, nats", yscale="log")
-    for kind in KINDS:
-        known = [(point["step"], point["right"][kind]) for point in curve if kind in point["right"]]
-        right_axes.plot(*zip(*known, strict=True), label=kind)
-    right_axes.set(xlabel="step", ylabel="share of answer tokens that are right")
-    before = None
-    for point in curve:
-        if point["length"] != before:
-            before = point["length"]
-            right_axes.axvline(point["step"], color="0.85", zorder=0)
-            right_axes.text(point["step"], 0.02, f" {before}", color="0.4", fontsize=8)
-    losses_axes.legend()
-    right_axes.legend()
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
 def read_text(path: Path) -> str:
     """A text file, gzipped or not."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         return file.read()
 
 
-def prepare(text_path: Path, out: Path, megabytes: int) -> tuple[PreTrainedTokenizerBase, np.ndarray]:
-    """The tokenizer, and the text as ids; made once for each output folder."""
+def prepare(
+    text_path: Path, out: Path, megabytes: int, base: Path | None
+) -> tuple[PreTrainedTokenizerBase, np.ndarray]:
+    """The tokenizer (that of `base`, if there is one), and the text as ids; made once for each output folder."""
     folder, encoded = out / "tokenizer", out / "text.npy"
     if not encoded.exists():
         out.mkdir(parents=True, exist_ok=True)
         text = read_text(text_path)
         step = max(1, len(text) // (megabytes << 20))  # slices from everywhere in the collection
         pieces = [text[i : i + 4096] for i in range(0, len(text) - 4096, 4096 * step)]
-        tokenizer = train_tokenizer(pieces)
+        tokenizer = train_tokenizer(pieces) if base is None else PreTrainedTokenizerFast.from_pretrained(base)
         tokenizer.save_pretrained(folder)
         rows = tokenizer(pieces, add_special_tokens=False)["input_ids"]
         np.save(encoded, np.concatenate([np.array(row, np.uint16) for row in rows]))
@@ -363,18 +204,45 @@ def prepare(text_path: Path, out: Path, megabytes: int) -> tuple[PreTrainedToken
 
 def main(
     text: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Natural text, .txt or .txt.gz.")],
-    out: Annotated[Path, typer.Option(help="Folder for checkpoints and, at the end, the model.")],
+    out: Annotated[Path, typer.Option(help="Folder for checkpoints and, at the end, the model with its curve.")],
     size: Annotated[str, typer.Option(help=f"One of: {', '.join(SIZES)}.")] = "xs",
+    continue_from: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="Folder of the model to go on from; the long sizes need one."),
+    ] = None,
     minutes: Annotated[float, typer.Option(help="Stop after this long; run again to go on.")] = 600,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves it to PyTorch.")] = 0,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(help="Of weights, contexts and questions: the same run again.")] = 0,
     megabytes: Annotated[int, typer.Option(min=1, help="How much of the text is used.")] = 8,
 ) -> None:
-    """Train a reference model."""
+    """Train a reference model on the generated language.
+
+    From scratch, in about 40 minutes of one CPU core:
+
+        python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
+
+    From another one towards longer contexts:
+
+        python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
+
+    Then once more, with --size long-settled --continue-from runs/long/model, without the kinds that were not learned.
+
+    The folder of --out holds checkpoint.pt and curve.json while training goes on, and model/ when it is done. After
+    an interruption, or when --minutes are over, the same command goes on. What a size is made of stands in recipes.py.
+    """
+    if size not in SIZES:
+        raise typer.BadParameter(f"{size} is none of {', '.join(SIZES)}", param_hint="--size")
+    recipe = SIZES[size]
+    if recipe.continues != (continue_from is not None):
+        needs = "goes on from another model: name its folder" if recipe.continues else "is trained from scratch"
+        raise typer.BadParameter(f"{size} {needs}", param_hint="--continue-from")
     if threads:
         torch.set_num_threads(threads)
-    tokenizer, ids = prepare(text, out, megabytes)
-    training = Training(SIZES[size], Language(tokenizer, ids), tokenizer, out, seed)
+    tokenizer, ids = prepare(text, out, megabytes, continue_from)
+    base = None
+    if continue_from is not None:
+        base = Qwen2ForCausalLM.from_pretrained(continue_from, dtype=torch.float32)
+    training = Training(recipe, Language(tokenizer, ids), tokenizer, out, seed, base)
     if training.run(minutes):
         unshared(training.model).save_pretrained(out / "model")
         tokenizer.save_pretrained(out / "model")

@@ -10,7 +10,7 @@ from .longbench import LONGBENCH, LongBench
 from .openbookqa import OPENBOOKQA
 from .piqa import PIQA
 from .rag import RAG
-from .reference import REFERENCE
+from .reference import REFERENCE, REFERENCE_NEEDLES
 from .rte import RTE
 from .ruler import RULER
 from .sst2 import SST2
@@ -27,6 +27,7 @@ TASKS: dict[str, Task] = {
         *RAG,
         *CONVERSATIONS,
         *REFERENCE,
+        *REFERENCE_NEEDLES,
         TEXT,
     )
 }
@@ -38,6 +39,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "rag": tuple(task.name for task in RAG),
     "conversations": tuple(task.name for task in CONVERSATIONS),
     "reference": tuple(task.name for task in REFERENCE),
+    "reference_needles": tuple(task.name for task in REFERENCE_NEEDLES),
 }
 """Names for several tasks."""
 

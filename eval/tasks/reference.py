@@ -6,10 +6,27 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from ..reference.language import KINDS, Language
+from ..reference.language import KINDS, Context, Language, Question
+from ..reference.needles import NEEDLES
 from .base import Draw, Example, Task
 from .ruler.haystack import sentences
+
+
+def _language(draw: Draw) -> Language:
+    text = draw.tokenizer(" ".join(sentences(draw.data)), add_special_tokens=False)["input_ids"]
+    return Language(draw.tokenizer, np.array(text))
+
+
+def _example(name: str, tokenizer: PreTrainedTokenizerBase, context: Context, asked: Question) -> Example:
+    documents = (context.documents[0][1:], *context.documents[1:])  # <bos> comes with the encoding
+    return Example(
+        name,
+        tuple(str(tokenizer.decode(list(document))) for document in documents),
+        str(tokenizer.decode(list(asked.prompt))),
+        answers=(str(tokenizer.decode(list(asked.answer))),),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +40,7 @@ class Reference(Task):
     kind: str
 
     def examples(self, draw: Draw) -> Iterator[Example]:
-        tokenizer = draw.tokenizer
-        text = np.array(tokenizer(" ".join(sentences(draw.data)), add_special_tokens=False)["input_ids"])
-        language = Language(tokenizer, text)
+        language = _language(draw)
         kinds = {kind: 1.0 for kind in KINDS if kind != "back"}
         found = number = 0
         while found < (500 if draw.limit is None else draw.limit):
@@ -36,13 +51,25 @@ class Reference(Task):
             if asked is None:
                 continue
             found += 1
-            documents = (context.documents[0][1:], *context.documents[1:])  # <bos> comes with the encoding
-            yield Example(
-                str(number),
-                tuple(str(tokenizer.decode(list(document))) for document in documents),
-                str(tokenizer.decode(list(asked.prompt))),
-                answers=(str(tokenizer.decode(list(asked.answer))),),
-            )
+            yield _example(str(number), draw.tokenizer, context, asked)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceNeedle(Task):
+    """One of RULER's tasks in the language (see `eval.reference.needles`), of those with one question and one answer.
+
+    Args:
+        needle: its name there.
+    """
+
+    needle: str
+
+    def examples(self, draw: Draw) -> Iterator[Example]:
+        language = _language(draw)
+        for number in draw.some(500):
+            rng = np.random.default_rng([draw.seed, number])
+            context, (asked,) = NEEDLES[self.needle].draw(language, rng, draw.prefix_tokens)
+            yield _example(str(number), draw.tokenizer, context, asked)
 
 
 REFERENCE = tuple(
@@ -58,5 +85,20 @@ REFERENCE = tuple(
         ("alias", "a fact whose subject the document before names"),
         ("hop", "a fact by another name"),
         ("shot", "the label of a category, from examples"),
+    )
+)
+
+REFERENCE_NEEDLES = tuple(
+    ReferenceNeedle(
+        name=f"reference_{needle.replace('-', '_')}",
+        about=f"{about} (the language of reference models of long context)",
+        metric="exact_match",
+        max_new_tokens=2,
+        needle=needle,
+    )
+    for needle, about in (
+        ("single", "the one fact in a text"),
+        ("multi-key", "one of 64 facts in a text"),
+        ("tracking", "a fact by the last of four copies in a chain"),
     )
 )

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from eval.reference.batches import draw
 from eval.reference.check import BARS, measure
-from eval.reference.language import KINDS, Language, train_tokenizer
-from eval.reference.train import KINDS as TRAINED_KINDS
-from eval.reference.train import Size, Stage, Training, draw, lookup_layer, unshared
+from eval.reference.language import KINDS, LONG_KINDS, Language, train_tokenizer
+from eval.reference.model import lookup_layer, unshared
+from eval.reference.recipes import Size, Stage
+from eval.reference.train import Training
 
 SHIPPED = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 400
@@ -33,7 +35,7 @@ def language(tokenizer):
 def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
     """The answer to each question, read off the documents by rules alone."""
     words = tokenizer.convert_ids_to_tokens([token for document in context.documents for token in document])
-    known, named, labels = {}, None, Counter()
+    known, values, named, labels = {}, {}, None, Counter()
     for at, word in enumerate(words):
         if word == "<name>":
             named = words[at + 1]
@@ -41,6 +43,7 @@ def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
             key = named if word == "<it>" else words[at + 1]
             begin = at + (1 if word == "<it>" else 2)
             known[key] = words[begin : begin + 2]
+            values.setdefault(key, []).append(known[key])
         elif word == "<copy>":
             known[words[at + 1]] = known[words[at + 2]]
         elif word == "<ex>":
@@ -54,14 +57,20 @@ def solve(tokenizer: PreTrainedTokenizerFast, context, asked) -> list[str]:
             (label,) = {label for category, label in labels if category == prompt[1].split(".")[0]}
             found.append([label])
             continue
+        if question.kind == "values":
+            assert question.statements == len(values[prompt[1]]) > 1
+            found.append(sorted(values[prompt[1]]))
+            continue
         last = last if question.kind == "back" else known[prompt[1]]
         found.append(last)
     return found
 
 
-@pytest.mark.parametrize("tokens", [48, 200, 600])
-def test_every_question_has_one_answer_that_the_documents_give(tokenizer, language, tokens):
-    kinds = dict.fromkeys(KINDS, 1.0)
+@pytest.mark.parametrize(
+    ("tokens", "known"), [(48, KINDS), (200, KINDS), (600, KINDS), (200, LONG_KINDS), (3000, LONG_KINDS)]
+)
+def test_every_question_has_one_answer_that_the_documents_give(tokenizer, language, tokens, known):
+    kinds = dict.fromkeys(known, 1.0)
     seen = Counter()
     for seed in range(30):
         context = language.context(np.random.default_rng(seed), tokens, 20, kinds)
@@ -70,12 +79,23 @@ def test_every_question_has_one_answer_that_the_documents_give(tokenizer, langua
         assert flat[0] == tokenizer.bos_token_id
         expected = solve(tokenizer, context, context.questions)
         answers = [tokenizer.convert_ids_to_tokens(list(question.answer)) for question in context.questions]
+        for number, question in enumerate(context.questions):
+            if question.kind == "values":  # in any order
+                answers[number] = sorted([answers[number][i : i + 2] for i in range(0, len(answers[number]), 2)])
         assert answers == expected
         seen.update(question.kind for question in context.questions)
         # nothing is asked twice: the second time it could be read off the first
         asked = [q.prompt for q in context.questions if q.kind not in ("shot", "back")]
         assert len(asked) == len(set(asked))
-    assert all(seen[kind] > 5 for kind in KINDS)
+    assert all(seen[kind] > 5 for kind in known)
+
+
+def test_a_short_text_begins_again(tokenizer, language):
+    text = language.text[:50]
+    context = Language(tokenizer, text).context(np.random.default_rng(0), 300, 1, {"fact": 1.0}, (0.03, 0.03))
+    flat = np.array([token for document in context.documents for token in document])
+    assert context.is_text.sum() > 200
+    assert np.isin(flat[context.is_text], text).all()
 
 
 def test_aliases_cross_documents(tokenizer, language):
@@ -89,7 +109,7 @@ def test_aliases_cross_documents(tokenizer, language):
 
 
 def test_batches_ask_for_what_documents_say(tokenizer, language):
-    batch = draw(language, np.random.default_rng(0), Stage(96, TRAINED_KINDS, (0.6, 1.0)), 8)
+    batch = draw(language, np.random.default_rng(0), Stage(96, KINDS, (0.6, 1.0)), 8)
     answers = batch.kind >= 0
     assert torch.equal(batch.targets[batch.kind != -3], batch.ids[batch.kind != -3])
     assert answers.any(1).all()
@@ -153,7 +173,7 @@ def test_the_shipped_model_is_of_use():
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED)
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=torch.float32).eval()
     text = np.array(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
-    found = measure(model, Language(tokenizer, text), 512, 60, seed=5)
+    found = measure(model, Language(tokenizer, text), 512, 15, seed=5)
     full = found.share("full")
     assert full >= 93
     assert full - found.share("random tenth") >= BARS["lost by a random tenth"]
@@ -171,8 +191,10 @@ def test_the_layer_that_looks_up_is_found():
 @needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
     told = json.loads((SHIPPED / "check.json").read_text())
-    assert told["figures"].keys() == told["bars"].keys() == BARS.keys()
-    assert told["questions"] >= 400
+    (measured,) = told["lengths"]
+    assert measured["tokens"] == 512
+    assert measured["figures"].keys() == told["bars"].keys() == BARS.keys()
+    assert measured["contexts"] >= 100
     curve = json.loads((SHIPPED / "curve.json").read_text())
     assert curve[-1]["step"] > curve[0]["step"]
     size = sum(path.stat().st_size for path in SHIPPED.iterdir())

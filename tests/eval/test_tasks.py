@@ -37,6 +37,7 @@ LOCAL = [
     *(f"longbench_{split}" for split in ("qasper", "passage_retrieval_en", "trec", "lcc")),
     *GROUPS["ruler"],
     *GROUPS["reference"],
+    *GROUPS["reference_needles"],
 ]
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -231,7 +232,7 @@ def test_wrong_names_and_data_are_told_in_one_line(folder, tokenizer, tmp_path):
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the samples of the evaluation sets are not part of the project")
-@pytest.mark.parametrize("name", [name for name in TASKS if name not in GROUPS["reference"]])
+@pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("reference_")])
 def test_real_samples_give_examples(name, tokenizer):
     examples = list(TASKS[name].examples(Draw(Data(SHARED), 3, 42, 4000, tokenizer)))
     assert len(examples) == 3

@@ -1,0 +1,106 @@
+"""Asking a model: a context is computed once, and answers are decoded behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from ..data import Data
+from ..tasks.ruler.haystack import sentences
+from .language import Context, Language, Question
+
+
+def load(folder: Path, yarn: float = 1.0, trained: int = 0) -> PreTrainedModel:
+    """A model in float32, reading contexts `yarn` times as long as those of `trained` tokens that it was trained on.
+
+    YaRN (Peng et al. 2023) as transformers has it.
+    """
+    config = AutoConfig.from_pretrained(folder)
+    if yarn != 1:
+        config.rope_parameters = {
+            "rope_type": "yarn",
+            "rope_theta": config.rope_parameters["rope_theta"],
+            "factor": yarn,
+            "original_max_position_embeddings": trained,
+        }
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+
+
+def language_of(folder: Path) -> Language:
+    """The language in the model's tokens, among the text that ships with the project."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"]
+    return Language(tokenizer, np.array(text))
+
+
+class Asked:
+    """A context that a model has read.
+
+    Args:
+        mask: bool `[tokens, tokens]`, which token sees which, where that is not all before it.
+    """
+
+    def __init__(self, model: PreTrainedModel, context: Context, mask: torch.Tensor | None = None) -> None:
+        ids = [token for document in context.documents for token in document]
+        self.model, self.tokens = model, len(ids)
+        self._cache = DynamicCache(config=model.config)
+        self._pass(ids, None if mask is None else mask[None, None])
+
+    def answers(self, questions: Sequence[Question], seen: torch.Tensor | None = None) -> list[tuple[int, ...]]:
+        """What is answered to questions that are asked one after another: greedily, as many tokens as are right.
+
+        To a question about values it is the likeliest first tokens, as many as there are values.
+
+        Args:
+            seen: bool `[self.tokens]`, which of the context's tokens questions and answers see; all, if None.
+        """
+        found, last = list[tuple[int, ...]](), list[int]()
+        for question in questions:
+            at_once = question.statements if question.kind == "values" else 1
+            wanted = at_once if question.kind == "values" else len(question.answer)
+            said, last = list[int](), [*last, *question.prompt]
+            while len(said) < wanted:
+                logits = self._pass(last, self._mask(len(last), seen)).logits[0, -1]
+                said += logits.topk(at_once).indices.tolist()
+                last = said[-1:]
+            found.append(tuple(said))
+        self.forget()
+        return found
+
+    def is_right(self, question: Question, seen: torch.Tensor | None = None) -> bool:
+        """Whether this question, asked alone, is answered."""
+        return question.is_answer(self.answers([question], seen)[0])
+
+    def attention(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """For each layer how tokens behind the context attend to it, `[heads, len(ids), self.tokens]`."""
+        self.model.set_attn_implementation("eager")  # the one that gives weights
+        weights = self._pass(ids, None, output_attentions=True).attentions
+        self.model.set_attn_implementation("sdpa")
+        self.forget()
+        return [layer[0, :, :, : self.tokens] for layer in weights]
+
+    def forget(self) -> None:
+        """Leave nothing in the cache but the context."""
+        self._cache.crop(self.tokens - self._cache.get_seq_length())
+
+    def _mask(self, new: int, seen: torch.Tensor | None) -> torch.Tensor | None:
+        if seen is None:
+            return None
+        before = self._cache.get_seq_length()
+        mask = torch.ones(new, before + new, dtype=torch.bool).tril(before)
+        mask[:, : self.tokens] = seen
+        return mask[None, None]
+
+    @torch.no_grad()
+    def _pass(self, ids: Sequence[int], mask: torch.Tensor | None, **options: bool):
+        return self.model(
+            input_ids=torch.tensor([list(ids)]),
+            attention_mask=mask,
+            past_key_values=self._cache,
+            logits_to_keep=1,
+            **options,
+        )

@@ -1,0 +1,51 @@
+"""Needles in a haystack and variable tracking, as RULER (Hsieh et al. 2024) has them, in the generated language."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from .language import MOST, Context, Language, Question
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What stands among the text, and what is asked about it.
+
+    Args:
+        kinds: of statements.
+        asked: the kind of question.
+        alone: nothing but what is asked for stands among the text; else as many statements as the language has words
+            for.
+        together: so many questions one after another, which count if all are answered.
+        statements: values of the key, or copies in the chain, that is asked for.
+    """
+
+    kinds: tuple[str, ...]
+    asked: str
+    alone: bool = False
+    together: int = 1
+    statements: int = 1
+
+    def draw(self, language: Language, rng: np.random.Generator, tokens: int) -> tuple[Context, list[Question]]:
+        """A context of so many tokens, and the questions about it."""
+        share = 6.5 / tokens if self.alone else 0.6  # room for one fact
+        while True:
+            context = language.context(rng, tokens, 96, dict.fromkeys(self.kinds, 1.0), (share, share))
+            fitting = [
+                question
+                for question in context.questions
+                if question.kind == self.asked and question.statements == self.statements
+            ]
+            if len(fitting) >= self.together:
+                return context, fitting[: self.together]
+
+
+NEEDLES = {
+    "single": Needle(("fact",), "fact", alone=True),
+    "multi-key": Needle(("fact",), "fact"),
+    "multi-value": Needle(("fact", "values"), "values", statements=MOST),
+    "multi-query": Needle(("fact",), "fact", together=4),
+    "tracking": Needle(("fact", "track"), "track", statements=MOST),
+}

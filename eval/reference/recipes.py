@@ -1,0 +1,88 @@
+"""What each reference model looks like, and how it is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .language import KINDS, LONG_KINDS
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A length of sequences and the kinds of questions in them."""
+
+    length: int
+    kinds: tuple[str, ...]
+    density: tuple[float, float] = (0.3, 0.7)
+    """Range of the share of tokens that statements take."""
+    text_weight: float = 0.2
+    """Of the loss on natural text, beside the loss on answers."""
+    repeats: bool = False
+    """Whether the same may be asked twice: looking up is learned on what was answered a few tokens before, or not at
+    all. Two hops are not learned as long as answers can be looked up there."""
+    least_steps: int = 100
+    most_steps: int = 1500
+    """After these the next length comes, learned or not: what is left is learned while the rates fall."""
+    questions: int = 32
+    """At most so many behind each context."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One reference model and how it is trained.
+
+    One that `continues` begins with the weights of another, which has the same width and depth, and shares layers as
+    that one does; it may have more heads, and another base of RoPE.
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    layers: int
+    stages: tuple[Stage, ...]
+    tokens_per_step: int = 4608
+    matrix_rate: float = 0.01
+    other_rate: float = 2e-3
+    head_dim: int = 32
+    rope_theta: float = 10000.0
+    continues: bool = False
+    own_layers: int = 2
+    """The first layers, which with the last one have weights of their own from the start; the others share theirs."""
+    shares_from: int = 5
+    """The stage from which on they share those of the layer that looks facts up: the first that asks for two hops."""
+    learned: float = 0.97
+    final_steps: int = 1600
+    """Steps of the last stage, while the rates fall to 0."""
+
+
+_GROWING = (
+    Stage(32, ("fact",), (0.9, 1.0), 0.0, repeats=True),
+    Stage(64, ("fact",), (0.9, 1.0), 0.0, repeats=True),
+    Stage(96, ("fact",), (0.6, 1.0), 0.05, repeats=True),
+    Stage(96, ("fact", "shot"), (0.6, 1.0), 0.05, repeats=True),
+    Stage(96, ("fact", "shot", "alias", "back"), (0.6, 1.0), 0.05, repeats=True),
+    Stage(96, ("fact", "hop"), (0.8, 1.0), 0.05),
+    Stage(96, KINDS, (0.5, 1.0), 0.1),
+    Stage(192, KINDS),
+    Stage(384, KINDS),
+)
+_LONGER = (
+    Stage(192, LONG_KINDS, (0.5, 1.0), 0.1, most_steps=400, questions=24),
+    Stage(768, LONG_KINDS, (0.05, 0.7), most_steps=100, questions=64),
+    Stage(2048, LONG_KINDS, (0.02, 0.6), most_steps=80, questions=64),
+    Stage(4608, LONG_KINDS, (0.005, 0.6), questions=64),
+)
+_SETTLING = (
+    Stage(1024, KINDS, (0.05, 0.7), most_steps=100, questions=64),
+    Stage(4608, KINDS, (0.005, 0.6), questions=64),
+)
+SIZES = {
+    "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
+    "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
+    "long": Size(128, 4, 4, 384, 8, _LONGER, 5120, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=200),
+    # goes on from "long", without the kinds that it did not learn
+    "long-settled": Size(
+        128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
+    ),
+}

@@ -1,0 +1,244 @@
+"""The reference model of long context: made from a short one, asked in every way, and knowing what its card says."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from eval.reference import train
+from eval.reference.asking import Asked, language_of, load
+from eval.reference.batches import ANY_OF, draw
+from eval.reference.check import BARS, random_tenth
+from eval.reference.language import LONG_KINDS, MOST, Language
+from eval.reference.model import build, grown, sharing, unshared
+from eval.reference.needles import NEEDLES
+from eval.reference.recipes import SIZES, Size, Stage
+
+ROOT = Path(__file__).parents[2]
+XS, LONG = (ROOT / "eval" / "reference" / name for name in ("xs", "long"))
+BEYOND = 4608
+"""The longest contexts that it was trained on, in tokens."""
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return PreTrainedTokenizerFast.from_pretrained(XS)
+
+
+@pytest.fixture(scope="module")
+def language():
+    return language_of(XS)
+
+
+@pytest.fixture(scope="module")
+def xs():
+    return load(XS)
+
+
+@pytest.fixture
+def context(language):
+    known = dict.fromkeys([kind for kind in LONG_KINDS if kind != "back"], 1.0)
+    return language.context(np.random.default_rng(0), 500, 40, known)
+
+
+def flat(context) -> list[int]:
+    return [token for document in context.documents for token in document]
+
+
+def small(heads: int, kv_heads: int, **changes) -> Size:
+    stage = Stage(48, LONG_KINDS, (0.9, 1.0), 0.1, least_steps=2, most_steps=3)
+    return Size(32, heads, kv_heads, 64, 4, (stage, stage), 192, head_dim=16, final_steps=3, **changes)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (2, 2), (4, 1), (4, 2), (8, 4), (4, 4)])
+def test_a_grown_model_computes_the_same(tokenizer, heads, kv_heads):
+    torch.manual_seed(0)
+    base = build(small(2, 1), tokenizer, range(4))
+    size = small(heads, kv_heads, continues=True)
+    model = build(size, tokenizer, range(4))
+    model.load_state_dict(grown(base, size))
+    ids = torch.randint(0, 1000, (2, 40))
+    with torch.no_grad():
+        assert torch.allclose(base(ids).logits, model(ids).logits, atol=1e-5)
+    assert model.config.num_key_value_heads == kv_heads
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        replace(small(2, 1), hidden=64),
+        replace(small(2, 1), layers=5),
+        replace(small(2, 1), head_dim=32),
+        small(3, 2),
+        small(1, 1),
+    ],
+)
+def test_what_cannot_be_made_from_a_model_is_refused(tokenizer, size):
+    with pytest.raises(ValueError, match=r"goes on with|cannot be made"):
+        grown(build(small(2, 1), tokenizer, range(4)), size)
+
+
+def test_layers_are_shared_as_in_the_model_gone_on_from(tokenizer, xs):
+    assert sharing(xs) == [0, 1, 1, 1, 1, 1, 1, 7]
+    for shared in ([0, 1, 1, 3], [0, 1, 2, 3]):
+        assert sharing(unshared(build(small(2, 1), tokenizer, shared))) == shared
+
+
+def test_going_on_from_a_model_goes_on_where_it_stopped(tokenizer, language, tmp_path):
+    torch.manual_seed(0)
+    base = build(small(2, 1), tokenizer, [0, 1, 1, 3])
+    size = small(2, 2, continues=True, rope_theta=5e4, shares_from=1)
+    runs = {}
+    for name, minutes in (("whole", 10), ("parts", 0)):
+        (tmp_path / name).mkdir()
+        while not (run := train.Training(size, language, tokenizer, tmp_path / name, 0, base)).run(minutes):
+            assert minutes == 0
+        runs[name] = run
+    assert runs["whole"].progress.step == runs["parts"].progress.step == 6
+    state = runs["parts"].model.state_dict()
+    for name, weight in runs["whole"].model.state_dict().items():
+        assert torch.equal(weight, state[name]), name
+    model = runs["parts"].model
+    assert runs["parts"].progress.shared == [0, 1, 1, 3]
+    assert model.model.layers[1] is model.model.layers[2]
+    assert model.config.rope_parameters["rope_theta"] == 5e4
+    assert not torch.equal(state["lm_head.weight"], base.state_dict()["lm_head.weight"])
+
+
+def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("word " * 2000)
+    command, needs = [*("--text", str(text)), *("--out", str(tmp_path / "run"))], ("--continue-from", str(XS))
+    app = train.typer.Typer()
+    app.command()(train.main)
+    for arguments in (("--size", "long"), ("--size", "xs", *needs), ("--size", "longest")):
+        done = CliRunner().invoke(app, [*command, *arguments])
+        assert done.exit_code == 2, done.output
+    done = CliRunner().invoke(app, [*command, "--size", "long", *needs, "--minutes", "0"])
+    assert done.exit_code == 0, done.output
+    saved = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    assert saved["progress"]["step"] == 1
+    assert len(PreTrainedTokenizerFast.from_pretrained(tmp_path / "run" / "tokenizer")) == 1339
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_any_value_of_a_key_is_learned_from(tokenizer, language):
+    batch = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0)), 8)
+    firsts = set(tokenizer.convert_tokens_to_ids([f"<a{i}>" for i in range(64)]))
+    found = (batch.kind == ANY_OF).nonzero().tolist()
+    assert len(found) > 8
+    for row, at in found:
+        key, first = batch.ids[row, at - 1].item(), batch.ids[row, at].item()
+        said = batch.ids[row, : at - 2].tolist()
+        values = [said[i + 1] for i, token in enumerate(said[:-1]) if token == key and said[i + 1] in firsts]
+        assert first in values
+        assert len(values) > 1
+        assert batch.kind[row, at + 1].item() in (LONG_KINDS.index("values"), -1)  # -1: the sequence ends
+
+
+def test_asking_behind_a_context_is_asking_with_it(xs, context):
+    """Greedy answers behind stored KV are those of whole passes."""
+    asked = Asked(xs, context)
+    for question in context.questions[:6]:
+        ids = [*flat(context), *question.prompt]
+        (said,) = asked.answers([question])
+        with torch.no_grad():
+            logits = xs(torch.tensor([[*ids, *said]]), use_cache=False).logits[0]
+        if question.kind == "values":
+            expected = logits[len(ids) - 1].topk(question.statements).indices
+        else:
+            expected = logits[len(ids) - 1 : -1].argmax(-1)
+        assert list(said) == expected.tolist()
+    first, second = [q for q in context.questions if q.kind == "fact"][:2]
+    assert asked.answers([first, second]) == [first.answer, second.answer]
+    hidden = torch.ones(asked.tokens, dtype=torch.bool)
+    assert asked.is_right(first, hidden)
+    hidden[flat(context).index(first.answer[0])] = False
+    assert not asked.is_right(first, hidden)
+    attention = asked.attention(first.prompt)
+    assert [layer.shape for layer in attention] == [(4, 2, asked.tokens)] * 8
+    assert asked.is_right(first)  # nothing of it is left behind
+
+
+def test_values_are_right_in_any_order_and_others_are_not(context):
+    question = next(question for question in context.questions if question.kind == "values")
+    firsts = question.answer[::2]
+    assert question.is_answer(firsts)
+    assert question.is_answer(firsts[::-1])
+    assert not question.is_answer(firsts[:-1])
+    assert not question.is_answer((*firsts[:-1], question.answer[1]))
+    fact = next(question for question in context.questions if question.kind == "fact")
+    assert not fact.is_answer(fact.answer[::-1])
+
+
+def test_a_tenth_of_the_chunks_is_a_tenth():
+    seen = random_tenth(165, np.random.default_rng(0))
+    assert seen.sum() == 16
+    assert seen.view(-1)[seen.nonzero()[0] // 16 * 16 : seen.nonzero()[0] // 16 * 16 + 16].all()
+
+
+@pytest.mark.parametrize("name", NEEDLES)
+def test_needles_are_what_they_are_called(tokenizer, language, name):
+    needle = NEEDLES[name]
+    for seed in range(5):
+        context, questions = needle.draw(language, np.random.default_rng(seed), 1500)
+        words = tokenizer.convert_ids_to_tokens(flat(context))
+        assert len(words) == 1500
+        assert len(questions) == len({question.prompt for question in questions}) == needle.together
+        asked = tokenizer.convert_ids_to_tokens([questions[0].prompt[1]])[0]
+        statements = words.count("<is>") + words.count("<copy>")
+        assert statements == 1 if name == "single" else statements > 50
+        if name == "multi-value":
+            told = [at for at, word in enumerate(words) if word == "<is>" and words[at + 1] == asked]
+            assert len(told) == MOST
+        if name == "tracking":
+            copied, links = {words[i + 1]: words[i + 2] for i, word in enumerate(words) if word == "<copy>"}, 0
+            while asked in copied:
+                asked, links = copied[asked], links + 1
+            assert links == MOST
+
+
+def test_yarn_reaches_the_model():
+    model = load(XS, 2.0, 640)
+    assert model.config.rope_parameters["rope_type"] == "yarn"
+    plain = load(XS).model.rotary_emb
+    assert not torch.equal(model.model.rotary_emb.inv_freq, plain.inv_freq)
+    assert model.model.rotary_emb.attention_scaling != 1
+
+
+needs_model = pytest.mark.skipif(not (LONG / "model.safetensors").exists(), reason="no model of long context ships yet")
+
+
+@needs_model
+def test_the_shipped_model_answers_at_2048_tokens():
+    """A quick look; eval/reference/long/check.json holds the whole one."""
+    language, model = Language(PreTrainedTokenizerFast.from_pretrained(LONG), language_of(LONG).text), load(LONG)
+    assert model.config.num_key_value_heads >= 4
+    kinds, right = ("fact", "alias", "hop", "shot"), []
+    for seed in range(3):
+        context = language.context(np.random.default_rng([9, seed]), 2048, 40, dict.fromkeys(kinds, 1.0), (0.3, 0.5))
+        asked = Asked(model, context)
+        for kind in kinds:
+            right += [asked.is_right(question) for question in context.questions if question.kind == kind][:3]
+    assert len(right) == 36
+    assert sum(right) >= 34
+
+
+@needs_model
+def test_what_is_told_of_the_shipped_model_is_whole():
+    told = json.loads((LONG / "check.json").read_text())
+    measured = {(one["tokens"], one["yarn"]): one for one in told["lengths"]}
+    assert {(512, 1.0), (2048, 1.0), (4096, 1.0), (8192, 1.0), (8192, 8192 / BEYOND)} <= measured.keys()
+    assert all(measured[tokens, 1.0]["figures"]["full"] >= told["bars"]["full"] for tokens in (512, 2048, 4096))
+    assert all(one["figures"].keys() == BARS.keys() for one in measured.values())
+    curve = json.loads((LONG / "curve.json").read_text())
+    assert curve[-1]["length"] == SIZES["long"].stages[-1].length == BEYOND
+    files = [path for path in (ROOT / "eval" / "reference").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    assert sum(path.stat().st_size for path in files) <= 12e6
