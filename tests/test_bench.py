@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,6 +149,18 @@ def test_rechoose(tmp_path, monkeypatch):
     assert [found["period"] for found in document["results"]] == [1, 2]
     assert all(found[name] > 0 for found in document["results"] for name in (*rechoose.EVERY, "each token / once"))
     assert "| 2 | 50% |" in (tmp_path / "rechoose-tiny-float32-cpu.md").read_text()
+
+
+def test_decode_answers(tmp_path, monkeypatch):
+    import decode_answers
+
+    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--contexts", "1"]
+    monkeypatch.setattr(sys, "argv", ["decode_answers.py", *options, "--budgets", "0.25", "--out", str(tmp_path)])
+    decode_answers.main()
+    found = json.loads((tmp_path / "decode-answers-xs.json").read_text())["results"]
+    assert found.keys() == {"full", *(f"{way} 0.25" for way in decode_answers.WAYS)}
+    assert np.mean(found["full"]["KL"]) == 0 < np.mean(found["random 0.25"]["KL"])
+    assert "| random |" in (tmp_path / "decode-answers-xs.md").read_text()
 
 
 def test_beside(tmp_path, monkeypatch):

@@ -1,0 +1,146 @@
+"""What choosing chunks at each token costs in answers: KVDRIVE's index and its peers, at equal budgets.
+
+    PYTHONPATH=. python bench/decode_answers.py --model eval/reference/long --tokens 4096
+
+A context is stored, and questions about it are asked behind it, each in a cache of its own: the question's tokens and
+the answer's attend to what each index chooses. Right answers, and how far each decoded token is from what full
+attention gives: whether the likeliest token is the same, and the Kullback-Leibler divergence. The answer is the full
+model's, token by token, so that all see the same. Contexts of the first half of the seeds are for choosing settings;
+reported are the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import machine, save, table
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from eval.reference.asking import language_of, load
+from eval.reference.check import contexts
+from eval.reference.language import KINDS
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import KVDrive, Method
+
+CPU = torch.device("cpu")
+WAYS: dict[str, dict[str, Any]] = {
+    "clusters (KVDRIVE)": {"index": "clusters"},
+    "cluster_boxes (ours)": {"index": "cluster_boxes"},
+    "page_bounds of 16 (Quest)": {"index": "page_bounds", "chunk_tokens": 16},
+    "chunk_means (ShadowKV)": {"index": "chunk_means"},
+    "token_clusters (RetroInfer)": {"index": "token_clusters", "chunk_tokens": 1},
+    "random": {"index": "random"},
+}
+
+
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="a reference model")
+    parser.add_argument("--tokens", type=int, default=4096, help="of a context")
+    parser.add_argument("--contexts", type=int, default=10, help="that are reported, with a question of each kind")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.03125, 0.0625, 0.25])
+    parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(argv)
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, cache: Any, prompt: torch.Tensor, answer: tuple[int, ...]) -> torch.Tensor:
+    """`[answer, vocabulary]`: of each token of an answer, given those before it."""
+    found, last = [], prompt
+    for token in answer:
+        found.append(model(input_ids=last, past_key_values=cache, logits_to_keep=1).logits[0, -1])
+        last = torch.tensor([[token]])
+    return torch.stack(found).float()
+
+
+def compared(ours: torch.Tensor, full: torch.Tensor, answer: tuple[int, ...]) -> dict[str, float]:
+    """In percent but for the divergence, in nats."""
+    said, meant = ours.argmax(1), torch.tensor(answer)
+    divergence = torch.nn.functional.kl_div(ours.log_softmax(1), full.log_softmax(1), log_target=True, reduction="none")
+    return {
+        "answers": 100.0 * bool((said == meant).all()),
+        "first tokens": 100.0 * bool(said[0] == meant[0]),
+        "top 1": 100.0 * float((said == full.argmax(1)).float().mean()),
+        "KL": float(divergence.sum(1).mean()),
+    }
+
+
+def asked(model: PreTrainedModel, store: KVStore, method: Method, prompt: torch.Tensor, answer: tuple[int, ...]):
+    cache = TieredCache(model, store, method=method, record=False)
+    found = logits_of(model, cache, prompt, answer)
+    assert cache.stats.tokens_restored, cache.stats.reason
+    return found
+
+
+def measure(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path) -> dict[str, dict[str, Any]]:
+    """By way and budget, lists over questions."""
+    language, found = language_of(arguments.model), dict[str, dict[str, Any]]()
+    seed = 0 if arguments.choosing else 1
+    every = list(contexts(language, arguments.tokens, arguments.contexts, seed, KINDS))
+    for number, (context, questions) in enumerate(tqdm(every, desc="contexts")):
+        ids = torch.tensor([[token for document in context.documents for token in document]])
+        with KVStore(folder / str(number), index_memory="4GiB") as store:
+            store.precompute(model, ids, method=KVDrive(), progress=False)
+            for question in questions.values():
+                prompt = torch.cat([ids, torch.tensor([question.prompt])], dim=1)
+                full = logits_of(model, DynamicCache(config=model.config), prompt, question.answer)
+                note(found, "full", compared(full, full, question.answer))
+                ways = {
+                    f"{way} {budget}": partial(asked, model, store, KVDrive(budget, **options), prompt, question.answer)
+                    for way, options in WAYS.items()
+                    for budget in arguments.budgets
+                }
+                for name, ask in ways.items():
+                    note(found, name, compared(ask(), full, question.answer))
+    return found
+
+
+def note(found: dict[str, dict[str, Any]], name: str, figures: dict[str, float]) -> None:
+    for figure, value in figures.items():
+        found.setdefault(name, {}).setdefault(figure, []).append(value)
+
+
+def report(document: dict[str, Any]) -> str:
+    """Markdown."""
+    about, found, budgets = document["machine"], document["results"], document["budgets"]
+    questions = len(found["full"]["answers"])
+    parts = [
+        f"# Answers with chunks chosen at each token: {document['model']}, {document['tokens']} tokens\n\n"
+        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {questions} questions, "
+        f"full attention answers {np.mean(found['full']['answers']):.0f} %. Beside the budget all attend to the "
+        "first chunk and the last 64 tokens.\n"
+    ]
+    for figure, digits in (("answers", 0), ("first tokens", 0), ("top 1", 1), ("KL", 3)):
+        rows = [[way, *(f"{np.mean(found[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)] for way in WAYS]
+        unit = "nats a token" if figure == "KL" else "%"
+        parts.append(f"\n## {figure}, {unit}\n\n" + table(["index", *(f"{b:.2%}" for b in budgets)], rows))
+    return "".join(parts)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    model = load(arguments.model)
+    with tempfile.TemporaryDirectory() as folder:
+        about, results = machine(CPU, Path(folder)), measure(model, arguments, Path(folder))
+    document = {
+        "machine": about,
+        "model": arguments.model.name,
+        "tokens": arguments.tokens,
+        "budgets": arguments.budgets,
+        "results": results,
+    }
+    text = report(document)
+    save(arguments.out, f"decode-answers-{arguments.model.name}" + "-choosing" * arguments.choosing, document, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
