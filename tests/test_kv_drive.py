@@ -129,7 +129,7 @@ def test_nothing_depends_on_where_a_chunk_was(eviction, model, tmp_path):
 
 
 def test_a_second_request_builds_no_index_and_reads_no_keys(model, tmp_path, monkeypatch):
-    built, kind = [], DECODE_INDEXES["clusters"]
+    built, kind = [], DECODE_INDEXES[METHOD.index]
     build_index = kind.build.__func__
     monkeypatch.setattr(kind, "build", classmethod(lambda cls, *given: built.append(1) or build_index(cls, *given)))
     ids = prompt(TOKENS)
@@ -279,7 +279,7 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids, METHOD)
         expected, first = ask(model, store, question(ids), METHOD)
-    monkeypatch.setattr(DECODE_INDEXES["clusters"], "build", None)
+    monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), METHOD)
         same(found, expected)

@@ -24,7 +24,8 @@ class KVDrive(Method):
         window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1).
         sinks: tokens in front that are attended to always, beside the budget.
         local: tokens at the end of the prefix, likewise.
-        index: what chunks are ranked by: one of `DECODE_INDEXES`; "clusters" is the paper's (Section 4).
+        index: what chunks are ranked by, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4),
+            "cluster_boxes" ours, for keys that a mean hides.
         eviction: by which entries leave the window: "lookahead" (Section 5.1), "lru", or "none".
     """
 
@@ -34,7 +35,7 @@ class KVDrive(Method):
     window: float = 2
     sinks: int = 4
     local: int = 64
-    index: str = "clusters"
+    index: str = "cluster_boxes"
     eviction: str = "lookahead"
 
     rechoose = 1
