@@ -30,7 +30,13 @@ def publish(store, count=4, seed="a", **changes):
 
 def du(root) -> int:
     """Bytes that the store's files take on disk, as `du` counts them."""
-    return sum(p.lstat().st_blocks * 512 for p in root.rglob("*") if p.is_file())
+    total = 0
+    for path in root.rglob("*"):
+        try:
+            total += path.lstat().st_blocks * 512 if path.is_file() else 0
+        except FileNotFoundError:  # gone while it was looked at
+            continue
+    return total
 
 
 # --- publishing and finding
