@@ -289,3 +289,66 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
     monkeypatch.undo()
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:  # what is damaged is made again
         same(ask(model, store, question(ids), METHOD)[0], expected)
+
+
+# --- caches that go ways of their own
+
+
+def logits_of(model, cache, tokens):
+    """`[tokens, vocabulary]`: what follows each of `tokens`, int64 `[1, n]`, given one by one."""
+    with torch.no_grad():
+        return torch.cat([model(input_ids=one, past_key_values=cache).logits[0] for one in tokens.split(1, dim=1)])
+
+
+def begun(model, store, ids):
+    """A cache that has answered the question's first token."""
+    cache = TieredCache(model, store, method=METHOD, record=False)
+    with torch.no_grad():
+        model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
+    logits_of(model, cache, prompt(3, seed=7))
+    return cache
+
+
+def test_forks_choose_for_themselves(model, tmp_path):
+    ids, ways = prompt(TOKENS), [prompt(12, seed=seed) for seed in (11, 12)]
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        alone = [logits_of(model, begun(model, store, ids), way) for way in ways]
+        cache = begun(model, store, ids)
+        twins = [cache, cache.fork()]
+        together = [
+            torch.cat(found)
+            for found in zip(
+                *([logits_of(model, t, w[:, i : i + 1]) for t, w in zip(twins, ways, strict=True)] for i in range(12)),
+                strict=True,
+            )
+        ]
+    for ours, expected in zip(together, alone, strict=True):
+        assert torch.equal(ours, expected)
+
+
+@pytest.mark.parametrize("new_buffer", [False, True], ids=["the same buffer", "another buffer"])
+def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, monkeypatch):
+    last = model.config.num_hidden_layers - 1
+
+    def interrupted(self, layer, *rest, real=WindowChoices.follow):
+        found = real(self, layer, *rest)
+        if layer == last:
+            raise KeyboardInterrupt
+        return found
+
+    twins = []
+    ids, way = prompt(TOKENS), prompt(12, seed=11)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        expected = logits_of(model, begun(model, store, ids), way)
+        cache, found = begun(model, store, ids), []
+        for number, token in enumerate(way.split(1, dim=1)):
+            if number % 3 == 0:
+                twins.extend([cache.fork()] * new_buffer)  # shares the buffer, so that the pass makes one of its own
+                monkeypatch.setattr(WindowChoices, "follow", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    logits_of(model, cache, prompt(1, seed=20 + number))
+                monkeypatch.undo()
+            found.append(logits_of(model, cache, token))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-4)  # columns stand in another order

@@ -76,9 +76,9 @@ class KVBuffer:
         self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         held = self.held
-        keys = self._keys = _moved(self.keys, like_keys, held, count)
-        values = self._values = _moved(self.values, like_values, held, count)
-        self._start, self._stop, self._shared = 0, held, False
+        keys, values = _moved(self.keys, like_keys, held, count), _moved(self.values, like_values, held, count)
+        # at once: a Ctrl-C in between would leave the one without the other
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
         return keys, values
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -135,7 +135,7 @@ class SelectedSource(DenseSource):
         """See `DenseSource`."""
         super().batch_select_indices(indices)
         if self._live is not None:
-            self._rows = [held and held.fork() for held in (self._rows[row] for row in indices.tolist())]
+            self._rows = _forked([self._rows[row] for row in indices.tolist()])
 
     def _take_back(self, columns: int) -> None:
         if self._num_selected and self.held - columns < self._num_selected:
@@ -145,16 +145,30 @@ class SelectedSource(DenseSource):
             )
         super()._take_back(columns)
 
+    def fork(self) -> DenseSource:
+        """See `DenseSource`."""
+        twin = super().fork()
+        assert isinstance(twin, SelectedSource)
+        twin._rows = _forked(self._rows)
+        return twin
+
     def rollback(self, snapshot: dict[str, Any]) -> None:
-        """See `KVBuffer`. What was chosen in the same buffer since then stays: its columns were written over."""
-        buffer, rows = self._keys, self._rows
+        """See `KVBuffer`. What was chosen since then stays, in the buffer where it was: columns were written over."""
+        now = self.__dict__.copy()
         super().rollback(snapshot)
-        if self._keys is buffer:
-            self._rows = rows
+        if self._live is not None:
+            held = self.held
+            self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
+            self._stop = self._start + held
 
     def reset(self) -> None:
         self._begin()
         super().reset()
+
+
+def _forked(rows: Sequence[Any]) -> list[Any]:
+    """Of each row one that goes its own way."""
+    return [held and held.fork() for held in rows]
 
 
 def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:
