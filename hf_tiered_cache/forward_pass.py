@@ -164,10 +164,10 @@ class RestoringForward(ForwardPass):
                 [source.index for source in self.kv_sources if source.selects],
                 method.selector(),
                 self.fetcher,
+                KeptIndexes(store.disk, store.writer.later),
                 method.ahead_bytes > 0,
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
-                KeptIndexes(store.disk, store.writer.later),
             )
             self.selects = True
 

@@ -352,3 +352,19 @@ def test_a_pass_that_fails_late_changes_nothing(new_buffer, model, tmp_path, mon
                 monkeypatch.undo()
             found.append(logits_of(model, cache, token))
     torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-4)  # columns stand in another order
+
+
+def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, monkeypatch):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        expected, _ = ask(model, store, question(ids), METHOD)
+        store.flush()
+        resident, beside = store._storage.residency.resident, store._storage.disk.beside
+        reads = []
+        monkeypatch.setattr(beside, "kept", lambda *given, real=beside.kept: reads.append(1) or real(*given))
+        monkeypatch.setattr(DECODE_INDEXES[METHOD.index], "build", None)
+        get = resident.get
+        monkeypatch.setattr(resident, "get", lambda owner, device: get(owner, device) if owner[1] == 0 else None)
+        same(ask(model, store, question(ids), METHOD)[0], expected)
+        assert len(reads) == 1

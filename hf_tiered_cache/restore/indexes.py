@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..select.by_index import ByIndex
 from ..select.decode_index import DecodeIndex
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
@@ -42,18 +43,21 @@ class KeptIndexes:
 
     def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
         """Keep all of a segment, behind the request."""
-        one = next(iter(indexes.values()))
-        arrays = {f"{n}.{name}": tensor for n, index in indexes.items() for name, tensor in index.tensors().items()}
-        self._later(partial(self._write, reader, *self._named(type(one), one.chunk_tokens, arrays)))
+        self._later(partial(self._write, reader, dict(indexes)))
 
-    def _write(self, *what: Any) -> None:
-        self._disk.beside.keep(*what)  # without room it is not kept, which is counted
+    def _write(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
+        one = next(iter(indexes.values()))
+        arrays: dict[str, torch.Tensor] = {}
+        for layer, index in indexes.items():
+            arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
+        name, made_by = self._named(type(one), one.chunk_tokens)
+        self._disk.beside.keep(reader, name, arrays, made_by)  # without room it is not kept, which is counted
 
     @staticmethod
-    def _named(kind: type[DecodeIndex], chunk_tokens: int, *arrays: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
-        """Under which name they lie, the arrays, and what they were made by."""
+    def _named(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
+        """Under which name they lie, and what they were made by."""
         made_by = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
-        return f"{kind.__name__.lower()}_{chunk_tokens}", *arrays, made_by
+        return f"{kind.__name__.lower()}_{chunk_tokens}", made_by
 
 
 class RowIndexes:
@@ -62,23 +66,17 @@ class RowIndexes:
     They hold rotated keys, so each belongs to the position at which the prefix has its segment.
 
     Args:
-        kind: of the indexes.
-        chunk_tokens: tokens of a chunk.
+        selector: that goes by them.
         fetcher: of the pass that restores; brings keys.
         rows: whose tokens.
         kept: has those of other processes.
     """
 
-    def __init__(
-        self,
-        kind: type[DecodeIndex],
-        chunk_tokens: int,
-        fetcher: Fetcher,
-        rows: Sequence[RowPrefix],
-        kept: KeptIndexes,
-    ) -> None:
-        self._kind, self._chunk_tokens, self._fetcher, self._rows = kind, chunk_tokens, fetcher, rows
-        self._kept, self._of_segment = kept, dict[SegmentReader, dict[int, DecodeIndex]]()  # whole segments', by layer
+    def __init__(self, selector: ByIndex, fetcher: Fetcher, rows: Sequence[RowPrefix], kept: KeptIndexes) -> None:
+        self.selector, self._fetcher, self._rows, self._kept = selector, fetcher, rows, kept
+        self._kind, self._chunk_tokens = selector.kind, selector.chunk_tokens
+        self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # what was kept of whole segments, by layer
+        self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all that there is of these
         self._made: set[SegmentReader] = set()
         self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and number of the row
         # the keys of those that are missing, and the chunks that have them
@@ -137,7 +135,7 @@ class RowIndexes:
         index = self._kind.build(keys, self._chunk_tokens)
         if len(tokens) == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
-            self._of_segment[piece.reader][layer] = index
+            self._of_segment.setdefault(piece.reader, {})[layer] = index
             self._made.add(piece.reader)
         return index
 
@@ -148,14 +146,14 @@ class RowIndexes:
             return None
         resident = self._fetcher.residency.resident
         found = resident.get(self._owner(piece, layer), device)
-        of_segment = self._of_segment.setdefault(reader, {})
-        if found is None and layer not in of_segment:
-            of_segment.update(self._kept.find(reader, self._kind, self._chunk_tokens) if not of_segment else {})
-        if found is None and layer in of_segment:
-            found = of_segment[layer].to(device)
-            resident.admit(self._owner(piece, layer), found)
+        if found is None:
+            if reader not in self._of_file:
+                self._of_file[reader] = self._kept.find(reader, self._kind, self._chunk_tokens)
+            if (kept := self._of_file[reader].get(layer)) is not None:
+                found = kept.to(device)
+                resident.admit(self._owner(piece, layer), found)
         if found is not None:
-            of_segment[layer] = found
+            self._of_segment.setdefault(reader, {})[layer] = found
         return found
 
     def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:

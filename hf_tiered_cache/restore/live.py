@@ -15,13 +15,6 @@ Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 heads, or one for each."""
 
 
-class LiveRow(Protocol):
-    """What one layer holds of one row, and what is needed to choose again."""
-
-    def fork(self) -> Any:
-        """One that goes its own way: rows of a batch may become copies of one another."""
-
-
 class Choices(Protocol):
     """The choices of one pass."""
 
@@ -39,7 +32,7 @@ class Choices(Protocol):
 
         Args:
             layer: with full attention.
-            rows: what it holds, a `LiveRow` each; None for rows that hold all of what is restored, or had none.
+            rows: what it holds, as `Live.row` says; None for rows that hold all of what is restored, or had none.
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, all that it holds, the restored ones in front; values likewise.
             rotate_: rotates stored keys.
@@ -72,7 +65,10 @@ class Live(Protocol):
         """Whether a choice will do for later tokens, where blocks of the next one cannot be read."""
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> Any:
-        """What a layer holds of a row when `chosen`, int64 `[sets, columns]`, stand in its columns; None for never."""
+        """What a layer holds of a row when `chosen`, int64 `[sets, columns]`, stand in its columns; None for never.
+
+        It has a `fork()` that gives one which goes its own way: rows may become copies of one another.
+        """
 
     def begin(self, collector: StatsCollector) -> Choices:
         """The choices of a pass."""

@@ -41,10 +41,10 @@ class SelectiveRestore:
         layers: with full attention, ascending; the others are none of ours.
         selector: chooses.
         fetcher: of the pass.
+        kept: has the indexes that other processes made, for a selector that goes by such.
         guesses: whether the chunks of one period are fetched for the next before it chooses.
         importance: is told what attention each token gets, if not None.
         rechoose: columns between two choices while decoding; 0 for never.
-        kept: has the indexes that other processes made, for a selector that goes by such.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class SelectiveRestore:
         layers: list[int],
         selector: Selector,
         fetcher: Fetcher,
-        guesses: bool = True,
-        importance: TokenImportance | None = None,
-        rechoose: int = 0,
-        kept: KeptIndexes | None = None,
+        kept: KeptIndexes,
+        guesses: bool,
+        importance: TokenImportance | None,
+        rechoose: int,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
@@ -72,8 +72,8 @@ class SelectiveRestore:
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
-        if isinstance(selector, ByIndex) and kept is not None:
-            self._indexes = RowIndexes(selector.kind, selector.chunk_tokens, fetcher, self._rows, kept)
+        if isinstance(selector, ByIndex):
+            self._indexes = RowIndexes(selector, fetcher, self._rows, kept)
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from."""
@@ -130,9 +130,8 @@ class SelectiveRestore:
         if not self._rechoose:
             return None
         if self._live is None and self._indexes is not None:
-            assert isinstance(self.selector, ByIndex)
             self._live = WindowedSelection(
-                self.selector, self.residency, self.fetcher.device_of, self._rows, self._indexes, self.plan.num_selected
+                self.residency, self.fetcher.device_of, self._rows, self._indexes, self.plan.num_selected
             )
         elif self._live is None:
             columns = self.plan.num_selected

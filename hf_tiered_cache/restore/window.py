@@ -53,15 +53,13 @@ class WindowedSelection:
     """What a cache chooses from as long as it lives (see `Live`).
 
     Args:
-        selector: ranks chunks.
         residency: the tiers.
         device_of: the device of each layer.
         prefixes: what is restored of each group of rows.
-        indexes: of their chunks.
+        indexes: of their chunks, and the selector that goes by them.
         columns: restored ones that a layer holds of each row.
     """
 
-    selector: ByIndex
     residency: Residency
     device_of: Callable[[int], torch.device]
     prefixes: Sequence[RowPrefix]
@@ -69,6 +67,11 @@ class WindowedSelection:
     columns: int
     every: int = 1
     may_stay: bool = False
+
+    @property
+    def selector(self) -> ByIndex:
+        """Ranks chunks."""
+        return self.indexes.selector
 
     def span(self, prefix: int) -> Span | None:
         """How a row's tokens are chosen; None if it holds all of them."""
