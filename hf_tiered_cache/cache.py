@@ -31,6 +31,7 @@ class TieredCache(StoredCache):
             for them everywhere.
         strict: what happens when the cache is given a prompt that does not begin with what it holds. False crops it to
             what the two have in common, restores what the store has, and goes on; True raises CacheMismatchError.
+        progress: whether prompts that are computed in pieces (`KVDrive`) show a bar.
         label: stands in the header of the segments that this cache stores, for `hf-tiered-cache ls`.
         tag: a name for what the model computes, where that has none of its own (a hook that steers it, a replaced
             forward, an attention function of the user's). KV is shared only under the same tag.
@@ -50,6 +51,7 @@ class TieredCache(StoredCache):
         record: bool = True,
         segments: Sequence[int] | None = None,
         strict: bool = False,
+        progress: bool = True,
         label: str = "",
         tag: str = "",
     ) -> None:
@@ -57,7 +59,7 @@ class TieredCache(StoredCache):
         attachment, layers = prepare(model, chosen)
         self._store = open_store(store, chosen, attachment.extras)
         begins = None if segments is None else tuple(segments)
-        options = CacheOptions(restore, record, begins, strict, label, tag)
+        options = CacheOptions(restore, record, begins, strict, progress, label, tag)
         super().__init__(attachment, layers, storage_of(self._store), chosen, options)
 
     @property

@@ -27,6 +27,7 @@ from .restore.live import Choices, Live
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
 from .restore.selective import SelectiveRestore
+from .restore.streamed import StreamedPrefix
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
@@ -108,12 +109,18 @@ class ForwardPass(Scope):
         return source.append(kind, pre_rope, keys, values)
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer's queries, `[batch, heads, n, dim]`, attend to."""
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """What a layer's queries, `[batch, heads, n, dim]`, attend to, or what they get of it."""
         started = time.perf_counter()
         try:
-            return self.sources[layer].attend(self, query, keys, values, scaling)
+            return self.sources[layer].attend(self, query, keys, values, mask, scaling)
         finally:
             self.assemble_seconds += time.perf_counter() - started
 
@@ -156,18 +163,24 @@ class RestoringForward(ForwardPass):
         self.fetcher = Fetcher(store.residency, collector, attachment.device_of)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
-        if plan.budget_tokens is not None:
+        self.streamed: StreamedPrefix | None = None
+        selecting = [source.index for source in self.kv_sources if source.selects]
+        if plan.streamed:
+            self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
+            self.selects = True
+        if plan.budget_tokens:
             if method.reorder:
                 store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})
             self.selection = SelectiveRestore(
                 plan,
-                [source.index for source in self.kv_sources if source.selects],
+                selecting,
                 method.selector(),
                 self.fetcher,
                 KeptIndexes(store.disk, store.writer.later),
                 method.ahead_bytes > 0,
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
+                method.observed,
             )
             self.selects = True
 
@@ -201,9 +214,11 @@ class RestoringForward(ForwardPass):
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
                 stack.enter_context(dropping(layers, min(self.rows)))
         stack.callback(self.fetcher.cancel)
-        if self.selection is not None:
-            if not can_select(config):
-                raise needs_attention(self.method, self.attachment.model, SELECTING)
+        if self.selects and not can_select(config):
+            raise needs_attention(self.method, self.attachment.model, SELECTING)
+        if self.streamed is not None:
+            self.streamed.start()
+        elif self.selection is not None:
             self.selection.start()
         self.prefetch.start()
 

@@ -57,6 +57,14 @@ class Request:
         object.__setattr__(self, "ids", self.kwargs["input_ids"])
         object.__setattr__(self, "columns", self.ids.shape[1])
 
+    def beginning(self, columns: int) -> Request:
+        """The same prompt up to a column, of which only the last logits are asked for."""
+        kwargs = self.kwargs | {"logits_to_keep": 1}
+        for name in (*_PER_TOKEN, "attention_mask"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :columns]
+        return Request(kwargs, self.pads, 0, 1, columns)
+
     def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
         """The arguments for computing only some of the columns.
 

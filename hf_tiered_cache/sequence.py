@@ -69,6 +69,8 @@ class SequenceState:
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
         """Whether it holds what no exact cache would."""
+        self.stored_in_pieces = 0
+        """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
         self._in_part = False  # whether something was found of which the method can use a part
 
@@ -129,33 +131,47 @@ class SequenceState:
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
         attended = restored
-        if plan is not None and plan.budget_tokens is not None:
+        if plan is not None and plan.budget_tokens is not None and not plan.streamed:
             attended = sum(
                 len(g.rows) * min(plan.budget_tokens, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups
             )
             if self.method.reorder:
                 self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
+        before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
         collector.add(
-            tokens_restored=restored,
+            tokens_restored=restored - before,
             tokens_computed=rows * columns - padding - restored,
-            tokens_attended=attended,
+            tokens_attended=attended - min(before, attended),
         )
         if plan is not None and not plan.exact:
-            self.approximate, self.recorder.enabled = True, False
+            self.recorder.enabled = False
         computed = columns if plan is None else len(plan.computed[0])
         self.recorder.end(request.ids, computed, request.revocable)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
+        self.approximate |= plan is not None and not (plan.exact and plan.budget_tokens is None)
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
         least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
-        if self.recorder.unsealed >= least:
+        if self.recorder.unsealed >= (HASH_TOKENS if self.approximate else least):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself goes on
                 logger.warning("%s: what is computed from here on is not stored", error)
                 self.recorder.enabled = False
+        if self.approximate:
+            self.recorder.enabled = False
         return ""
+
+    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+        """A piece of a longer prompt is computed: store it, and forget it."""
+        rows, columns = piece.ids.shape
+        computed = rows * columns - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
+        collector.add(tokens_computed=computed)
+        self.stored_in_pieces += computed
+        self.recorder.end(piece.ids, columns if plan is None else len(plan.computed[0]))
+        self.recorder.seal()
+        self.recorder.crop(columns)
 
     def common_columns(self, prompt: torch.Tensor) -> int:
         """How many columns it shares with a prompt, int `[rows, columns]`, of which at least the last is computed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
 from .payoff import pays
+from .prefill import can_be_cut, in_pieces
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
 from .restore.history import History
@@ -45,6 +46,7 @@ class CacheOptions:
     record: bool = True
     segments: tuple[int, ...] | None = None
     strict: bool = False
+    progress: bool = True
     label: str = ""
     tag: str = ""
 
@@ -96,6 +98,10 @@ class Serving:
         self, cache: Cache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
     ) -> Any:
         reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
+        if not reason and can_be_cut(request, sequence):
+            plan = self.plan(request, sequence)
+            run = partial(self._run_piece, cache, sequence, forward)
+            in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
             if plan is not None and not self._pays(plan, sequence):
@@ -126,6 +132,28 @@ class Serving:
             self.collector.add(tokens_kept=kept)
             self._tell(self.bypass or reason)
         return output
+
+    def _run_piece(
+        self, cache: Cache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
+    ) -> int:
+        """Compute a piece of a prompt, store and forget it. See `in_pieces`."""
+        plan = self.plan(piece, sequence)
+        before = 0 if plan is None else plan.suffix or 0
+        if before <= found - HASH_TOKENS:
+            return before
+        if plan is not None:
+            plan = replace(plan, budget_tokens=0, streamed=True)
+        try:
+            self._run_planned(cache, piece, sequence, plan, forward)
+        except RestoreError as error:
+            self.collector.add(recomputed=1)
+            self.store.disk.report(error.segment, error.__cause__ or error)
+            plan = self.plan(piece, sequence)
+            return max(0, min(0 if plan is None else plan.suffix or 0, found - HASH_TOKENS))
+        sequence.store_piece(piece, plan, self.collector)
+        for source in kv_sources(cache.layers):
+            source.reset()
+        return before
 
     def _run_planned(
         self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]

@@ -128,7 +128,10 @@ def attend(
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
     if scope.selects:
-        key, value = scope.attend(module.layer_idx, query, key, value, kwargs.get("scaling"))
+        attended = scope.attend(module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling"))
+        if isinstance(attended, torch.Tensor):
+            return attended.transpose(1, 2).contiguous(), None
+        key, value = attended
     if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,

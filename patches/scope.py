@@ -36,9 +36,18 @@ class Scope:
     """Whether `attend` says what queries attend to."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer's queries, `[batch, heads, n, dim]`, attend to, given what its cache has handed over."""
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """What a layer's queries, `[batch, heads, n, dim]`, attend to, given what its cache has handed over.
+
+        Or what they get of it, `[batch, heads, n, dim]`, where attention is done already.
+        """
         return keys, values
 
 

@@ -49,6 +49,15 @@ class Method:
     rechoose = 0
     """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
 
+    prefill_tokens = 0
+    """A longer prompt is computed in pieces of so many tokens, each stored before the next; 0: at once."""
+
+    exact_from = 0
+    """So many computed tokens of a prompt, or more, attend to all of its prefix, of which a part stays; 0: none do."""
+
+    observed = 0
+    """What stays is then chosen for so many of the last ones."""
+
     decline = False
     """Whether what was measured to be slower to restore than to compute is computed."""
 
@@ -92,6 +101,10 @@ class Method:
     def token_budget(self, prefix_tokens: int) -> int:
         """How many of `prefix_tokens` restored tokens a layer with full attention attends to: all, by default."""
         return prefix_tokens
+
+    def streams(self, tokens: int) -> bool:
+        """Whether so many computed tokens of a prompt attend to all of the prefix, of which the budget's stay."""
+        return 0 < self.exact_from <= tokens
 
     @property
     def passages(self) -> str:

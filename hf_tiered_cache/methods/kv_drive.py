@@ -27,6 +27,12 @@ class KVDrive(Method):
         index: what chunks are ranked by, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4),
             "cluster_boxes" ours, for keys that a mean hides.
         eviction: by which entries leave the window: "lookahead" (Section 5.1), "lru", or "none".
+        prefill_tokens: a longer prompt that is not stored is computed in pieces of so many tokens, which go to the
+            store one after the other, so that memory never holds all of it; 0 computes it at once.
+        exact_from: so many new tokens of a prompt, or more, attend to all of the stored prefix, which is read once for
+            each layer (with 1 all do: the paper's prefill); fewer attend, as decoded ones do, to chunks that are chosen
+            for them. 0: none do.
+        observed: of tokens that attend to all of it, the last so many choose what decoding begins with (Section 7.1).
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -37,6 +43,9 @@ class KVDrive(Method):
     local: int = 64
     index: str = "cluster_boxes"
     eviction: str = "lookahead"
+    prefill_tokens: int = 4096
+    exact_from: int = 256
+    observed: int = 64
 
     rechoose = 1
 
@@ -48,8 +57,10 @@ class KVDrive(Method):
             raise ConfigError(f"index is one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
         if self.eviction not in WINDOW_POLICIES:
             raise ConfigError(f"eviction is one of {', '.join(WINDOW_POLICIES)}, not {self.eviction!r}")
-        if not self.window >= 0 or min(self.sinks, self.local) < 0:
-            raise ConfigError("window, sinks and local are not negative")
+        if not self.window >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
+            raise ConfigError("window, sinks, local, prefill_tokens and exact_from are not negative")
+        if self.observed < 1:
+            raise ConfigError(f"observed is at least 1, not {self.observed}")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
 

@@ -85,10 +85,9 @@ class RowIndexes:
     def fetch(self, layer: int, ahead: bool = False) -> None:
         """Look up a layer's indexes, and start to bring the keys of segments that have none."""
         for place, row in enumerate(self._rows):
-            if (layer, place) in self._found:
+            if (layer, place) in self._units:
                 continue
-            found = self._found[layer, place] = [self._resident(row, piece, layer) for piece in row.pieces()]
-            units = self._units[layer, place] = []
+            found, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
             for piece, index in zip(row.pieces(), found, strict=True):
                 tokens = np.arange(piece.first, piece.first + _count(row, piece))
                 for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
@@ -104,7 +103,8 @@ class RowIndexes:
         """
         self.fetch(layer)
         row, found = self._rows[place], self._found[layer, place]
-        if wanted := self._units.pop((layer, place), []):
+        if wanted := self._units[layer, place]:
+            self._units[layer, place] = []
             self._fetcher.bring(wanted)  # what there was no room for before
             units = [unit for unit, _ in wanted]
             self._fetcher.wait_for(units)
@@ -112,9 +112,27 @@ class RowIndexes:
             for number, piece in enumerate(row.pieces()):
                 if found[number] is None:
                     mine = [unit for unit in units if unit.reader is piece.reader]
-                    found[number] = self._make(row, piece, mine, layer, rotate_)
+                    found[number] = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
             self._fetcher.finish(units)
         return [index for index in found if index is not None]
+
+    def lacks(self, layer: int, place: int) -> bool:
+        """Whether a segment of a row has no index of a layer."""
+        return None in self._look_up(layer, place)
+
+    def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
+        """Make those that are missing of all of a row's rotated keys, `[kv_heads, tokens, dim]`."""
+        row, found = self._rows[place], self._look_up(layer, place)
+        self._fetcher.confirm()  # what is made of keys outlives the pass
+        for number, piece in enumerate(row.pieces()):
+            if found[number] is None:
+                found[number] = self._built(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
+
+    def _look_up(self, layer: int, place: int) -> list[DecodeIndex | None]:
+        if (layer, place) not in self._found:
+            row = self._rows[place]
+            self._found[layer, place] = [self._resident(row, piece, layer) for piece in row.pieces()]
+        return self._found[layer, place]
 
     def keep(self) -> None:
         """All layers have theirs: keep those that were made."""
@@ -122,9 +140,10 @@ class RowIndexes:
             self._kept.keep(reader, self._of_segment[reader])
         self._made.clear()
 
-    def _make(
+    def _keys(
         self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
-    ) -> DecodeIndex:
+    ) -> torch.Tensor:
+        """`[kv_heads, tokens, dim]`: a piece's rotated keys."""
         tokens = np.arange(piece.at, piece.at + _count(row, piece))
         layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
         kind = layout.layer(layer)
@@ -132,8 +151,12 @@ class RowIndexes:
         gathers = Gathers(row, tokens[None])
         gathers.copy(units, layer, "key", keys)
         rotate_(keys, tokens[None], row.tokens)
+        return keys
+
+    def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
+        """The index of a piece's keys; that of a whole segment is for others, too."""
         index = self._kind.build(keys, self._chunk_tokens)
-        if len(tokens) == piece.reader.shape.tokens and not piece.reader.gone:
+        if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
             self._of_segment.setdefault(piece.reader, {})[layer] = index
             self._made.add(piece.reader)

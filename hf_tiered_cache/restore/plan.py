@@ -67,6 +67,8 @@ class Plan:
         groups: where the rows' other columns come from.
         budget_tokens: how many restored tokens of a row the layers with full attention may attend to, or None for all.
             Which ones is chosen when the queries are there.
+        streamed: whether their queries attend to all restored tokens nevertheless, which come run by run and go again:
+            what is computed is exact, and what the budget says is held for the tokens to come.
         compare_layer: the layer at which stored values of passages are compared with computed ones; the layers behind
             it then compute what the method says, at least what stands here.
     """
@@ -76,6 +78,7 @@ class Plan:
     computed: tuple[np.ndarray, ...]
     groups: tuple[RowGroup, ...]
     budget_tokens: int | None = None
+    streamed: bool = False
     compare_layer: int | None = None
 
     def __post_init__(self) -> None:
@@ -92,7 +95,9 @@ class Plan:
     @property
     def exact(self) -> bool:
         """Whether what is computed under this plan is what computing everything would give."""
-        return self.budget_tokens is None and all(piece.exact for group in self.groups for piece in group.pieces)
+        return (self.budget_tokens is None or self.streamed) and all(
+            piece.exact for group in self.groups for piece in group.pieces
+        )
 
     @cached_property
     def readers(self) -> tuple[SegmentReader, ...]:

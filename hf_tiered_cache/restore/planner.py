@@ -31,6 +31,8 @@ class Rules(Protocol):
 
     def token_budget(self, prefix_tokens: int) -> int: ...
 
+    def streams(self, tokens: int) -> bool: ...
+
 
 @dataclass(frozen=True)
 class PrefixLookup:
@@ -90,5 +92,5 @@ def make_plan(
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
     if base == 0 and longest > 0 and (budget := rules.token_budget(longest)) < longest:
-        plan = replace(plan, budget_tokens=budget)
+        plan = replace(plan, budget_tokens=budget, streamed=rules.streams(columns - (plan.suffix or 0)))
     return plan, found

@@ -45,6 +45,7 @@ class SelectiveRestore:
         guesses: whether the chunks of one period are fetched for the next before it chooses.
         importance: is told what attention each token gets, if not None.
         rechoose: columns between two choices while decoding; 0 for never.
+        observed: where queries attend to all that is restored, choices are made for so many of the last ones.
     """
 
     def __init__(
@@ -57,10 +58,12 @@ class SelectiveRestore:
         guesses: bool,
         importance: TokenImportance | None,
         rechoose: int,
+        observed: int = 0,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
         self._guesses, self._importance, self._rechoose = guesses, importance, rechoose
+        self.observed = observed
         restored = plan.suffix or 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
@@ -125,6 +128,22 @@ class SelectiveRestore:
         if self._indexes is not None and layer == self._periods[-1][-1]:
             self._indexes.keep()
 
+    def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
+        """Room for the keys of rows that an index is missing of, like `[batch, kv_heads, n, dim]`; None for others."""
+        return [
+            like.new_empty(like.shape[1], row.tokens, like.shape[3])
+            if self._indexes is not None and self._indexes.lacks(layer, place)
+            else None
+            for place, row in enumerate(self._rows)
+        ]
+
+    def index(self, layer: int, keys: Sequence[torch.Tensor | None]) -> None:
+        """Make the missing indexes of these keys, rotated."""
+        with self.collector.timing("select_seconds"):
+            for place, every in enumerate(keys):
+                if every is not None and self._indexes is not None:
+                    self._indexes.make(layer, place, every)
+
     def live(self, layer: int, batch: int) -> tuple[Live, list[Any]] | None:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
         if not self._rechoose:
@@ -179,7 +198,7 @@ class SelectiveRestore:
         self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number])
-        if number + 1 < len(self._periods):
+        if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
             if self._guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], guess=True)

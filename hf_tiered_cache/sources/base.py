@@ -13,6 +13,7 @@ from ..restore.live import Choices, Live
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.selective import SelectiveRestore
+from ..restore.streamed import StreamedPrefix
 
 
 class Pass(Protocol):
@@ -30,7 +31,9 @@ class RestoringPass(Pass, Protocol):
     plan: Plan
     prefetch: Prefetch
     selection: SelectiveRestore | None
-    """Chooses, where layers attend to a part of what is restored."""
+    """Chooses what layers hold, where that is a part of what is restored."""
+    streamed: StreamedPrefix | None
+    """All of it, for layers that attend to it without holding it."""
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         """The columns that a layer computes, int64 `[n]`, counted from `first`: one tensor for all layers alike."""
@@ -81,14 +84,16 @@ class KVSource(Protocol):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        mask: torch.Tensor | None,
         scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What queries attend to.
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """What queries attend to, or what they get of it, `[batch, heads, n, dim]`.
 
         Args:
             forward_pass: which is under way.
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, as the attention function was given them; values likewise.
+            mask: of the queries and what the masks of the pass were announced.
             scaling: of the logits; None for dim ** -0.5.
         """
 

@@ -78,8 +78,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        mask: torch.Tensor | None,
         scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         """See `KVSource`."""
         return keys, values
 

@@ -55,9 +55,10 @@ class SelectedSource(DenseSource):
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
         super().begin_pass(restoring)
-        if restoring.selection is not None:
-            plan = restoring.plan
-            self._restored, self._scattered, self._skipped = plan.suffix or 0, plan.columns, plan.num_skipped
+        plan = restoring.plan
+        if plan.budget_tokens is not None:
+            self._restored, self._scattered = plan.suffix or 0, plan.columns
+            self._skipped = self._restored if plan.streamed else plan.num_skipped
 
     def end_pass(self) -> None:
         """See `KVSource`."""
@@ -73,7 +74,7 @@ class SelectedSource(DenseSource):
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if restoring.selection is None:
+        if restoring.plan.budget_tokens is None:
             return super()._restore(restoring, kind, pre_rope, key_states, value_states)
         check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
         if pre_rope.rotated == "value":
@@ -88,31 +89,40 @@ class SelectedSource(DenseSource):
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        mask: torch.Tensor | None,
         scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
         """See `KVSource`."""
         restoring = self._pass
         if restoring is None:
             if self._live is not None and self._pre_rope is not None:
                 self._choose_again(self._live, self._pre_rope, forward_pass, query, scaling)
             return keys, values
-        if restoring.selection is None:
+        if restoring.plan.budget_tokens is None:
             return keys, values
         if self._parked is None or self._parked[1] is not keys:
             raise restoring.cannot_select()
         (pre_rope, _), self._parked = self._parked, None
         restoring.unpark()
-        plan, selection = restoring.plan, restoring.selection
+        plan, selection, rotate_ = restoring.plan, restoring.selection, _rotation(restoring, pre_rope)
+        output: torch.Tensor | None = None
+        if restoring.streamed is not None:
+            every = selection.keys_to_index(self.index, keys) if selection is not None else ()
+            output = restoring.streamed.attend(self.index, query, keys, values, mask, rotate_, scaling, every)
+            if selection is not None:
+                selection.index(self.index, every)
         self._num_selected = plan.num_selected
         all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
-        selected = slice(0, self._num_selected)
-        chosen = all_keys[:, :, selected], all_values[:, :, selected]
-        selection.fill(self.index, query, keys, chosen[0], chosen[1], _rotation(restoring, pre_rope), scaling)
+        if selection is not None:
+            selected = slice(0, self._num_selected)
+            chosen = all_keys[:, :, selected], all_values[:, :, selected]
+            asking = query if output is None else query[:, :, -selection.observed :]
+            selection.fill(self.index, asking, keys, chosen[0], chosen[1], rotate_, scaling)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
-        if (live := selection.live(self.index, keys.shape[0])) is not None:
+        if selection is not None and (live := selection.live(self.index, keys.shape[0])) is not None:
             self._live, self._rows = live
-        return self._visible(keys.shape[2])
+        return self._visible(keys.shape[2]) if output is None else output
 
     def _choose_again(
         self, live: Live, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None

@@ -1,0 +1,332 @@
+"""Prompts that are computed in pieces: the KV and the tokens of computing them at once, in a part of the memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_kv_drive import exact_kv, tokens_in
+from transformers import DynamicCache
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import ContiguousKV, KVDrive
+from hf_tiered_cache.restore import partial_attention
+from hf_tiered_cache.restore.streamed import StreamedPrefix
+from hf_tiered_cache.restore.window import WindowChoices
+from hf_tiered_cache.sources.buffer import KVBuffer
+
+TOKENS, PIECE = 700, 128
+METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)
+NEW = 6
+GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen2_sliding",
+    "qwen3",
+    "qwen3_moe",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "smollm3",
+    "glm4",
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """How many columns each pass that ran attention over a streamed prefix computed, at the first such layer."""
+    seen = []
+
+    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+        if layer == self._layers[0]:
+            seen.append(query.shape[2])
+        return real(self, layer, query, *rest)
+
+    monkeypatch.setattr(StreamedPrefix, "attend", attend)
+    return seen
+
+
+def ask(model, store, ids, method=METHOD, cache=None, **kwargs):
+    cache = cache or TieredCache(model, store, method=method, progress=False)
+    return model.generate(ids, past_key_values=cache, **{**GREEDY, **kwargs}), cache
+
+
+def close(logits, expected):
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
+    model, ids = build(family), prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        found, cache = ask(model, store, ids)
+        close(found.logits[0], expected.logits[0])
+        assert pieces == [128, 128, 128, 128, 60]
+        assert cache.stats.tokens_computed == TOKENS + NEW - 1 and cache.stats.tokens_restored == 0
+        assert cache.stats.tokens_stored == TOKENS // 16 * 16
+        again, exact = ask(model, store, ids, method=None)  # whoever comes next finds KV like any other
+        assert exact.stats.tokens_restored == TOKENS // 16 * 16
+    for ours, theirs in zip(again.logits, expected.logits, strict=True):
+        close(ours, theirs)
+
+
+def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypatch):
+    ids, steps = prompt(TOKENS), []
+    kv = exact_kv(model, ids)
+
+    def follow(self, layer, rows, query, keys, *rest, real=WindowChoices.follow):
+        held = real(self, layer, rows, query, keys, *rest)
+        steps.append((layer, held[0].window.columns, keys.clone()))
+        return held
+
+    monkeypatch.setattr(WindowChoices, "follow", follow)
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, ids)
+    before = TOKENS - 60
+    assert len(steps) == (NEW - 1) * model.config.num_hidden_layers
+    for layer, columns, keys in steps:
+        held = tokens_in(columns, METHOD, before)
+        for head, tokens in enumerate(held):
+            expected = kv[layer][0][0, head, [*tokens, *range(before, TOKENS)]]
+            close(keys[0, head, : len(expected)], expected)
+
+
+def test_a_whole_budget_holds_the_whole_prompt(model, tmp_path, pieces):
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, prompt(TOKENS), KVDrive(budget=1.0, prefill_tokens=PIECE))
+    assert not pieces
+
+
+def test_memory_holds_a_piece(model, tmp_path, monkeypatch):
+    """And what the budget says, with room to grow; not the prompt."""
+    most = []
+
+    def extend(self, *given, real=KVBuffer.extend):
+        views = real(self, *given)
+        most.append(self._keys.shape[2])
+        return views
+
+    monkeypatch.setattr(KVBuffer, "extend", extend)
+    with KVStore(tmp_path, engine="posix", host_memory="1MiB") as store:
+        _, cache = ask(
+            model, store, prompt(TOKENS), KVDrive(budget=0.05, local=16, prefill_tokens=PIECE, exact_from=16)
+        )
+        assert cache.get_seq_length() == TOKENS + NEW - 1
+        assert store.stats.host.bytes <= 1 << 20
+    assert max(most) <= 2 * (PIECE + 64)
+
+
+def test_rows_of_other_lengths(model, tmp_path, pieces):
+    long, short = prompt(TOKENS), prompt(TOKENS - 111, seed=3)
+    rows = torch.zeros(2, TOKENS, dtype=torch.int64)
+    rows[0], rows[1, 111:] = long[0], short[0]
+    mask = torch.ones_like(rows)
+    mask[1, :111] = 0
+    expected = model.generate(rows, attention_mask=mask, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        found, cache = ask(model, store, rows, attention_mask=mask)
+        close(found.logits[0], expected.logits[0])
+        assert len(pieces) >= 4
+        again = cache.stats.tokens_computed - (2 * (TOKENS + NEW - 1) - 111)
+        assert 0 <= again <= 2 * 15 * len(pieces)  # rows begin with other parts of 16 tokens
+        for ids in (long, short):
+            _, exact = ask(model, store, ids, method=None)
+            assert exact.stats.tokens_restored >= ids.shape[1] // 16 * 16 - 16
+
+
+def test_beams_begin_from_the_same_pieces(model, tmp_path):
+    ids, kwargs = prompt(TOKENS), {"do_sample": False, "max_new_tokens": 1, "num_beams": 3}
+    with KVStore(tmp_path, engine="posix") as store:
+        cache = TieredCache(model, store, method=METHOD, progress=False)
+        found = model.generate(ids, past_key_values=cache, **kwargs)
+    assert torch.equal(found, model.generate(ids, past_key_values=DynamicCache(), **kwargs))
+
+
+def test_other_methods_stream_too(model, tmp_path, pieces):
+    """A question of many tokens behind a stored prompt."""
+
+    class Streaming(ContiguousKV):
+        exact_from, observed = 16, 16
+
+    ids, asked = prompt(TOKENS), torch.cat([prompt(TOKENS), prompt(40, seed=5)], dim=1)
+    expected = model.generate(asked, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, ids, method=None)
+        found, _ = ask(model, store, asked, Streaming(0.2, period=2, subperiod=2))
+    assert pieces == [52]
+    close(found.logits[0], expected.logits[0])
+
+
+def test_short_questions_choose(model, tmp_path, pieces):
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, prompt(TOKENS))
+        pieces.clear()
+        _, cache = ask(model, store, torch.cat([prompt(TOKENS)[:, :688], prompt(15, seed=5)], dim=1))
+    assert not pieces and cache.stats.tokens_attended < cache.stats.tokens_restored == 688
+
+
+def test_a_second_request_computes_no_piece_again(model, tmp_path, pieces):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, ids[:, :400])
+    pieces.clear()
+    with KVStore(tmp_path, engine="posix") as store:
+        expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+        found, cache = ask(model, store, ids)
+        close(found.logits[0], expected.logits[0])
+        assert cache.stats.tokens_restored == 400 and cache.stats.tokens_computed == 300 + NEW - 1
+        assert pieces == [128, 128, 44]
+
+
+@pytest.mark.parametrize("option", [{"restore": False}, {"record": False}], ids=str)
+def test_what_is_not_stored_is_computed_at_once(option, model, tmp_path, pieces):
+    ids = prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        found, _ = ask(model, store, ids, cache=TieredCache(model, store, method=METHOD, **option))
+    assert not pieces and torch.equal(found.sequences, expected.sequences)
+
+
+def test_all_logits_at_once(model, tmp_path, pieces):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store, torch.no_grad():
+        found = model(input_ids=ids, past_key_values=TieredCache(model, store, method=METHOD)).logits
+        assert not pieces and torch.equal(found, model(input_ids=ids, past_key_values=DynamicCache()).logits)
+
+
+def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, pieces):
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model, ids = build("llama", rope_parameters=rope), prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        found, _ = ask(model, store, ids)
+    assert not pieces
+    close(found.logits[0], expected.logits[0])
+
+
+# --- faults
+
+
+def test_a_store_without_room(model, tmp_path, caplog):
+    ids = prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix", disk_quota="1MiB") as store:
+        found, cache = ask(model, store, ids)
+        close(found.logits[0], expected.logits[0])
+        assert "quota" in cache.stats.reason or "room" in cache.stats.reason
+
+
+@pytest.mark.parametrize("which", [0, 2])
+def test_a_piece_that_is_lost_under_way_is_computed_again(which, model, tmp_path, monkeypatch):
+    ids, lost = prompt(TOKENS), []
+    expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+
+    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+        if not lost and len(self._runs[0][1].row.group.pieces) == 4 and layer == 3:
+            piece = self._runs[0][1].row.group.pieces[which]
+            lost.append(piece.reader.id)
+            path = store._storage.disk.path(piece.reader.id)
+            with open(path, "r+b") as file:
+                file.seek(piece.reader.header.blocks.offset)
+                file.write(b"\xa5" * piece.reader.shape.blocks_bytes)
+        return real(self, layer, query, *rest)
+
+    monkeypatch.setattr(StreamedPrefix, "attend", attend)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        found, cache = ask(model, store, ids)
+        assert lost and cache.stats.recomputed == 1 and lost[0] in {row.id for row in store.segments()}  # anew
+    close(found.logits[0], expected.logits[0])
+
+
+def test_an_interrupt_loses_no_piece(model, tmp_path, monkeypatch):
+    ids, passes = prompt(TOKENS), []
+
+    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+        passes.append(layer)
+        if len(passes) == 9:
+            raise KeyboardInterrupt
+        return real(self, layer, query, *rest)
+
+    monkeypatch.setattr(StreamedPrefix, "attend", attend)
+    with KVStore(tmp_path, engine="posix") as store:
+        cache = TieredCache(model, store, method=METHOD, progress=False)
+        with pytest.raises(KeyboardInterrupt):
+            ask(model, store, ids, cache=cache)
+        assert cache.get_seq_length() == 0
+        found, _ = ask(model, store, ids, cache=cache)
+        assert cache.stats.tokens_restored == 2 * PIECE
+    close(found.logits[0], model.generate(ids, past_key_values=DynamicCache(), **GREEDY).logits[0])
+
+
+@pytest.mark.parametrize("wrong", [{"prefill_tokens": -1}, {"exact_from": -1}, {"observed": 0}], ids=str)
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(ConfigError):
+        KVDrive(**wrong)
+
+
+def test_the_bar(model, tmp_path, capfd):
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, prompt(TOKENS), cache=TieredCache(model, store, method=METHOD))
+    assert f"{TOKENS}/{TOKENS}" in capfd.readouterr().err
+
+
+# --- attention in parts
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    dims=st.sampled_from([(16, 16), (24, 8), (5, 5)]),
+    queries=st.integers(1, 20),
+    cuts=st.lists(st.integers(1, 30), min_size=0, max_size=4),
+    masked=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 1 << 20),
+)
+def test_parts_make_the_whole(heads, dims, queries, cuts, masked, dtype, seed):
+    random = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=random).to(dtype)
+
+    query = draw(2, heads[0], queries, dims[0])
+    keys, values = (draw(2, heads[1], queries + sum(cuts), dim) for dim in dims)
+    seen = torch.ones(queries, queries, dtype=torch.bool).tril()
+    mask = seen.expand(2, 1, -1, -1) if masked else None
+    found = partial_attention.attention(
+        query, keys[:, :, :queries], values[:, :, :queries], None, mask, causal=not masked and queries > 1
+    )
+    at = queries
+    for count in cuts:
+        for row in range(2):
+            some = slice(row, row + 1)
+            run = slice(at, at + count)
+            found.join(some, partial_attention.attention(query[some], keys[some, :, run], values[some, :, run], None))
+        at += count
+    every = torch.cat([seen, torch.ones(queries, sum(cuts), dtype=torch.bool)], 1)
+    wide = (t.float().repeat_interleave(heads[0] // heads[1], 1) for t in (keys, values))
+    expected = torch.nn.functional.scaled_dot_product_attention(query.float(), *wide, attn_mask=every)
+    torch.testing.assert_close(found.output, expected, rtol=0, atol=1e-5 if dtype == torch.float32 else 3e-2)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_plain_arithmetic_is_the_kernel(masked, monkeypatch):
+    monkeypatch.setattr(partial_attention, "_LARGEST", 100)
+    query, keys, values = torch.randn(3, 2, 4, 33, 16)
+    mask = torch.zeros(1, 1, 33, 33).masked_fill_(torch.rand(33, 33).tril() + torch.eye(33) <= 0.3, -torch.inf)
+    given = query, keys, values, 0.25, mask if masked else None, not masked
+    ours, kernel = partial_attention._by_arithmetic(*given), partial_attention._attention(*given)
+    torch.testing.assert_close(ours.output, kernel.output, rtol=0, atol=1e-5)
+    torch.testing.assert_close(ours.log_total, kernel.log_total, rtol=0, atol=1e-5)
