@@ -56,13 +56,13 @@ def vocabulary(shape: str) -> int:
     return 1000 if shape == "tiny" else 151936
 
 
-def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0) -> PreTrainedModel:
-    """A Qwen2-architecture model of a known shape with random weights."""
+def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0, layers: int = 0) -> PreTrainedModel:
+    """A Qwen2-architecture model of a known shape with random weights, of so many layers where it is not 0."""
     config = Qwen2Config(
         vocab_size=vocabulary(shape),
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **SHAPES[shape],
+        **SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}),
     )
     torch.manual_seed(seed)
     before = torch.get_default_dtype()

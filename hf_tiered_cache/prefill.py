@@ -56,7 +56,7 @@ def in_pieces(
     rest = max(request.must_compute, HASH_TOKENS, min(step // 2, sequence.method.exact_from))
     with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
         while end - found > step and tries:
-            stop = min(found + step, end - rest)
+            stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS
             before = run(request.beginning(stop), found)
             if before <= found - HASH_TOKENS:
                 found, tries = before, tries - 1

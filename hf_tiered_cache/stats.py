@@ -100,6 +100,8 @@ class RequestStats:
     """Choosing what to attend to, and waiting for what that takes."""
     select_stall_seconds: float = 0.0
     """Of `select_seconds`, and of `stall_seconds`, the waiting."""
+    index_seconds: float = 0.0
+    """Of `select_seconds`, making the indexes that chunks are chosen by, where they are not stored yet."""
     assemble_seconds: float = 0.0
     verification_failures: int = 0
     read_errors: int = 0

@@ -29,7 +29,6 @@ FAMILIES = [
     "qwen3",
     "qwen3_moe",
     "phi3",
-    "gemma2",
     "gemma3",
     "granite",
     "smollm3",
@@ -270,7 +269,11 @@ def test_an_interrupt_loses_no_piece(model, tmp_path, monkeypatch):
     close(found.logits[0], model.generate(ids, past_key_values=DynamicCache(), **GREEDY).logits[0])
 
 
-@pytest.mark.parametrize("wrong", [{"prefill_tokens": -1}, {"exact_from": -1}, {"observed": 0}], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [{"prefill_tokens": -16}, {"prefill_tokens": 100}, {"prefill_tokens": 32}, {"exact_from": -1}, {"observed": 0}],
+    ids=str,
+)
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(ConfigError):
         KVDrive(**wrong)

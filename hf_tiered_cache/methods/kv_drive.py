@@ -61,6 +61,8 @@ class KVDrive(Method):
             raise ConfigError("window, sinks, local, prefill_tokens and exact_from are not negative")
         if self.observed < 1:
             raise ConfigError(f"observed is at least 1, not {self.observed}")
+        if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
+            raise ConfigError(f"prefill_tokens is 0, or 64 or more and a multiple of 16, not {self.prefill_tokens}")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
 

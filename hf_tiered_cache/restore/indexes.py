@@ -155,7 +155,8 @@ class RowIndexes:
 
     def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
         """The index of a piece's keys; that of a whole segment is for others, too."""
-        index = self._kind.build(keys, self._chunk_tokens)
+        with self._fetcher.collector.timing("index_seconds"):
+            index = self._kind.build(keys, self._chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
             self._of_segment.setdefault(piece.reader, {})[layer] = index

@@ -111,6 +111,8 @@ class SelectedSource(DenseSource):
             output = restoring.streamed.attend(self.index, query, keys, values, mask, rotate_, scaling, every)
             if selection is not None:
                 selection.index(self.index, every)
+            elif not plan.budget_tokens:  # a piece of a prompt, which is stored and let go
+                return output
         self._num_selected = plan.num_selected
         all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
         if selection is not None:

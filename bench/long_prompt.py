@@ -1,0 +1,213 @@
+"""Prompts longer than memory: time, peak memory and agreement of computing them in pieces, beside transformers' ways.
+
+    PYTHONPATH=. python bench/long_prompt.py --model eval/reference/long --tokens 32768 --host-memory 16MiB
+    PYTHONPATH=. python bench/long_prompt.py --model qwen2.5-0.5b --layers 4 --tokens 16384 65536
+
+Each way computes the prompt and decodes behind it in a process of its own, which says how far its memory rose above
+what it took with the model loaded; blocks on disk are no memory of a process. "at once" is one pass with a
+DynamicCache, "chunked" the same with `prefill_chunk_size`, "in pieces" KVDrive out of an empty store, "stored" a second
+process on that store. All decode the same tokens; how likely each finds the next one is compared with "chunked".
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import tempfile
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, forget_page_cache, load, machine, median, save, table, vocabulary
+from transformers import DynamicCache, PreTrainedModel
+
+from eval.reference.asking import language_of
+from eval.reference.check import contexts
+from eval.reference.language import KINDS
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import KVDrive
+
+CPU = torch.device("cpu")
+OPTIONS = ("model", "layers", "piece", "budget", "host_memory")
+WAYS = ("at once", "chunked", "in pieces", "stored")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one process measures."""
+
+    way: str
+    model: str
+    layers: int
+    tokens: int
+    new_tokens: int
+    piece: int
+    budget: float
+    host_memory: str
+    store: str
+
+
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="eval/reference/long", help="a reference model, or a shape of common.py")
+    parser.add_argument("--layers", type=int, default=0, help="of a shape, instead of all")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of prompts")
+    parser.add_argument("--new-tokens", type=int, default=32, help="decoded behind each")
+    parser.add_argument("--piece", type=int, default=4096, help="tokens of a piece, and of transformers' chunks")
+    parser.add_argument("--budget", type=float, default=0.0156, help="share of the chunks that a token attends to")
+    parser.add_argument("--host-memory", default="64MiB", help="of the store")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one by default")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(argv)
+
+
+def model_of(asked: Asked) -> PreTrainedModel:
+    folder = Path(asked.model)
+    if folder.exists():
+        return load(folder, torch.float32, CPU)
+    return build(asked.model, torch.float32, CPU, layers=asked.layers)
+
+
+def text_of(asked: Asked) -> torch.Tensor:
+    """int64 `[1, tokens + new_tokens]`: contexts of the reference language one after the other, or random tokens."""
+    count = asked.tokens + asked.new_tokens
+    if not Path(asked.model).exists():
+        return torch.randint(1, vocabulary(asked.model), (1, count), generator=torch.Generator().manual_seed(0))
+    language, found = language_of(Path(asked.model)), list[int]()
+    for context, _ in contexts(language, 4096, count // 2048 + 1, 1, KINDS):
+        found += [token for document in context.documents for token in document]
+    assert len(found) >= count
+    return torch.tensor([found[:count]])
+
+
+class Peak:
+    """The most memory that the process has held since it was made, in bytes beyond what it held then."""
+
+    def __init__(self) -> None:
+        self._page, self._over = resource.getpagesize(), threading.Event()
+        self._before = self._most = self._now()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _now(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * self._page
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.01):
+            self._most = max(self._most, self._now())
+
+    def end(self) -> int:
+        self._over.set()
+        self._thread.join()
+        return self._most - self._before
+
+
+@torch.no_grad()
+def measure(asked: Asked) -> dict[str, Any]:
+    """One way, in this process."""
+    model, ids = model_of(asked), text_of(asked)
+    model(input_ids=ids[:, :64], use_cache=False)  # threads and their memory
+    prompt, rest, ours = ids[:, : asked.tokens], ids[:, asked.tokens :], asked.way in ("in pieces", "stored")
+    with KVStore(asked.store, host_memory=asked.host_memory, disk_quota="1TiB") as store:
+        method = KVDrive(asked.budget, prefill_tokens=asked.piece)
+        cache = TieredCache(model, store, method=method, progress=False) if ours else DynamicCache(config=model.config)
+        peak, started = Peak(), time.perf_counter()
+        step = asked.piece if asked.way == "chunked" else asked.tokens
+        for first in range(0, asked.tokens, step):
+            output = model(input_ids=prompt[:, first : first + step], past_key_values=cache, logits_to_keep=1)
+        found = {"first_s": time.perf_counter() - started, "prefill_peak_bytes": peak.end()}
+        logits, times, peak = [output.logits[0, -1]], [], Peak()
+        for token in rest.split(1, dim=1)[:-1]:
+            started = time.perf_counter()
+            logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1])
+            times.append(time.perf_counter() - started)
+        found |= {"token_s": median(times), "decode_peak_bytes": peak.end()}
+        if isinstance(cache, TieredCache):
+            stats = cache.stats
+            found |= {"bytes_read": stats.bytes_read, "host_bytes": store.stats.host.bytes}
+            found |= {"tokens_computed": stats.tokens_computed, "tokens_restored": stats.tokens_restored}
+            store.flush()
+            found |= {"disk_bytes": store.stats.disk.bytes, "index_s": stats.index_seconds}
+    return found | {"logits": torch.stack(logits).float().log_softmax(1).numpy()}
+
+
+def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+    """Agreement of logarithms of probabilities, `[tokens, vocabulary]`: the first token's, and that of those behind."""
+    divergence = (np.exp(theirs) * (theirs - ours)).sum(1)
+    return {
+        "first_kl": float(divergence[0]),
+        "kl": float(divergence[1:].mean()),
+        "top_1": float((ours.argmax(1) == theirs.argmax(1))[1:].mean()),
+    }
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+    """All ways at all lengths, each in a process of its own."""
+    results = []
+    for tokens in arguments.tokens:
+        logits: dict[str, np.ndarray] = {}
+        for way in arguments.ways:
+            forget_page_cache(folder)
+            given = (tokens, arguments.new_tokens, arguments.piece, arguments.budget, arguments.host_memory)
+            asked = Asked(way, arguments.model, arguments.layers, *given, str(folder / str(tokens)))
+            with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+                found = process.submit(measure, asked).result()
+            logits[way] = found.pop("logits")
+            if "chunked" in logits:
+                found |= compared(logits[way], logits["chunked"])
+            results.append({"way": way, "tokens": tokens} | found)
+            print(results[-1], flush=True)
+    return results
+
+
+def report(document: dict[str, Any]) -> str:
+    """Markdown."""
+    about, options = document["machine"], document["options"]
+    layers = f" of {options['layers']} layers" if options["layers"] else ""
+    text = (
+        f"# Prompts longer than memory: {Path(options['model']).name}{layers}, float32\n\n"
+        f"{about['device']}, {about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. Host "
+        f"memory of the store: {options['host_memory']}; pieces and chunks of {options['piece']} tokens; "
+        f"{options['budget']:.2%} of the chunks attended to while decoding. Memory is what the process took beyond the "
+        "loaded model, at most; agreement is with DynamicCache, chunked, over the same tokens.\n\n"
+    )
+    headings = ["way", "tokens", "first token", "memory until then", "a token", "memory since", "disk", "index"]
+    headings += ["read", "KL of the first", "KL", "top 1"]
+    rows = []
+    for one in document["results"]:
+        seconds = one["first_s"]
+        ours = "disk_bytes" in one
+        rows.append(
+            [one["way"], f"{one['tokens']:,}", f"{seconds:.1f} s", f"{one['prefill_peak_bytes'] / 2**20:,.0f} MiB"]
+            + [f"{1e3 * one['token_s']:.1f} ms", f"{one['decode_peak_bytes'] / 2**20:,.0f} MiB"]
+            + [f"{one['disk_bytes'] / 2**20:,.0f} MiB" if ours else ""]
+            + [f"{one['index_s'] / seconds:.1%}" if ours else ""]
+            + [f"{one['bytes_read'] / 2**20:,.0f} MiB" if ours else ""]
+            + ([f"{one['first_kl']:.1e}", f"{one['kl']:.4f}", f"{one['top_1']:.0%}"] if "kl" in one else [""] * 3)
+        )
+    return text + table(headings, rows)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        document = {
+            "machine": machine(CPU, folder),
+            "options": {name: getattr(arguments, name) for name in OPTIONS},
+            "results": run(arguments, folder),
+        }
+    text = report(document)
+    save(arguments.out, f"long-prompt-{Path(arguments.model).name}", document, text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
