@@ -56,13 +56,22 @@ def vocabulary(shape: str) -> int:
     return 1000 if shape == "tiny" else 151936
 
 
-def build(shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0, layers: int = 0) -> PreTrainedModel:
-    """A Qwen2-architecture model of a known shape with random weights, of so many layers where it is not 0."""
+def build(
+    shape: str, dtype: torch.dtype, device: torch.device, seed: int = 0, layers: int | None = None
+) -> PreTrainedModel:
+    """A Qwen2-architecture model of a known shape with random weights.
+
+    Args:
+        layers: so many instead of all, and of the vocabulary the same part: what a layer does keeps its share.
+    """
+    wanted = dict(SHAPES[shape])
+    every = wanted["num_hidden_layers"]
+    wanted["num_hidden_layers"] = layers = layers or every
     config = Qwen2Config(
-        vocab_size=vocabulary(shape),
+        vocab_size=vocabulary(shape) * layers // every,
         max_position_embeddings=32768,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **SHAPES[shape] | ({"num_hidden_layers": layers} if layers else {}),
+        **wanted,
     )
     torch.manual_seed(seed)
     before = torch.get_default_dtype()

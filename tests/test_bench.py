@@ -372,3 +372,49 @@ def test_what_does_not_fit_on_the_disk_is_skipped(tmp_path):
     assert not run.fits("that", 1 << 30)
     (row,) = gpu_run.read_rows(tmp_path)
     assert row["what"] == "that" and re.search(r"1\.0 GiB of disk", row["skipped"])
+
+
+def test_decode(tmp_path, monkeypatch):
+    import decode
+
+    options = ["--shape", "tiny", "--contexts", "512", "--batches", "1", "2", "--budget", "0.1"]
+    counts = ["--layers", "2", "--tokens", "2", "--turns", "2", "--host-share", "0", "--disk-bandwidth", "1e9"]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *options, *counts, "--out", str(tmp_path)])
+    decode.main()
+    document = json.loads((tmp_path / "decode-tiny-2l-cpu-1000MBps.json").read_text())
+    cases = {(found["batch"], found["place"]): found["systems"] for found in document["results"]}
+    assert len(cases) == 4
+    for (batch, place), systems in cases.items():
+        assert set(systems) == set(decode.SYSTEMS)
+        lacking = {name for name, lists in systems.items() if lists is None}
+        whole = {decode.FULL, "full, in memory, ours"} if place == decode.DISK else {decode.OFFLOAD}
+        assert lacking == {decode.OFFLOADED} | whole
+        assert all(len(lists["seconds"]) == 4 for lists in systems.values() if lists is not None)
+        quest, peer = systems["Quest"], systems[decode.PEER]
+        assert quest["hits"] == [0] * 4  # it keeps nothing
+        assert sum(quest["moved"]) > sum(peer["moved"]) > 0 and sum(peer["hits"]) > 0
+        if place == decode.DISK:  # all of every row, at every token
+            assert systems[decode.OFFLOAD]["moved"] == [batch * 2 * 512 * 2 * 32 * 2 * 4] * 4
+    assert "n/a" in (tmp_path / "decode-tiny-2l-cpu-1000MBps.md").read_text()
+
+
+def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp_path):
+    """All systems that attend to everything say the same."""
+    import decode
+    from common import build
+
+    arguments = decode.arguments_of(["--budget", "1"])
+    model = build("tiny", torch.float32, torch.device("cpu"), layers=2)
+    contexts = decode.Contexts(model, 256, 2, 3)
+    names = (decode.FULL, decode.OFFLOAD, "full, in memory, ours", "KVDrive")
+    seen = []
+    with decode.KVStore(tmp_path / "store") as store, contexts.asking(), torch.inference_mode():
+        contexts.store(store, decode.KVDrive())
+        for name in names:
+            place = decode.DISK if name == decode.OFFLOAD else decode.MEMORY
+            system = decode.system(name, place, contexts, arguments, lambda: store, tmp_path)
+            for tokens in (decode.SUFFIX, 1, 1):
+                system.pass_over(tokens)
+            seen.append(system.said)
+    for other in seen[1:]:
+        torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)

@@ -1,0 +1,334 @@
+"""Decoding behind long contexts: tokens per second of KVDrive and its peers, and where the time goes.
+
+    PYTHONPATH=. python bench/decode.py                          # Qwen2.5-0.5B's shape, 4 of its layers
+    PYTHONPATH=. python bench/decode.py --layers 24 --contexts 131072 --batches 1
+
+Random weights of a known shape; `--layers` takes fewer layers, and of the vocabulary the same part. No model has read
+the contexts: their KV is made (see `synthetic_kv.py`), written into a store as a cache would write it, and found there
+by the hashes of its tokens. Each row of a batch is a context of its own. What queries ask for is made, too: a hook on
+each layer's query projection, which runs as it would, puts made queries in the place of its output, the same ones for
+every system, so that choices move as a real model's do. What the model says means nothing; what it costs is what it
+would cost.
+
+All systems have a cache of their own over the same contexts, and decode `--tokens` tokens in turns, who comes first
+alternating. Figures are medians over the tokens of all turns but the first. Full attention in memory is transformers'
+DynamicCache, which copies its KV at each token, and ours (Exact), which does not. transformers' offloaded cache moves
+KV between a GPU and the host; on a CPU there is nothing to move. "Full, layer by layer from disk" is FlexGen's way:
+each layer's whole KV is read at each token, the next layer's while one computes, from a file of its own that holds it
+rotated and in order, with the store's engine. The others choose chunks in the same frame, so that what differs is
+index, window and eviction: Quest keeps nothing from token to token, ShadowKV what it has just used, RetroInfer twice
+as much, by LRU.
+
+With memory alone all of the KV lies in host memory. With a disk the host holds `--host-share` of it, each system its
+own, and the rest is read past the page cache; `--disk-bandwidth` emulates a slower disk. Bytes moved are those of
+blocks that a token brought from host memory or disk. Time is split by what the cache's statistics say: select
+(ranking, and what moves), wait (for reads), fetch (the rest of what the cache does), compute (the rest of the pass).
+CPU is the time of all threads on processors, which others on the machine change less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import SHAPES, build, interleaved, machine, median, save, table
+from layer_files import LayerFiles, LayerFromDisk
+from made_contexts import SUFFIX, TAG, Contexts
+from slow_disk import SlowDisk, SlowDiskEngine
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+from transformers.cache_utils import Cache
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import Exact, KVDrive, Method
+from hf_tiered_cache.store.engines import PosixEngine
+
+MEMORY, DISK = "memory", "memory + disk"
+SPLIT = ("select", "fetch", "wait", "compute")
+PEER, FULL = "ShadowKV-like", "full, in memory"
+OFFLOADED, OFFLOAD = "full, offloaded by transformers", "full, layer by layer from disk"
+
+
+def methods(budget: float) -> dict[str, Method]:
+    """Those that choose, and all KV by way of the store."""
+    return {
+        "full, in memory, ours": Exact(decline=False),
+        "Quest": KVDrive(budget, index="page_bounds", chunk_tokens=16, window=0),
+        PEER: KVDrive(budget, index="chunk_means", window=1, eviction="lru"),
+        "RetroInfer-like": KVDrive(budget, index="token_clusters", chunk_tokens=1, eviction="lru"),
+        "KVDrive (paper)": KVDrive(budget, index="clusters"),
+        "KVDrive (paper), LRU": KVDrive(budget, index="clusters", eviction="lru"),
+        "KVDrive": KVDrive(budget),
+    }
+
+
+SYSTEMS = (FULL, OFFLOADED, OFFLOAD, *methods(0.5))
+
+
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=4, help="of the shape's; 0 for all")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens, in 16s")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK])
+    parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=list(SYSTEMS))
+    parser.add_argument("--budget", type=float, default=0.0156)
+    parser.add_argument("--tokens", type=int, default=8, help="decoded by each system in each turn")
+    parser.add_argument("--turns", type=int, default=4, help="that count; there is one more before")
+    parser.add_argument("--host-share", type=float, default=0.25, help="of the KV, in host memory beside a disk")
+    parser.add_argument("--disk-bandwidth", type=float, help="bytes per second of an emulated disk")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(argv)
+
+
+# --- systems
+
+
+@dataclass(eq=False)
+class System:
+    """A cache over the contexts, that goes on from turn to turn."""
+
+    contexts: Contexts
+    cache: Cache
+    step_bytes: int = 0
+    """Moved at each token, where the cache does not count."""
+    waited: Callable[[], float] = lambda: 0.0
+    at: int = 0
+    """Tokens behind the context that it has seen."""
+    said: torch.Tensor | None = None
+    """Logits of the last one, `[rows, 1, vocabulary]`."""
+
+    def pass_over(self, tokens: int) -> float:
+        """Let it see the next tokens. Returns seconds."""
+        begin = self.contexts.tokens + self.at if self.at else 0
+        ids = self.contexts.ids[:, begin : self.contexts.tokens + self.at + tokens]
+        if not self.at and not isinstance(self.cache, TieredCache):
+            ids = ids[:, self.contexts.tokens :]
+        self.contexts.step = self.at
+        started = time.perf_counter()
+        output = self.contexts.model(input_ids=ids, past_key_values=self.cache, logits_to_keep=1)
+        taken = time.perf_counter() - started
+        self.at, self.said = self.at + tokens, output.logits
+        return taken
+
+    def turn(self, tokens: int) -> list[dict[str, float]]:
+        """Figures of each of so many decoded tokens."""
+        found = []
+        for _ in range(tokens):
+            before, busy = self._counts(), time.process_time()
+            seconds = self.pass_over(1)
+            busy = time.process_time() - busy
+            counts = {name: value - before[name] for name, value in self._counts().items()}
+            cached = counts.pop("assemble")
+            counts["fetch"] = cached - counts["select"] - counts["wait"] if cached else 0.0
+            counts["compute"] = seconds - max(cached, counts["wait"])
+            found.append({"seconds": seconds, "cpu": busy, **counts})
+        return found
+
+    def _counts(self) -> dict[str, float]:
+        if not isinstance(self.cache, TieredCache):
+            return {
+                "select": 0.0,
+                "wait": self.waited(),
+                "assemble": 0.0,
+                "moved": self.step_bytes * self.at,
+                "read": self.step_bytes * self.at,
+                "hits": 0.0,
+                "asked": 0.0,
+            }
+        stats = self.cache.stats
+        windows = [
+            row.window.hits for layer in self.cache.layers for row in getattr(layer, "_rows", ()) if row is not None
+        ]
+        fetched = sum(int(hits.fetched.sum()) for hits in windows)
+        found = sum(int(hits.in_columns.sum() + hits.from_aside.sum()) for hits in windows)
+        return {
+            "select": stats.select_seconds,
+            "wait": stats.stall_seconds,
+            "assemble": stats.assemble_seconds,
+            "moved": stats.host.bytes + stats.disk.bytes,
+            "read": stats.bytes_read,
+            "hits": found,
+            "asked": found + fetched,
+        }
+
+
+def system(
+    name: str, place: str, contexts: Contexts, arguments: argparse.Namespace, opened: Callable[[], KVStore], files: Path
+) -> System | None:
+    """A system by its name; None where there is none.
+
+    Args:
+        place: of the KV.
+        opened: opens the store that holds the contexts.
+        files: a folder for KV that lies in no store.
+    """
+    model, device = contexts.model, contexts.model.device
+    if name == OFFLOAD:
+        if place == MEMORY:
+            return None
+        layered = LayerFiles(contexts, files, engine_of(arguments))
+        layers = [LayerFromDisk(layered, number) for number in range(contexts.layers)]
+        return System(contexts, Cache(layers=layers), layered.step_bytes, lambda: layered.waited)
+    if name in (FULL, OFFLOADED):
+        if place == DISK or (name == OFFLOADED and device.type == "cpu"):
+            return None
+        cache = DynamicCache(config=model.config, **{"offloading": True} if name == OFFLOADED else {})
+        for layer in range(contexts.layers):
+            cache.update(*(tensor.to(device) for tensor in contexts.batch(layer)), layer)
+        return System(contexts, cache, contexts.nbytes if name == OFFLOADED else 0)
+    method = methods(arguments.budget)[name]
+    if isinstance(method, Exact) and place == DISK:
+        return None  # once begun, it is in memory
+    return System(contexts, TieredCache(model, opened(), method=method, record=False, tag=TAG))
+
+
+def engine_of(arguments: argparse.Namespace) -> PosixEngine:
+    """Of the disk, or of the one that is emulated."""
+    if arguments.disk_bandwidth is None:
+        return PosixEngine()
+    return SlowDiskEngine(SlowDisk(arguments.disk_bandwidth))
+
+
+# --- measuring
+
+
+def measure(contexts: Contexts, place: str, arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Figures of all systems over the same contexts: of each lists over tokens, and None where there is none."""
+    with ExitStack() as stack, contexts.asking():
+        files = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+
+        def opened(share: float = 1.0) -> KVStore:
+            host = contexts.nbytes + contexts.nbytes // 8 + (256 << 20) if share == 1 else int(share * contexts.nbytes)
+            wanted = {"host_memory": max(16 << 20, host), "index_memory": "64GiB"}
+            engine = engine_of(arguments)
+            return stack.enter_context(KVStore(folder / "store", engine=engine, queue_memory="64GiB", **wanted))
+
+        shared = opened()
+        contexts.store(shared, KVDrive())
+        if place == MEMORY:
+            for ids in contexts.ids:
+                shared.warm(contexts.model, ids[: contexts.tokens + SUFFIX], tag=TAG, progress=False)
+        systems: dict[str, System] = {}
+        found: dict[str, Any] = dict.fromkeys(arguments.systems)
+        for name in tqdm(arguments.systems, desc="systems", leave=False):
+            opens = partial(opened, arguments.host_share) if place == DISK else lambda: shared
+            if (made := system(name, place, contexts, arguments, opens, files)) is not None:
+                made.pass_over(SUFFIX)
+                systems[name] = made
+                if isinstance(made.cache, TieredCache):
+                    assert made.cache.stats.tokens_restored, made.cache.stats.reason
+        turns = interleaved(
+            {name: partial(each.turn, arguments.tokens) for name, each in systems.items()}, arguments.turns
+        )
+        for name, every in turns.items():
+            steps = [step for turn in every for step in turn]
+            found[name] = {figure: [step[figure] for step in steps] for figure in steps[0]}
+    return found
+
+
+def summary(found: dict[str, Any]) -> dict[str, dict[str, float] | None]:
+    """Of each system medians a token, and means of what comes in lumps."""
+    every: dict[str, dict[str, float] | None] = {}
+    for name, lists in found.items():
+        if lists is None:
+            every[name] = None
+            continue
+        asked = sum(lists["asked"])
+        mean = {figure: sum(lists[figure]) / len(lists[figure]) for figure in ("moved", "read")}
+        every[name] = {figure: median(lists[figure]) for figure in ("seconds", "cpu", *SPLIT)} | mean
+        every[name]["hits"] = sum(lists["hits"]) / asked if asked else float("nan")
+    return every
+
+
+def report(document: dict[str, Any]) -> str:
+    """Markdown."""
+    about = document["machine"]
+    parts = [
+        f"# Decoding behind long contexts: {document['layers']} layers of {document['shape']}'s shape, float32, "
+        f"{about['device']}\n\n{about['cpu']}, {about['cores']} cores, {about['torch_threads']} threads; "
+        f"{about['date']}, commit {about['commit']}. Made KV and queries (`bench/synthetic_kv.py`); a budget of "
+        f"{document['budget']:.2%}. Medians over tokens; bytes are means. With a disk the host holds "
+        f"{document['host_share']:.0%} of the KV.\n"
+    ]
+    for result in document["results"]:
+        figures, rows = summary(result["systems"]), []
+        times = {name: each["seconds"] for name, each in figures.items() if each is not None}
+        for name, each in figures.items():
+            if each is None:
+                rows.append([name, "n/a", *[""] * 10])
+                continue
+            rows.append(
+                [
+                    name,
+                    f"{result['batch'] / each['seconds']:.1f}",
+                    *(f"{times[peer] / each['seconds']:.2f}" if peer in times else "" for peer in (PEER, FULL)),
+                    *(f"{each[part] * 1e3:.1f}" for part in (*SPLIT, "cpu")),
+                    *(f"{each[kind] / 1e6:.2f}" for kind in ("moved", "read")),
+                    "" if each["hits"] != each["hits"] else f"{each['hits']:.1%}",
+                ]
+            )
+        parts.append(
+            f"\n## {result['tokens']} tokens, batch {result['batch']}, {result['place']}\n\n"
+            + table(
+                [
+                    "",
+                    "tokens/s",
+                    "× ShadowKV",
+                    "× full",
+                    *(f"{part}, ms" for part in SPLIT),
+                    "MB moved",
+                    "MB read",
+                    "hits",
+                ],
+                rows,
+            )
+        )
+    return "".join(parts)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    device = torch.device(arguments.device)
+    model = build(arguments.shape, torch.float32, device, layers=arguments.layers or None)
+    layers, most = model.config.num_hidden_layers, arguments.tokens * (arguments.turns + 1)
+    disk = f"-{arguments.disk_bandwidth / 1e6:.0f}MBps" if arguments.disk_bandwidth else ""
+    with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        document = {
+            "machine": machine(device, Path(folder)),
+            "shape": arguments.shape,
+            "layers": layers,
+            "budget": arguments.budget,
+            "host_share": arguments.host_share,
+            "disk_bandwidth": arguments.disk_bandwidth,
+            "results": [],
+        }
+        for tokens in arguments.contexts:
+            with tempfile.TemporaryDirectory(dir=folder) as room:
+                for batch in sorted(arguments.batches):  # the rows of a larger one begin with those of a smaller one
+                    contexts = Contexts(model, tokens, batch, most)
+                    for place in arguments.places:
+                        found = measure(contexts, place, arguments, Path(room))
+                        named = {"tokens": tokens, "batch": batch, "place": place}
+                        document["results"].append(named | {"systems": found})
+                        save(
+                            arguments.out,
+                            f"decode-{arguments.shape}-{layers}l-{device.type}{disk}",
+                            document,
+                            report(document),
+                        )
+                        print(report(document | {"results": document["results"][-1:]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

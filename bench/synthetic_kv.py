@@ -1,0 +1,191 @@
+"""Keys, values and queries of a long context that no model has read, with the locality of a real one.
+
+    PYTHONPATH=. python bench/synthetic_kv.py --model eval/reference/long    # both, measured side by side
+
+A model of random weights has keys without structure, and queries that do not follow them: what is chosen would be new
+at each token. So keys are made as rotated ones: each head has topics, one for `TOKENS_OF_TOPIC` tokens; a context is
+runs of tokens (geometric lengths, `RUN` on average), each of a topic drawn at random; a key is its topic's direction
+and as much noise. Queries of a kv head's group have half of their energy in common. Of each, `SLOW` wanders from token
+to token as an autoregressive process (coefficient `STAYS`), which gives overlap that decays with distance, and the
+rest is new at each token, which gives the fall from a choice to the very next one. `SHARPNESS` is the standard
+deviation of logits.
+
+These were fitted by hand to eval/reference/long: 64 tokens of its language behind 4,096, the index "clusters", means
+over layers and heads; beside it what is made here for as many tokens, heads and layers.
+
+    budget                                            1.56 %         6.25 %
+    a chosen chunk is chosen again 1 token on       .470  .433     .609  .566
+                                   4 tokens on      .364  .343     .515  .478
+                                  16 tokens on      .142  .160     .314  .295
+    found in a window ×2, least recently chosen     .620  .616     .746  .778
+    ... or lookahead                                .620  .618     .747  .780
+    attention that what is chosen gets              .531  .386     .811  .711
+    variance of chunk means between clusters        .888  .920     the same
+    tokens a query attends to, exp(entropy)          8.9   8.7     the same
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import table
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_tiered_cache.select.clusters import ClusterIndex
+from hf_tiered_cache.select.decode_index import mean_keys, rank
+from hf_tiered_cache.tiers.window import Window
+
+TOKENS_OF_TOPIC, RUN = 64, 16
+NOISE = 1.0
+SLOW, STAYS = 0.88, 0.97
+SHARPNESS = 6.5
+LAGS = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of one layer."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> Shape:
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(config.num_attention_heads, config.num_key_value_heads, dim)
+
+
+def keys_and_values(shape: Shape, tokens: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Float32 `[kv_heads, tokens, dim]` each, keys rotated: of one row and layer, which `seed` names."""
+    random = torch.Generator().manual_seed(int(np.random.SeedSequence(seed).generate_state(1)[0]))
+    count = max(2, tokens // TOKENS_OF_TOPIC)
+    topics = torch.randn(shape.kv_heads, count, shape.dim, generator=random)
+    begins = torch.rand(shape.kv_heads, tokens, generator=random) < 1 / RUN
+    start = (begins * torch.arange(tokens)).cummax(1).values  # of each token's run
+    topic = torch.randint(count, (shape.kv_heads, tokens), generator=random).gather(1, start)
+    keys = torch.randn(shape.kv_heads, tokens, shape.dim, generator=random).mul_(NOISE)
+    for head, which in zip(keys, zip(topics, topic, strict=True), strict=True):
+        head += which[0].index_select(0, which[1])
+    values = torch.randn(shape.kv_heads, tokens, shape.dim, generator=random)
+    return keys.div_((1 + NOISE**2) ** 0.5), values
+
+
+def queries(shape: Shape, tokens: int, seed: tuple[int, ...]) -> torch.Tensor:
+    """Float32 `[heads, tokens, dim]`, rotated: of consecutive tokens behind the context of the same seed."""
+    random = torch.Generator().manual_seed(int(np.random.SeedSequence((*seed, 1)).generate_state(1)[0]))
+
+    def wandering(heads: int) -> torch.Tensor:
+        fresh = torch.randn(heads, tokens, shape.dim, generator=random)
+        state, slow = fresh[:, 0], torch.empty_like(fresh)
+        for token in range(tokens):
+            slow[:, token] = state
+            state = STAYS * state + (1 - STAYS**2) ** 0.5 * torch.randn(heads, shape.dim, generator=random)
+        return SLOW**0.5 * slow + (1 - SLOW) ** 0.5 * torch.randn(heads, tokens, shape.dim, generator=random)
+
+    common = wandering(shape.kv_heads).repeat_interleave(shape.heads // shape.kv_heads, 0)
+    return (common + wandering(shape.heads)) * (SHARPNESS * 0.5**0.5)
+
+
+def turned(tensor: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """`[..., n, dim]` rotated to the positions of cos and sin, `[n, dim]` each, or back from there."""
+    half = tensor.shape[-1] // 2
+    crosswise = torch.cat([-tensor[..., half:], tensor[..., :half]], -1)
+    return tensor * cos + crosswise * (-sin if back else sin)
+
+
+# --- what locality there is
+
+
+def locality(keys: torch.Tensor, asked: torch.Tensor, budget: float) -> dict[str, float]:
+    """How choices for queries, `[heads, tokens, dim]`, move over keys, `[kv_heads, n, dim]`: means over kv heads."""
+    index = ClusterIndex.build(keys, 8)
+    heads, chunks, steps = len(keys), index.chunks, asked.shape[1]
+    count = max(1, int(budget * chunks))
+    pool = min(chunks, int(1.25 * count))
+    ranked = np.stack([rank([index], asked[:, step : step + 1], None, pool)[0].numpy() for step in range(steps)])
+    chosen = np.zeros((steps, heads, chunks), bool)
+    np.put_along_axis(chosen, ranked[..., :count], True, 2)
+    found = {f"again {lag} on": float((chosen[lag:] & chosen[:-lag]).sum() / chosen[lag:].sum()) for lag in LAGS}
+    for policy, times in (("lru", 1), ("lru", 2), ("lookahead", 2), ("lru", 4), ("lookahead", 4)):
+        window = Window(count, np.full(heads, times * count), chunks, policy)
+        for step in range(steps):
+            if step == 1:
+                first = int(window.hits.fetched.sum())
+            window.commit(window.plan(ranked[step, :, :count], ranked[step]))
+        fetched = int(window.hits.fetched.sum()) - first
+        found[f"hits, {policy} ×{times}"] = 1 - fetched / ((steps - 1) * heads * count)
+    weights = (asked.unflatten(0, (heads, -1)).flatten(1, 2) @ keys.transpose(1, 2)).mul_(keys.shape[2] ** -0.5)
+    weights = weights.softmax(-1).unflatten(1, (-1, steps))  # [kv_heads, group, steps, n]
+    found["tokens attended to"] = float((-(weights * weights.clamp_min(1e-30).log()).sum(-1)).exp().mean())
+    by_chunk = weights.mean(1).unflatten(-1, (chunks, 8)).sum(-1).transpose(0, 1).numpy()  # [steps, kv_heads, chunks]
+    found["attention to what is chosen"] = float((by_chunk * chosen).sum() / (steps * heads))
+    return found | {"explained by clusters": explained(index, mean_keys(keys, 8))}
+
+
+def explained(index: ClusterIndex, means: torch.Tensor) -> float:
+    """Which share of the variance of chunk means, `[kv_heads, chunks, dim]`, is that between clusters."""
+    sizes = index.starts.diff(dim=1).long()
+    own = torch.empty_like(means)
+    for head, order in enumerate(index.chunk_order.long()):
+        own[head, order] = index.centroids[head].repeat_interleave(sizes[head], 0)
+    return 1 - float((means - own).square().sum() / (means - means.mean(1, keepdim=True)).square().sum())
+
+
+def of_model(model: PreTrainedModel, ids: torch.Tensor, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each layer's rotated keys of the first `tokens` of int64 `[n]`, and rotated queries of the others."""
+    from transformers import DynamicCache
+
+    seen: dict[int, torch.Tensor] = {}
+    shape, cache = Shape.of(model.config), DynamicCache(config=model.config)
+    hooks = [
+        layer.self_attn.q_proj.register_forward_hook(lambda _, given, out, number=number: seen.update({number: out[0]}))
+        for number, layer in enumerate(model.model.layers)
+    ]
+    with torch.no_grad():
+        model(input_ids=ids[None], past_key_values=cache, logits_to_keep=1)
+        cos, sin = model.model.rotary_emb(seen[0], torch.arange(len(ids))[None])
+    for number, hook in enumerate(hooks):
+        hook.remove()
+        asked = turned(seen[number].unflatten(-1, (shape.heads, shape.dim)).transpose(0, 1), cos[0], sin[0])
+        yield cache.layers[number].keys[0, :, :tokens], asked[:, tokens:]
+
+
+def mean_of(found: list[dict[str, float]]) -> dict[str, float]:
+    return {name: float(np.mean([each[name] for each in found])) for name in found[0]}
+
+
+def main() -> None:
+    from eval.reference.asking import language_of, load
+    from eval.reference.check import contexts
+    from eval.reference.language import KINDS
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/long"))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--decoded", type=int, default=64)
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.0312, 0.0625])
+    arguments = parser.parse_args()
+    model, tokens = load(arguments.model), arguments.tokens
+    language, length = language_of(arguments.model), tokens + arguments.decoded
+    context, _ = next(iter(contexts(language, length + 64, 1, 1, KINDS)))
+    ids = torch.tensor([token for document in context.documents for token in document][:length])
+    shape, layers = Shape.of(model.config), model.config.num_hidden_layers
+    real = list(of_model(model, ids, tokens))
+    made = [
+        (keys_and_values(shape, tokens, (0, layer))[0], queries(shape, arguments.decoded, (0, layer)))
+        for layer in range(layers)
+    ]
+    for budget in arguments.budgets:
+        both = [mean_of([locality(*layer, budget) for layer in every]) for every in (real, made)]
+        rows = [[name, *(f"{each[name]:.3f}" for each in both)] for name in both[0]]
+        print(f"\nbudget {budget}\n\n" + table(["", arguments.model.name, "synthetic"], rows))
+
+
+if __name__ == "__main__":
+    main()
