@@ -59,7 +59,7 @@ class ForwardPass(Scope):
         recorder: Recorder | None = None,
         first: int = 0,
     ) -> None:
-        super().__init__(cache, RotaryTap())
+        super().__init__(cache, RotaryTap(attachment.kept_tables))
         self._first = first
         self._stack = ExitStack()
         self.sources, self.attachment, self.recorder = sources, attachment, recorder

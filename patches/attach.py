@@ -74,6 +74,8 @@ class Attachment:
         self.depth = self.config.num_hidden_layers
         """How many layers it had when it was attached."""
         self._devices: list[torch.device] = []
+        self.kept_tables = rotary.KeptTables()
+        """Of rotations, for all passes."""
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))

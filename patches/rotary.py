@@ -77,6 +77,34 @@ class RotaryTable:
         return cos[:, :-1], sin[:, :-1]
 
 
+class KeptTables:
+    """Tables on the CPU that the passes of a model share: of 128k positions, one takes as long as ten layers.
+
+    A table that is kept is compared with what the pass's own module gives now, for two of its positions.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin `[1, stop or more, dims]`, under the frequencies of the pass that `table` is of."""
+        call = table.call
+        kinds = (given for given in (*call.args, *call.kwargs.values()) if isinstance(given, str))
+        key = call.function, *kinds  # one module may make tables of several kinds of layers
+        held = self._held.get(key)
+        if held is None or held[0].shape[1] < stop or not _agree(held, table, stop):
+            with torch.inference_mode(False), torch.no_grad():  # later passes use it outside of it, too
+                held = self._held[key] = table.at(torch.arange(stop))
+        return held
+
+
+def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
+    """Whether kept tables are those of the pass: other frequencies would differ at the second position, or the last."""
+    some = torch.tensor([min(1, stop - 1), stop - 1])
+    pairs = [(kept[:, some], now) for kept, now in zip(held, table.at(some), strict=True)]
+    return all(kept.dtype == now.dtype and torch.equal(kept, now) for kept, now in pairs)
+
+
 @dataclass(eq=False)
 class RotaryCall(Call):
     """One call of the modelling code's rotation of queries and keys.
@@ -133,8 +161,13 @@ class PreRopeKV:
 
 @dataclass(eq=False)
 class RotaryTap:
-    """What was seen of rotations in one forward pass."""
+    """What was seen of rotations in one forward pass.
 
+    Args:
+        kept: tables of earlier passes.
+    """
+
+    kept: KeptTables = field(default_factory=KeptTables)
     tables: list[RotaryTable] = field(default_factory=list)
     last: RotaryCall | None = None
     rotates: bool = False
@@ -196,7 +229,11 @@ class RotaryTap:
         assert table is not None  # else `take` has left the rotation in
         key = (id(table), device)
         if key not in self._at or self._at[key][0].shape[1] < stop:
-            cos, sin = table.at(torch.arange(stop, device=table.call["position_ids"].device))
+            where = table.call["position_ids"].device
+            if where.type == "cpu":
+                cos, sin = self.kept.at(table, stop)
+            else:  # where to compare would be to wait
+                cos, sin = table.at(torch.arange(stop, device=where))
             self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 

@@ -21,6 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.patches import rotary
+from hf_tiered_cache.patches.attach import attach
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice
 
@@ -326,3 +327,33 @@ def test_the_exact_method_reads_any_geometry(tmp_path, family, geometry):
         model.generate(ids, past_key_values=TieredCache(model, store), **arguments)
         theirs = model.generate(longer, past_key_values=TieredCache(model, store), **arguments)
     assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+
+
+def test_tables_stay_until_frequencies_change(monkeypatch):
+    """Passes rotate by the table of the first one; a module whose frequencies move gets another at once."""
+    model = build("llama")
+    embedding, attachment, made = model.model.rotary_emb, attach(model), []
+    at = rotary.RotaryTable.at
+    monkeypatch.setattr(rotary.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
+
+    def rotated(stop):
+        tap = rotary.RotaryTap(attachment.kept_tables)
+        position = torch.tensor([[500]])
+        table = rotary.Call(embedding.forward, {"x": 0, "position_ids": 1}, (torch.empty(0), position), {})
+        cos, sin = embedding(torch.empty(0), position)
+        tap.tables.append(rotary.RotaryTable(table, cos, sin))
+        key, keys = torch.ones(1, 1, 1, cos.shape[2]), torch.ones(1, stop, cos.shape[2])
+        watched = rotary._Watched(apply_rotary_pos_emb)
+        call = rotary.RotaryCall(watched.function, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
+        like = rotary.PreRopeKV(key, key, "key", cos.shape[2], True, call)
+        tap.rotate_at_(like, keys, torch.arange(stop)[None], stop)
+        expected = embedding(torch.empty(0), torch.arange(stop)[None])
+        assert torch.equal(keys, apply_rotary_pos_emb(torch.ones_like(keys)[None], keys[None] * 0 + 1, *expected)[1][0])
+
+    for stop in (40, 40, 30, 60, 60):
+        rotated(stop)
+    assert [count for count in made if count > 2] == [40, 60]
+    embedding.inv_freq.mul_(1 + 1e-6)
+    rotated(60)
+    rotated(60)
+    assert [count for count in made if count > 2] == [40, 60, 60]
