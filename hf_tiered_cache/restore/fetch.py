@@ -29,8 +29,8 @@ class FetchUnit:
     """int64, ascending: chunks that are there or on their way."""
     leased: list[LeasedBlocks] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
-    used: dict[int, np.ndarray] = field(default_factory=dict)
-    """For each layer bool `[sets, tokens of the segment]`: what is attended to, by each head or by all alike."""
+    used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
+    """For each layer the sets of tokens of the segment that are attended to, as `use` was given them."""
     _joined: tuple[int, Blocks] = (0, Blocks.none())
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
@@ -51,29 +51,34 @@ class FetchUnit:
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
         """Note that tokens, int64 `[n]`, go into the attention of `layers`: one set for all heads or one for each."""
-        mask = np.zeros((len(sets), self.reader.shape.tokens), bool)
-        for row, tokens in zip(mask, sets, strict=True):
-            row[tokens] = True
         for layer in layers:
-            before = self.used.get(layer)
-            self.used[layer] = mask if before is None else before | mask
+            self.used.setdefault(layer, []).append(sets)
 
     def tokens_used(self) -> np.ndarray:
         """int64, ascending: tokens that some head of some layer attends to."""
-        return np.flatnonzero(sum(mask.any(axis=0) for mask in self.used.values()))
+        every = [tokens for given in self.used.values() for sets in given for tokens in sets]
+        return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
 
     def bytes_used(self, chunks: np.ndarray) -> int:
         """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
         shape, total = self.reader.shape, 0
-        slots = shape.slot_of_token(self.block_group, np.arange(shape.tokens))
-        inside = np.isin(slots // shape.geometry.chunk_tokens, chunks)
         for part in self.block_group.parts:
-            if (mask := self.used.get(part.layer)) is not None:
-                heads = mask if len(mask) == 1 else mask[part.first_head : part.first_head + part.heads]
-                each = int((heads & inside).sum()) * (part.heads if len(mask) == 1 else 1)
-                stored = sum(slot.nbytes for slot in part.fields)
-                total += each * stored // (part.heads * shape.geometry.chunk_tokens)
+            given = self.used.get(part.layer, [])
+            alike = [sets[0] for sets in given if len(sets) == 1]
+            alone = [sets for sets in given if len(sets) > 1]
+            heads = range(part.first_head, part.first_head + part.heads) if alone else range(1)
+            each = sum(self._count_in(chunks, [*alike, *(sets[head] for sets in alone)]) for head in heads)
+            stored = sum(slot.nbytes for slot in part.fields)
+            total += each * (1 if alone else part.heads) * stored // (part.heads * shape.geometry.chunk_tokens)
         return total
+
+    def _count_in(self, chunks: np.ndarray, sets: Sequence[np.ndarray]) -> int:
+        """How many tokens of some sets, each counted once, lie in `chunks`."""
+        if not sets:
+            return 0
+        tokens = sets[0] if len(sets) == 1 else np.unique(np.concatenate(sets))
+        slots = self.reader.shape.slot_of_token(self.block_group, tokens)
+        return int(np.isin(slots // self.reader.shape.geometry.chunk_tokens, chunks).sum())
 
 
 class Fetcher:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -156,6 +156,56 @@ class Gather:
             side_by_side = not per_head and bool((np.diff(columns) == 1).all())
             where = slice(int(columns[0]), int(columns[-1]) + 1) if side_by_side else column
             yield _Picked(slab, slot, inside, where, head if per_head else None)
+
+
+def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int) -> bool:
+    """Whether each block is one chunk of so many tokens of one head and layer, so that it is copied whole."""
+    alone = len({part.tensor for part in block_group.parts}) == len(block_group.parts) == 2
+    heads = {(part.first_head, part.heads) for part in block_group.parts}
+    whole = alone and len(heads) == 1 and block_group.parts[0].heads == 1
+    return whole and shape.geometry.chunk_tokens == chunk_tokens and shape.in_order(block_group)
+
+
+def gather_chunks(
+    shape: SegmentShape, block_group: BlockGroup, wanted: Sequence[tuple[Blocks, np.ndarray, np.ndarray]], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Copy chunks that are blocks (see `holds_chunks`), of all heads of a layer at once.
+
+    Args:
+        shape: of the segments: they share layout and geometry.
+        block_group: one of those that they come from.
+        wanted: blocks, which of their segment's chunks, int64 `[n]`, and the row that each goes to, int64 `[n]`.
+        count: rows, all of which are filled.
+
+    Returns:
+        Keys and values, `[count, chunk_tokens, dim]` each.
+    """
+    slabs: dict[int, tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]] = {}
+    for blocks, chunks, rows in wanted:
+        at = blocks.chunks.searchsorted(chunks)
+        if (blocks.chunks.take(at, mode="clip") != chunks).any():
+            raise LookupError(_NOT_FETCHED)
+        slab, slot = blocks.slab[at], blocks.slot[at]
+        for number, memory in enumerate(blocks.slabs):
+            mine = slice(None) if len(blocks.slabs) == 1 else slab == number
+            _, slots, places = slabs.setdefault(id(memory), (memory, [], []))
+            slots.append(slot[mine])
+            places.append(rows[mine])
+    found: torch.Tensor | None = None
+    for memory, slots, places in slabs.values():
+        where = np.concatenate(places)
+        slot, place = to_device(np.stack([np.concatenate(slots), where]), memory.device)
+        some = memory.index_select(0, slot)  # uint8 [n, block_bytes]
+        if len(slabs) == 1 and (np.diff(where) == 1).all():  # all rows, in order
+            found = some
+        else:
+            found = memory.new_empty(count, memory.shape[1]) if found is None else found
+            found.index_copy_(0, place, some)
+    assert found is not None
+    by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [count, 1, tokens, dim]
+    dtype = shape.layout.dtype
+    key, value = (shape.codec.decode(by_name[name], dtype).squeeze(1) for name in ("key", "value"))
+    return key, value
 
 
 def _is_run(numbers: np.ndarray) -> bool:

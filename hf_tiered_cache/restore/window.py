@@ -8,8 +8,8 @@ since every key carries its position. Nothing that is attended to depends on whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from ..tiers.window import Fetches, Moves, Window
 from ..transfers import to_device, to_host
 from .chosen import RowPrefix, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
-from .gather import Gather
+from .gather import Gather, gather_chunks, holds_chunks
 from .indexes import RowIndexes
 from .live import Rotate
 
@@ -94,6 +94,23 @@ class WindowedSelection:
 
 
 @dataclass(frozen=True, eq=False)
+class _Wanted:
+    """What one row fetches of one block group of a segment.
+
+    Args:
+        unit: its blocks.
+        entries: int64 `[n]`: which of the row's fetches.
+        tokens: int64 `[n]`: the first token of each, in the segment.
+        whole: whether each is a block.
+    """
+
+    unit: FetchUnit
+    entries: np.ndarray
+    tokens: np.ndarray
+    whole: bool
+
+
+@dataclass(frozen=True, eq=False)
 class _Step:
     """What one row does at one layer."""
 
@@ -101,6 +118,7 @@ class _Step:
     held: WindowRow
     span: Span
     moves: Moves
+    wanted: list[_Wanted] = field(default_factory=list)
 
 
 class WindowChoices:
@@ -133,11 +151,11 @@ class WindowChoices:
         with self._collector.timing("select_seconds"):
             steps = self._plan(layer, rows, query, rotate_, scaling)
         units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        self._fetcher.bring([wanted for step in steps for wanted in self._wanted(step, layer, units)])
+        self._fetcher.bring([wanted for step in steps for wanted in self._find(step, layer, units)])
         self._fetcher.wait_for(units.values())
         self._fetcher.confirm()  # what is written in place could not be taken back
         for step in steps:
-            self._move(step, layer, list(units.values()), keys[step.row], values[step.row], rotate_)
+            self._move(step, layer, keys[step.row], values[step.row], rotate_)
         self._fetcher.finish(units.values())
         return rows
 
@@ -161,33 +179,36 @@ class WindowChoices:
             steps.append(_Step(row, held, span, held.window.plan(pool[:, : span.chunks], pool)))
         return steps
 
-    def _wanted(
+    def _find(
         self, step: _Step, layer: int, units: dict[tuple[SegmentReader, int], FetchUnit]
-    ) -> list[tuple[FetchUnit, np.ndarray]]:
-        """The blocks of what a row fetches."""
-        prefix, wanted = self._live.prefixes[step.held.prefix], []
-        chosen = _tokens_by_head(step.moves.fetched, step.held.window.num_heads, step.span.chunk_tokens)
-        for piece in prefix.pieces() if len(step.moves.fetched.chunks) else ():
+    ) -> Iterator[tuple[FetchUnit, np.ndarray]]:
+        """The blocks of what a row fetches; noted in its step."""
+        fetched, size = step.moves.fetched, step.span.chunk_tokens
+        firsts = fetched.chunks * size  # of the row
+        for piece in self._live.prefixes[step.held.prefix].pieces() if len(firsts) else ():
+            inside = (firsts >= piece.at) & (firsts < piece.at + piece.count)
             for group in restoring_groups(piece.reader.shape, (layer,)):
-                every = [prefix.inside(piece, chosen[head])[1] for head in _heads_of(group, len(chosen))]
-                tokens = np.unique(np.concatenate(every))
-                if len(tokens):
-                    unit = units.setdefault((piece.reader, group.index), FetchUnit(piece.reader, group))
-                    wanted.append((unit, unit.chunks_of(tokens)))
-        return wanted
+                heads = _heads_of(group)
+                entries = np.flatnonzero(inside & (fetched.heads >= heads.start) & (fetched.heads < heads.stop))
+                if not len(entries):
+                    continue
+                unit = units.setdefault((piece.reader, group.index), FetchUnit(piece.reader, group))
+                tokens = firsts[entries] - piece.at + piece.first
+                whole = holds_chunks(piece.reader.shape, group, size) and piece.at % size == piece.first % size == 0
+                step.wanted.append(_Wanted(unit, entries, tokens, whole))
+                yield unit, np.sort(tokens // size) if whole else unit.chunks_of(_each_token(tokens, size).ravel())
 
     def _move(
         self,
         step: _Step,
         layer: int,
-        units: Sequence[FetchUnit],
         keys: torch.Tensor,
         values: torch.Tensor,
         rotate_: Rotate,
     ) -> None:
         """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
         span, moves, device = step.span, step.moves, keys.device
-        fetched, came = moves.fetched, self._gather(step, layer, units, keys, values, rotate_)
+        fetched, came = moves.fetched, self._gather(step, layer, keys, values, rotate_)
         brought, set_aside = moves.brought, moves.set_aside
         held, size = step.held, span.chunk_tokens
         if held.aside is None and held.window.num_slots:
@@ -199,10 +220,10 @@ class WindowChoices:
         where = [
             *(brought.heads, brought.columns, brought.slots),
             *(set_aside.heads, set_aside.columns, set_aside.slots),
-            *(fetched.heads, fetched.columns, _number_in_head(fetched)),
+            *(fetched.heads, fetched.columns),
         ]
         at = to_device(np.concatenate(where), device).split([len(each) for each in where])
-        b_head, b_column, b_slot, s_head, s_column, s_slot, f_head, f_column, f_number = at
+        b_head, b_column, b_slot, s_head, s_column, s_slot, f_head, f_column = at
         for index, target in enumerate((keys, values)):
             columns = target[:, span.first : span.first + span.chunks * size].unflatten(1, (span.chunks, size))
             out = columns[s_head, s_column]
@@ -211,61 +232,66 @@ class WindowChoices:
                 columns[b_head, b_column] = aside[b_slot]
                 aside[s_slot] = out
             if len(fetched.heads):
-                columns[f_head, f_column] = came[index].unflatten(1, (-1, size))[f_head, f_number]
+                columns[f_head, f_column] = came[index]
         held.window.commit(moves)
 
     def _gather(
-        self,
-        step: _Step,
-        layer: int,
-        units: Sequence[FetchUnit],
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotate_: Rotate,
+        self, step: _Step, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was fetched of a row: keys, rotated, and values, `[kv_heads, most tokens of a head, dim]`."""
-        fetched, prefix = step.moves.fetched, self._live.prefixes[step.held.prefix]
-        chosen = _tokens_by_head(fetched, step.held.window.num_heads, step.span.chunk_tokens)
-        most = max(map(len, chosen))
-        came = keys.new_empty(len(chosen), most, keys.shape[2]), values.new_empty(len(chosen), most, values.shape[2])
-        if not most:
-            return came
-        for unit in units:
-            gather, shape = Gather(unit.reader.shape, unit.block_group), unit.reader.shape
-            for piece in prefix.pieces():
-                if piece.reader is unit.reader:
-                    for head in _heads_of(unit.block_group, len(chosen)):
-                        first, inside = prefix.inside(piece, chosen[head])
-                        gather.add(shape, unit.blocks, inside, np.arange(first, first + len(inside)), head)
-                    if unit.from_disk:
-                        unit.use((layer,), [prefix.inside(piece, tokens)[1] for tokens in chosen])
-            for name, target in (("key", came[0]), ("value", came[1])):
-                for part in parts_of(unit.block_group, layer, name):
-                    gather.copy(part, target)
-        positions = np.zeros((len(chosen), most), np.int64)
-        for row, tokens in zip(positions, chosen, strict=True):
-            row[: len(tokens)] = tokens
-        rotate_(came[0], positions, prefix.tokens)
-        return came
+        """What was fetched of a row: keys, rotated, and values, `[fetches, chunk_tokens, dim]`."""
+        fetched, size, prefix = step.moves.fetched, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
+        count, wanted = len(fetched.chunks), step.wanted
+        if not count:
+            return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2])
+        if all(each.whole for each in wanted):
+            one, rows = wanted[0].unit, [(each.unit.blocks, each.tokens // size, each.entries) for each in wanted]
+            came_keys, came_values = gather_chunks(one.reader.shape, one.block_group, rows, count)
+        else:
+            came_keys, came_values = (
+                _gather_tokens(wanted, fetched, size, layer, name, tensor)
+                for name, tensor in (("key", keys), ("value", values))
+            )
+        for each in wanted:
+            if each.unit.from_disk:
+                heads, tokens = fetched.heads[each.entries], _each_token(each.tokens, size)
+                each.unit.use((layer,), [tokens[heads == head].ravel() for head in range(len(keys))])
+        came_keys = came_keys.contiguous()
+        rotate_(
+            came_keys.view(1, -1, came_keys.shape[2]),
+            _each_token(fetched.chunks * size, size).reshape(1, -1),
+            prefix.tokens,
+        )
+        return came_keys, came_values
 
 
-def _tokens_by_head(fetched: Fetches, heads: int, chunk_tokens: int) -> list[np.ndarray]:
-    """Of each head the tokens of what it fetches, int64 ascending."""
-    tokens = (np.sort(fetched.heads * (1 << 40) + fetched.chunks) & ((1 << 40) - 1))[:, None] * chunk_tokens
-    every = (tokens + np.arange(chunk_tokens)).ravel()
-    return np.split(every, np.cumsum(np.bincount(fetched.heads, minlength=heads))[:-1] * chunk_tokens)
+def _gather_tokens(
+    wanted: Sequence[_Wanted], fetched: Fetches, size: int, layer: int, name: str, like: torch.Tensor
+) -> torch.Tensor:
+    """What was fetched of one tensor, like `[kv_heads, _, dim]`, from blocks of any kind: `[fetches, size, dim]`."""
+    count = len(fetched.chunks)
+    target = like.new_empty(len(like), count * size, like.shape[2])
+    for each in wanted:
+        shape, group = each.unit.reader.shape, each.unit.block_group
+        gather, heads = Gather(shape, group), fetched.heads[each.entries]
+        for head in np.unique(heads).tolist():
+            mine = heads == head
+            tokens, columns = (
+                _each_token(first, size).ravel() for first in (each.tokens[mine], each.entries[mine] * size)
+            )
+            gather.add(shape, each.unit.blocks, tokens, columns, head)
+        for part in parts_of(group, layer, name):
+            gather.copy(part, target)
+    head = to_device(fetched.heads, like.device)
+    return target.unflatten(1, (count, size))[head, torch.arange(count, device=like.device)]
 
 
-def _number_in_head(fetched: Fetches) -> np.ndarray:
-    """int64 `[n]`: which of its head's chunks, in ascending order, each is."""
-    order = np.lexsort((fetched.chunks, fetched.heads))
-    number = np.empty(len(order), np.int64)
-    number[order] = np.arange(len(order))
-    counts = np.bincount(fetched.heads)
-    return number - (np.cumsum(counts) - counts)[fetched.heads]
+def _each_token(firsts: np.ndarray, size: int) -> np.ndarray:
+    """int64 `[n, size]`: the tokens of chunks that begin with `firsts`."""
+    return firsts[:, None] + np.arange(size)
 
 
-def _heads_of(group: BlockGroup, count: int) -> range:
-    """The kv heads of a block group, of the first `count`."""
-    first = min(part.first_head for part in group.parts)
-    return range(first, min(count, max(part.first_head + part.heads for part in group.parts)))
+def _heads_of(group: BlockGroup) -> range:
+    """The kv heads of a block group."""
+    return range(
+        min(part.first_head for part in group.parts), max(part.first_head + part.heads for part in group.parts)
+    )
