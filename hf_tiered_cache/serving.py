@@ -175,6 +175,8 @@ class Serving:
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a pass; one that fails leaves no trace."""
         sources = forward_pass.kv_sources
+        for source in sources:
+            source.settle()
         snapshots = [source.snapshot() for source in sources]
         self.forward_pass = forward_pass
         try:

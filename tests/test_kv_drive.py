@@ -12,6 +12,7 @@ from transformers import DynamicCache, StoppingCriteria
 from hf_tiered_cache import KVStore, LostKVError, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import KVDrive, make_method
+from hf_tiered_cache.restore import grown, window
 from hf_tiered_cache.restore.window import WindowChoices
 from hf_tiered_cache.select import DECODE_INDEXES
 from hf_tiered_cache.select.by_index import ByIndex
@@ -368,3 +369,106 @@ def test_an_index_that_left_memory_comes_from_its_file_again(model, tmp_path, mo
         monkeypatch.setattr(resident, "get", lambda owner, device: get(owner, device) if owner[1] == 0 else None)
         same(ask(model, store, question(ids), METHOD)[0], expected)
         assert len(reads) == 1
+
+
+# --- computed tokens far behind
+
+
+@pytest.fixture
+def early(monkeypatch):
+    """Computed tokens leave the columns soon."""
+    for module in (grown, window):
+        monkeypatch.setattr(module, "INDEXED_TOKENS", 32)
+
+
+def attended(model, store, ids, method, new):
+    """What a cache's layers attend to at each step: a prompt, and `new` tokens one by one."""
+    cache, seen = TieredCache(model, store, method=method, record=False), []
+    with torch.no_grad():
+        logits = [model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1]]
+        for token in new.split(1, dim=1):
+            logits.append(model(input_ids=token, past_key_values=cache).logits[0, -1])
+            seen.append(cache.layers[0].held)
+    return torch.stack(logits), seen, cache
+
+
+def test_computed_tokens_far_behind_leave_the_columns(early, model, tmp_path):
+    ids, new = prompt(TOKENS), prompt(150, seed=8)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        _, seen, cache = attended(model, store, question(ids), METHOD, new)
+    held = METHOD.token_budget(TOKENS)
+    assert cache.get_seq_length() == TOKENS + 24 + 150 and max(seen) <= held + 16 + 32 + 1
+    assert cache.layers[0]._rows[0].grown.keys.shape[1] == (24 + 150 - 16) // 32 * 32 // 8
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+def test_what_has_left_comes_back_as_it_was(family, early, tmp_path, steps):
+    model, ids, new = build(family), prompt(96), prompt(120, seed=8)
+    few = KVDrive(budget=0.5, local=8, index="chunk_means", window=1)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, few)
+        attended(model, store, question(ids), few, new)
+    held, first, came = few.token_budget(96), 96 // 8, 0
+    span = few.selector().span(96, held)
+    own = {layer: [] for layer, *_ in steps}  # of each step the first computed token in its columns, and those columns
+    for layer, (row,), _, keys, _ in steps:
+        tail = keys[0, :, held:]
+        own[layer].append((24 + 1 + len(own[layer]) - tail.shape[1], tail))
+        for head, chunks in enumerate(row):
+            for column, chunk in enumerate(chunks.tolist()):
+                if chunk >= first:
+                    token, at = (chunk - first) * 8, span.first + column * 8
+                    start, then = next((n, t) for n, t in own[layer] if n <= token and token + 8 <= n + t.shape[1])
+                    expected = then[head, token - start : token - start + 8]
+                    torch.testing.assert_close(keys[0, head, at : at + 8], expected, rtol=0, atol=0)
+                    came += 1
+    assert came
+
+
+def test_twins_batches_and_beams_grow(early, model, tmp_path):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        rows = question(ids).repeat(2, 1)
+        kwargs = {"do_sample": False, "max_new_tokens": 100}
+        cache = TieredCache(model, store, method=METHOD, record=False)
+        both = model.generate(rows, past_key_values=cache, **kwargs)
+        assert cache.layers[0]._rows[0].grown is not None
+        cache = TieredCache(model, store, method=METHOD, record=False)
+        one = model.generate(question(ids), past_key_values=cache, **kwargs)
+        assert torch.equal(both[0], both[1]) and torch.equal(both[:1], one)
+        for _ in range(2):
+            beams = TieredCache(model, store, method=METHOD, record=False)
+            found = model.generate(question(ids), past_key_values=beams, num_beams=3, **kwargs)
+        assert found.shape == one.shape
+
+
+@pytest.mark.parametrize("when", [33, 40])
+def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_path, monkeypatch):
+    ids, way = prompt(TOKENS), prompt(60, seed=11)
+    last = model.config.num_hidden_layers - 1
+    struck = []
+
+    def interrupted(self, layer, *rest, real=WindowChoices.follow):
+        found = real(self, layer, *rest)
+        if layer == last and not struck and cache.get_seq_length() >= TOKENS + 24 + when:
+            struck.append(layer)
+            raise KeyboardInterrupt
+        return found
+
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        expected, _, cache = attended(model, store, question(ids), METHOD, way)
+        monkeypatch.setattr(WindowChoices, "follow", interrupted)
+        cache = TieredCache(model, store, method=METHOD, record=False)
+        with torch.no_grad():
+            found = [model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1).logits[0, -1]]
+            for token in way.split(1, dim=1):
+                try:
+                    output = model(input_ids=token, past_key_values=cache)
+                except KeyboardInterrupt:
+                    output = model(input_ids=token, past_key_values=cache)
+                found.append(output.logits[0, -1])
+    assert struck
+    torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)

@@ -70,5 +70,15 @@ class Live(Protocol):
         It has a `fork()` that gives one which goes its own way: rows may become copies of one another.
         """
 
+    def leaving(self, rows: Sequence[Any], computed: int) -> int:
+        """How many of the first `computed` columns behind the restored ones are to be chosen from, too, from now on.
+
+        Args:
+            rows: what a layer holds, as `row` says; None for those that choose nothing.
+        """
+
+    def grown(self, rows: Sequence[Any], keys: torch.Tensor, values: torch.Tensor) -> list[Any]:
+        """What it holds when columns `[batch, kv_heads, n, dim]` have left it to be chosen from; rotated keys."""
+
     def begin(self, collector: StatsCollector) -> Choices:
         """The choices of a pass."""

@@ -53,6 +53,14 @@ class LiveSelection:
         """See `Live`."""
         return LiveRow(prefix, chosen[0])
 
+    def leaving(self, rows: Sequence[LiveRow | None], computed: int) -> int:
+        """See `Live`. What is computed stays."""
+        return 0
+
+    def grown(self, rows: Sequence[LiveRow | None], keys: torch.Tensor, values: torch.Tensor) -> list[LiveRow | None]:
+        """See `Live`."""
+        raise TypeError("what is computed stays")
+
     def begin(self, collector: StatsCollector) -> Rechoice:
         """See `Live`."""
         return Rechoice(self, collector)

@@ -9,13 +9,15 @@ since every key carries its position. Nothing that is attended to depends on whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from ..geometry import BlockGroup
 from ..select.by_index import ByIndex, Span
+from ..select.decode_index import DecodeIndex
 from ..stats import StatsCollector
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
@@ -24,6 +26,7 @@ from ..transfers import to_device, to_host
 from .chosen import RowPrefix, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather, gather_chunks, holds_chunks
+from .grown import INDEXED_TOKENS, GrownChunks, grown
 from .indexes import RowIndexes
 from .live import Rotate
 
@@ -36,16 +39,18 @@ class WindowRow:
         prefix: number of its prefix.
         window: which chunks stand in its columns, and aside.
         aside: keys and values of those aside, `[slots, chunk_tokens, dim]` each; None before there are any.
+        grown: computed tokens that it chooses from, too, if any.
     """
 
     prefix: int
     window: Window
     aside: tuple[torch.Tensor, torch.Tensor] | None = None
+    grown: GrownChunks | None = None
 
     def fork(self) -> WindowRow:
         """One that goes its own way."""
         aside = None if self.aside is None else (self.aside[0].clone(), self.aside[1].clone())
-        return WindowRow(self.prefix, self.window.copy(), aside)
+        return WindowRow(self.prefix, self.window.copy(), aside, self.grown)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +93,29 @@ class WindowedSelection:
         window.commit(window.plan(inside // span.chunk_tokens))
         return WindowRow(prefix, window)
 
+    def leaving(self, rows: Sequence[WindowRow | None], computed: int) -> int:
+        """See `Live`. The last ones stay, as of the prompt; a row that holds all that it has keeps the others' too."""
+        beyond = max(0, computed - max(1, self.selector.local)) if None not in rows else 0
+        return beyond // INDEXED_TOKENS * INDEXED_TOKENS
+
+    def grown(
+        self, rows: Sequence[WindowRow | None], keys: torch.Tensor, values: torch.Tensor
+    ) -> list[WindowRow | None]:
+        """See `Live`."""
+        found: list[WindowRow | None] = []
+        for held, some_keys, some_values in zip(rows, keys, values, strict=True):
+            assert held is not None
+            size, kind = self.selector.chunk_tokens, self.selector.kind
+            more = grown(held.grown, self._num_chunks(held.prefix), some_keys, some_values, size, kind)
+            held.window.grow(more.numbers.stop)
+            found.append(replace(held, grown=more))
+        return found
+
+    def _num_chunks(self, prefix: int) -> int:
+        """How many chunks the indexes of a row's restored tokens have."""
+        row, size = self.prefixes[prefix], self.selector.chunk_tokens
+        return sum(-(-min(piece.count, row.tokens - piece.at) // size) for piece in row.pieces())
+
     def begin(self, collector: StatsCollector) -> WindowChoices:
         """The choices of one pass."""
         return WindowChoices(self, collector)
@@ -119,6 +147,21 @@ class _Step:
     span: Span
     moves: Moves
     wanted: list[_Wanted] = field(default_factory=list)
+
+    @cached_property
+    def restored(self) -> Fetches:
+        """What comes from the tiers."""
+        return self._fetched(lambda chunks, first: chunks < first)
+
+    @cached_property
+    def computed(self) -> Fetches:
+        """What comes from where computed tokens lie."""
+        return self._fetched(lambda chunks, first: chunks >= first)
+
+    def _fetched(self, mine: Callable[[np.ndarray, int], np.ndarray]) -> Fetches:
+        fetched = self.moves.fetched
+        those = mine(fetched.chunks, self.held.window.num_chunks if self.held.grown is None else self.held.grown.first)
+        return Fetches(*(each[those] for each in fetched))
 
 
 class WindowChoices:
@@ -171,7 +214,9 @@ class WindowChoices:
         live, ranked = self._live, []
         for row, held in enumerate(rows):
             if held is not None and (span := live.span(held.prefix)) is not None:
-                indexes = live.indexes.of(layer, held.prefix, rotate_)
+                indexes: Sequence[DecodeIndex] = live.indexes.of(layer, held.prefix, rotate_)
+                if held.grown is not None:
+                    indexes, span = [*indexes, *held.grown.indexes], replace(span, grown=held.grown.numbers)
                 ranked.append((row, held, span, live.selector.rank(indexes, query[row], scaling, span)))
         steps = []
         for (row, held, span, _), on_host in zip(ranked, to_host(*(one[3] for one in ranked)), strict=True):
@@ -183,7 +228,7 @@ class WindowChoices:
         self, step: _Step, layer: int, units: dict[tuple[SegmentReader, int], FetchUnit]
     ) -> Iterator[tuple[FetchUnit, np.ndarray]]:
         """The blocks of what a row fetches; noted in its step."""
-        fetched, size = step.moves.fetched, step.span.chunk_tokens
+        fetched, size = step.restored, step.span.chunk_tokens
         firsts = fetched.chunks * size  # of the row
         for piece in self._live.prefixes[step.held.prefix].pieces() if len(firsts) else ():
             inside = (firsts >= piece.at) & (firsts < piece.at + piece.count)
@@ -208,9 +253,13 @@ class WindowChoices:
     ) -> None:
         """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
         span, moves, device = step.span, step.moves, keys.device
-        fetched, came = moves.fetched, self._gather(step, layer, keys, values, rotate_)
-        brought, set_aside = moves.brought, moves.set_aside
         held, size = step.held, span.chunk_tokens
+        fetched, came = step.restored, self._gather(step, layer, keys, values, rotate_)
+        if held.grown is not None and len(step.computed.chunks):
+            more = held.grown.get(step.computed.heads, step.computed.chunks, device)
+            came = torch.cat([came[0], more[0]]), torch.cat([came[1], more[1]])
+            fetched = Fetches(*map(np.concatenate, zip(fetched, step.computed, strict=True)))
+        brought, set_aside = moves.brought, moves.set_aside
         if held.aside is None and held.window.num_slots:
             slots = held.window.num_slots
             held.aside = (
@@ -238,8 +287,8 @@ class WindowChoices:
     def _gather(
         self, step: _Step, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was fetched of a row: keys, rotated, and values, `[fetches, chunk_tokens, dim]`."""
-        fetched, size, prefix = step.moves.fetched, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
+        """What came from the tiers for a row: keys, rotated, and values, `[fetches, chunk_tokens, dim]`."""
+        fetched, size, prefix = step.restored, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
         count, wanted = len(fetched.chunks), step.wanted
         if not count:
             return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2])

@@ -24,6 +24,7 @@ class Span:
         last: so many at the end.
         chunks: so many chunks of those between.
         chunk_tokens: tokens of a chunk.
+        grown: chunks of computed tokens, which may be chosen, too.
     """
 
     tokens: int
@@ -31,6 +32,7 @@ class Span:
     last: int
     chunks: int
     chunk_tokens: int
+    grown: range = range(0)
 
     @property
     def candidates(self) -> range:
@@ -97,13 +99,15 @@ class ByIndex(Selector):
         Among these are enough of `candidates`, whichever of the others rank high.
         """
         every = sum(index.chunks for index in indexes)
-        others = every - len(span.candidates)
+        others = every - len(span.candidates) - len(span.grown)
         return rank(indexes, query, scaling, min(every, int(self.pool * span.chunks) + others))[0]
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
         """Those of int64 `[..., n]` that may be chosen, in their order: as many of each row as there are at least."""
-        wanted = span.candidates
+        wanted, grown = span.candidates, span.grown
         out = (ranked < wanted.start) | (ranked >= wanted.stop)
+        if len(grown):
+            out &= (ranked < grown.start) | (ranked >= grown.stop)
         order = out.argsort(axis=-1, kind="stable")
         return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(out.sum(axis=-1).max())]
 

@@ -61,6 +61,9 @@ class KVSource(Protocol):
     window: int
     """Of a sliding layer, in tokens; else 0."""
 
+    def settle(self) -> None:
+        """A pass is about to begin, and has announced nothing yet: what is held may be held otherwise."""
+
     def begin_pass(self, restoring: RestoringPass) -> None:
         """Announce a pass that restores, so that masks are made for what the layer is going to hold."""
 

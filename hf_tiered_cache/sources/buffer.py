@@ -92,6 +92,18 @@ class KVBuffer:
         if self._keys is not None and self._values is not None:
             self._reallocate(self._keys, self._values, 0)
 
+    def _without(self, first: int, count: int) -> dict[str, Any]:
+        """The state of this buffer if it held no more the `count` columns behind the first `first` that it holds.
+
+        They stay columns of the sequence.
+        """
+        keys, values = (
+            _moved(torch.cat([held[:, :, :first], held[:, :, first + count :]], dim=2), held, self.held - count, 0)
+            for held in self._views()
+        )
+        state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - count, "_shared": False}
+        return state | {"_first": self._first + count}
+
     def _select(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was."""
         if self._keys is not None and self._values is not None:

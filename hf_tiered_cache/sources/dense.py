@@ -54,6 +54,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self._pass = None
         self._announced()
 
+    def settle(self) -> None:
+        """See `KVSource`."""
+
     def _announced(self) -> None:
         """What was announced to masks is held now."""
         self._restored = 0  # columns in front of the computed ones, where those are a suffix

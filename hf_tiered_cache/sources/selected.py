@@ -143,6 +143,17 @@ class SelectedSource(DenseSource):
             logger.warning("%s; from here on what was chosen stays", error)
             self._live = None
 
+    def settle(self) -> None:
+        """See `KVSource`. Computed columns that lie far back are chosen from now on, like restored ones."""
+        if self._live is None:
+            return
+        first = self._live.columns
+        if count := self._live.leaving(self._rows, self.held - first):
+            keys, values = (held[:, :, first : first + count] for held in self._views())
+            rows = self._live.grown(self._rows, keys, values)
+            # at once: a Ctrl-C in between would leave what is held in two places, or in none
+            self.__dict__.update(self._without(first, count), _rows=rows)
+
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
         super().batch_select_indices(indices)
