@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from families import build, prompt
@@ -15,6 +17,7 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
 from hf_tiered_cache.restore import partial_attention
 from hf_tiered_cache.restore.streamed import StreamedPrefix
+from hf_tiered_cache.restore.warm_up import WarmUp
 from hf_tiered_cache.restore.window import WindowChoices
 from hf_tiered_cache.sources.buffer import KVBuffer
 
@@ -213,6 +216,29 @@ def test_frequencies_that_depend_on_the_length_are_those_of_the_whole(tmp_path, 
         found, _ = ask(model, store, ids)
     assert not pieces
     close(found.logits[0], expected.logits[0])
+
+
+def test_the_host_holds_what_the_last_queries_want(model, tmp_path, monkeypatch):
+    """So decoding reads less than if the host held what came last."""
+    ids, read, starts = prompt(TOKENS), [], WarmUp.start
+    for number, start in enumerate((starts, lambda self: None)):
+        monkeypatch.setattr(WarmUp, "start", start)
+        with KVStore(tmp_path / str(number), engine="posix", host_memory="256KiB") as store, torch.no_grad():
+            cache = TieredCache(model, store, method=replace(METHOD, budget=0.1, window=1), progress=False)
+            model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+            store.flush()
+            before = cache.stats.bytes_read
+            for _ in range(4):
+                model(input_ids=ids[:, -1:], past_key_values=cache)
+            read.append(cache.stats.bytes_read - before)
+            assert store.stats.host.bytes <= 256 << 10
+    assert read[0] < read[1]
+
+
+def test_what_fits_is_not_brought_again(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(WarmUp, "note", None)
+    with KVStore(tmp_path, engine="posix") as store:
+        ask(model, store, prompt(TOKENS))
 
 
 # --- faults

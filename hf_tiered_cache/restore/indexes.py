@@ -31,7 +31,7 @@ class KeptIndexes:
     """
 
     def __init__(self, disk: SegmentStore, later: Callable[[Callable[[], object]], object]) -> None:
-        self._disk, self._later = disk, later
+        self._disk, self.later = disk, later
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
         """Those of a segment, by layer, on the CPU; none if they are not there, or not whole."""
@@ -43,7 +43,7 @@ class KeptIndexes:
 
     def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
         """Keep all of a segment, behind the request."""
-        self._later(partial(self._write, reader, dict(indexes)))
+        self.later(partial(self._write, reader, dict(indexes)))
 
     def _write(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
         one = next(iter(indexes.values()))

@@ -17,11 +17,12 @@ import torch
 
 from ..geometry import in_groups
 from ..select.by_index import ByIndex
-from ..select.decode_index import DecodeIndex
+from ..select.decode_index import DecodeIndex, rank
 from ..select.selector import Selection, SelectionInput, Selector
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
 from ..tiers.resident import CoarseKeys
+from ..transfers import to_host
 from .assemble import share_row
 from .chosen import Gathers, RowPrefix, key_groups, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
@@ -30,6 +31,7 @@ from .indexes import KeptIndexes, RowIndexes
 from .live import Live, Rotate
 from .plan import Plan
 from .rechoose import LiveSelection
+from .warm_up import WarmUp
 from .window import WindowedSelection
 
 
@@ -75,8 +77,12 @@ class SelectiveRestore:
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
+        self._warm_up: WarmUp | None = None
         if isinstance(selector, ByIndex):
             self._indexes = RowIndexes(selector, fetcher, self._rows, kept)
+            if plan.streamed:
+                lists = len(layers) * len(self._rows)
+                self._warm_up = WarmUp(self.residency, self.collector, kept.later, lists)
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from."""
@@ -127,6 +133,8 @@ class SelectiveRestore:
         self.fetcher.finish(over)
         if self._indexes is not None and layer == self._periods[-1][-1]:
             self._indexes.keep()
+            if self._warm_up is not None:
+                self._warm_up.start()
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Room for the keys of rows that an index is missing of, like `[batch, kv_heads, n, dim]`; None for others."""
@@ -176,6 +184,8 @@ class SelectiveRestore:
         self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
+        if self._warm_up is not None and self._indexes is not None:
+            self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
         before, self._chosen, stalled = self._chosen, [], self.collector.stats.stall_seconds
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
@@ -202,6 +212,24 @@ class SelectiveRestore:
             self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
             if self._guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], guess=True)
+
+    def _note_warm(
+        self,
+        warm_up: WarmUp,
+        indexes: RowIndexes,
+        layer: int,
+        query: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+    ) -> None:
+        """Say which chunks matter most to a layer's last queries."""
+        with self.collector.timing("select_seconds"):
+            for place, row in enumerate(self._rows):
+                size = indexes.selector.chunk_tokens
+                if count := min(warm_up.chunks_of_each(row, layer, size), -(-row.tokens // size)):
+                    every = indexes.of(layer, place, rotate_)
+                    ranked, _ = rank(every, query[row.group.rows[0]], scaling, count)
+                    warm_up.note(row, layer, to_host(ranked)[0], size)
 
     def _bring(self, number: int, layers: Sequence[int], guess: bool = False) -> None:
         """Start to fetch what is chosen for some layers of a period, or was for the one before: those of the first

@@ -1,0 +1,87 @@
+"""What decoding is likely to ask for comes to host memory first (KVDRIVE, Section 7.1).
+
+The last queries of a prompt say which chunks of its prefix matter. Those that they want most stand in the columns of
+their layers; of the others as many as the host has room for are brought there, behind the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..errors import TieredCacheError
+from ..stats import StatsCollector
+from ..tiers.lease import BlockRequest
+from ..tiers.residency import Residency
+from .chosen import RowPrefix, restoring_groups
+
+_SHARE = 0.9
+"""Of host memory: the rest is for what is asked for meanwhile."""
+
+
+class WarmUp:
+    """Chunks of one prompt by importance, and their way to the host.
+
+    Args:
+        residency: the tiers.
+        collector: counts what is read.
+        later: does something behind the request.
+        lists: how many will be noted: one for each layer and row.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        collector: StatsCollector,
+        later: Callable[[Callable[[], object]], object],
+        lists: int,
+    ) -> None:
+        self._residency, self._collector, self._later = residency, collector, later
+        self._bytes_of_each = int(_SHARE * residency.host.budget / lists)
+        self._noted: list[list[BlockRequest]] = []  # of each layer and row
+
+    def chunks_of_each(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
+        """How many chunks of each head there is room for, for one layer and row; 0 where it has room for all."""
+        bytes_of_one, bytes_of_all = 0, 0
+        for piece in row.pieces():
+            shape = piece.reader.shape
+            groups = restoring_groups(shape, (layer,))
+            bytes_of_all += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
+            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # that one chunk takes of each group
+            bytes_of_one = max(bytes_of_one, blocks * sum(group.block_bytes for group in groups))
+        return 0 if bytes_of_all <= self._bytes_of_each else self._bytes_of_each // bytes_of_one
+
+    def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
+        """The chunks of a row that matter most to a layer: int64 `[kv_heads, n]`, of `chunk_tokens` each."""
+        wanted, firsts = list[BlockRequest](), np.sort(ranked, axis=1) * chunk_tokens
+        for piece in row.pieces():
+            shape = piece.reader.shape
+            for group in restoring_groups(shape, (layer,)):
+                low = min(part.first_head for part in group.parts)
+                high = max(part.first_head + part.heads for part in group.parts)
+                tokens = np.unique(firsts[low:high])
+                tokens = (tokens[:, None] + np.arange(chunk_tokens)).ravel()
+                inside = row.inside(piece, tokens[tokens < row.tokens])[1]
+                if len(inside):
+                    wanted.append(BlockRequest(piece.reader, group.index, shape.chunks_of(group, inside)))
+        self._noted.append(wanted)
+
+    def start(self) -> None:
+        """Bring what was noted, one layer after the other."""
+        for wanted in self._noted:
+            self._later(partial(_bring, self._residency, self._collector, wanted))
+
+
+def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRequest]) -> None:
+    lease = None
+    try:
+        lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
+        lease.wait()
+    except (TieredCacheError, OSError, MemoryError):  # counted, and reported, by whoever needs it
+        pass
+    finally:
+        if lease is not None:
+            lease.release()
