@@ -472,3 +472,18 @@ def test_an_interrupt_around_growing_changes_nothing(when, early, model, tmp_pat
                 found.append(output.logits[0, -1])
     assert struck
     torch.testing.assert_close(torch.stack(found), expected, rtol=0, atol=1e-4)
+
+
+def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_path):
+    """What was answered behind a choice is in no store: another process computes it, and nothing before it, again."""
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        answered, cache = ask(model, store, question(ids), METHOD)
+        again = torch.cat([answered.sequences, prompt(9, seed=6)], dim=1)
+        model.generate(again, past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_kept == answered.sequences.shape[1] - 1
+    with KVStore(tmp_path, engine="posix") as store:
+        _, other = ask(model, store, again, METHOD)
+        assert other.stats.tokens_restored == TOKENS
+        assert other.stats.tokens_computed == again.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
