@@ -1,4 +1,4 @@
-"""The results of `calibrate` and `calibrate_prefix`, kept with the store.
+"""The results of `calibrate`, `calibrate_prefix` and `profile_windows`, kept with the store.
 
 Computing a token costs more in a longer prompt, loading it does not; so what was found holds for prompts of one length,
 and between two such the ratio, or the time, goes from one to the other.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from .errors import ConfigError
 from .restore.recompute import Costs
+from .select.by_index import WindowSizes
 from .storage import Storage
+from .tiers.window_sizes import WindowProfile, best_sizes
 
 _FILE = "calibrations.json"
 _KEPT = {"tokens", "ratio", "cold"}
@@ -64,6 +68,76 @@ class PrefixCosts:
     def as_dict(self) -> dict[str, Any]:
         """All of it, JSON-ready."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class WindowFindings:
+    """What windows of several sizes were found to have, for one model and one way to choose.
+
+    Args:
+        layers: of the model, those that choose.
+        sizes: of windows, ascending, in multiples of what a head attends to.
+        hit_rates: for each of these layers, each kv head and each size the share of chosen entries that the window had.
+        columns: entries that a head attended to, a mean over the texts.
+        entry_bytes: of one of them, keys and values.
+        steps: tokens that were decoded, of all texts.
+    """
+
+    layers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    hit_rates: list[list[list[float]]]
+    columns: float
+    entry_bytes: int
+    steps: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        return asdict(self)
+
+    def profile(self) -> WindowProfile:
+        """What sizes save and cost; one window of the size 1 costs 1, since all that it is asked for has one B."""
+        benefits = np.array(self.hit_rates, float) * self.columns * self.entry_bytes  # [layers, heads, sizes]
+        return WindowProfile(self.sizes, benefits, np.broadcast_to(np.array(self.sizes), benefits.shape))
+
+    def chosen(self, window: float, choose: Callable[[WindowProfile, int], np.ndarray] = best_sizes) -> np.ndarray:
+        """Sizes by layer and head in the memory of windows of one size: int64 `[layers, heads]`.
+
+        Args:
+            window: that size.
+            choose: of a profile, within a budget; those that save most, by default.
+
+        Raises:
+            ConfigError: it is below all that were measured.
+        """
+        return choose(self.profile(), int(window * np.size(self.hit_rates) / len(self.sizes)))
+
+    def hit_rate(self, sizes: np.ndarray) -> float:
+        """The share of chosen entries that windows of these sizes, int64 `[layers, heads]`, had."""
+        return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
+
+
+def profiled_windows(storage: Storage, fingerprint: str, name: str, window: float) -> WindowSizes | None:
+    """What `profile_windows` found for this model and a method's choices, in the memory of windows of one size.
+
+    None where nothing was found, or the size lies beyond those that were measured.
+    """
+    try:
+        (found,) = (WindowFindings(**one) for one in _read(storage).get(_windows_name(fingerprint, name), []))
+        if not found.sizes[0] <= window <= found.sizes[-1]:
+            return None
+        sizes = dict(zip(found.layers, found.chosen(window).tolist(), strict=True))
+    except (TypeError, ValueError, IndexError, ConfigError):  # none yet, or damaged
+        return None
+    return tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
+
+
+def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:
+    """Keep what was found in place of what was."""
+    _write(storage, _windows_name(fingerprint, name), [found.as_dict()])
+
+
+def _windows_name(fingerprint: str, name: str) -> str:
+    return f"windows {fingerprint} {name}"
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:

@@ -18,6 +18,7 @@ from .lookup import Lookup, lookup, warm
 from .methods import Method, make_method
 from .passages import precompute_passages
 from .precompute import PrecomputeReport, precompute
+from .profiling import WindowFindings, profile_windows
 from .stats import Counters, StoreStats
 from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
@@ -220,6 +221,14 @@ class KVStore:
         `hf_tiered_cache.calibrate.calibrate_prefix`.
         """
         return calibrate_prefix(self._storage, model, **settings)
+
+    def profile_windows(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> WindowFindings:
+        """Measure which windows save most while this model decodes behind long contexts, for each layer and head.
+
+        `KVDrive()` then shares the memory of its windows among heads by what was found. For arguments see
+        `hf_tiered_cache.profiling.profile_windows`.
+        """
+        return profile_windows(self._storage, model, input_ids, **settings)
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True

@@ -13,7 +13,7 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrations import calibrated_ratio, prefix_costs
+from .calibrations import calibrated_ratio, prefix_costs, profiled_windows
 from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
@@ -284,7 +284,7 @@ class Serving:
         device, tokens = attachment.model.device, request.columns
         method = self.method = self.method.with_calibrated_ratio(
             partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
-        )
+        ).with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))
         recorder = self.new_recorder(identity, regime, request.pads, check)
         segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
         return SequenceState(

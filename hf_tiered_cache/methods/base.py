@@ -11,6 +11,7 @@ import numpy as np
 from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
 from ..restore.plan import PlanContext
+from ..select.by_index import WindowSizes
 from ..select.selector import Selector
 from ..shape import SegmentShape
 from ..sources import DenseSource, SelectedSource
@@ -135,6 +136,12 @@ class Method:
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
+        return self
+
+    def with_profiled_windows(self, sizes: Callable[[str, float], WindowSizes | None]) -> Method:
+        """This method with windows by layer and head: `sizes` gives those that were found for its choices, by name, in
+        the memory of windows of one size.
+        """
         return self
 
     def select_deviating(self, deviation: np.ndarray) -> np.ndarray:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry
 from ..select import DECODE_INDEXES
-from ..select.by_index import ByIndex
+from ..select.by_index import ByIndex, WindowSizes
 from ..select.selector import Selector
 from ..tiers.window import WINDOW_POLICIES
 from .base import Method
@@ -21,7 +23,13 @@ class KVDrive(Method):
     Args:
         budget: share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is the exact method's.
         chunk_tokens: consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
-        window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1).
+        window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1); a
+            mean over all heads, where these differ.
+        window_sizes: "profiled": each layer and head has a window of its own (Section 5.2), as
+            `KVStore.profile_windows`, or `hf-tiered-cache profile`, has found for this model, `index`, `budget`,
+            `chunk_tokens` and `eviction`; what all take together is `window`. Where nothing was found all have the
+            same, as they have with "uniform". Or the sizes themselves: of each layer of the model those of its kv
+            heads. Only what is read depends on them.
         sinks: tokens in front that are attended to always, beside the budget.
         local: tokens at the end of the prefix, likewise.
         index: what chunks are ranked by, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4),
@@ -39,6 +47,7 @@ class KVDrive(Method):
     budget: float = field(default=0.0156, kw_only=False)
     chunk_tokens: int = 8
     window: float = 2
+    window_sizes: Literal["profiled", "uniform"] | WindowSizes = "profiled"
     sinks: int = 4
     local: int = 64
     index: str = "cluster_boxes"
@@ -57,6 +66,12 @@ class KVDrive(Method):
             raise ConfigError(f"index is one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
         if self.eviction not in WINDOW_POLICIES:
             raise ConfigError(f"eviction is one of {', '.join(WINDOW_POLICIES)}, not {self.eviction!r}")
+        if not isinstance(self.window_sizes, str):
+            object.__setattr__(self, "window_sizes", tuple(map(tuple, self.window_sizes)))
+            if any(not size >= 0 for sizes in self.window_sizes for size in sizes):
+                raise ConfigError("window_sizes are not negative")
+        elif self.window_sizes not in ("profiled", "uniform"):
+            raise ConfigError(f'window_sizes is "profiled", "uniform" or numbers, not {self.window_sizes!r}')
         if not self.window >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
             raise ConfigError("window, sinks, local, prefill_tokens and exact_from are not negative")
         if self.observed < 1:
@@ -77,6 +92,16 @@ class KVDrive(Method):
         return self._by_index
 
     @property
+    def profile_name(self) -> str:
+        """What its choices depend on: a profile of windows holds for all methods of this name."""
+        return f"{self.index} {self.budget:g} {self.chunk_tokens} {self.eviction}"
+
+    def with_profiled_windows(self, sizes: Callable[[str, float], WindowSizes | None]) -> KVDrive:
+        if self.window_sizes != "profiled" or self.eviction == "none":
+            return self
+        return replace(self, window_sizes=sizes(self.profile_name, self.window) or "profiled")
+
+    @property
     def _by_index(self) -> ByIndex:
         return ByIndex(
             kind=DECODE_INDEXES[self.index],
@@ -85,4 +110,5 @@ class KVDrive(Method):
             local=self.local,
             window=self.window,
             eviction=self.eviction,
+            window_sizes=() if isinstance(self.window_sizes, str) else self.window_sizes,
         )

@@ -87,10 +87,11 @@ class WindowedSelection:
         if (span := self.span(prefix)) is None:
             return None
         inside = chosen[:, span.first : chosen.shape[1] - span.last : span.chunk_tokens]
-        times = min(self.selector.window, 1) if self.selector.eviction == "none" else self.selector.window
-        capacities = np.full(len(chosen), int(times * span.chunks) if times >= 1 else 0)
+        capacities = self.selector.capacities(layer, len(chosen), span.chunks)
         window = Window(span.chunks, capacities, span.candidates.stop, self.selector.eviction)
         window.commit(window.plan(inside // span.chunk_tokens))
+        if self.selector.trace is not None:
+            self.selector.trace(layer, window.columns)
         return WindowRow(prefix, window)
 
     def leaving(self, rows: Sequence[WindowRow | None], computed: int) -> int:
@@ -221,6 +222,8 @@ class WindowChoices:
         steps = []
         for (row, held, span, _), on_host in zip(ranked, to_host(*(one[3] for one in ranked)), strict=True):
             pool = live.selector.candidates(on_host, span)
+            if live.selector.trace is not None:
+                live.selector.trace(layer, pool)
             steps.append(_Step(row, held, span, held.window.plan(pool[:, : span.chunks], pool)))
         return steps
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from ..errors import ConfigError
 from ..transfers import to_host
 from .clusters import ClusterIndex
 from .decode_index import DecodeIndex, rank
 from .selector import Selection, SelectionInput, Selector
+
+WindowSizes = tuple[tuple[float, ...], ...]
+"""Of each layer of a model those of its kv heads, in multiples of what is chosen; () where nothing is chosen."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,9 @@ class ByIndex(Selector):
         window: entries that a head keeps in device memory while decoding, in multiples of those that are chosen.
         eviction: by which entries leave that window (see `Window`).
         pool: how many candidates are ranked for each chunk that is chosen: what the window keeps goes by these.
+        window_sizes: of each layer and kv head instead of `window`, likewise; () for none.
+        trace: is told the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best first; at the
+            beginning the chunks that the prompt has chosen.
     """
 
     kind: type[DecodeIndex] = ClusterIndex
@@ -69,6 +76,8 @@ class ByIndex(Selector):
     pool: float = 1.25
     window: float = 2
     eviction: str = "lookahead"
+    window_sizes: WindowSizes = ()
+    trace: Callable[[int, np.ndarray], None] | None = field(default=None, compare=False)
 
     def budgeted_tokens(self, budget: float, tokens: int) -> int:
         """How many of a row's restored tokens are held, where a share `budget` of the chunks is chosen: never none."""
@@ -83,6 +92,18 @@ class ByIndex(Selector):
             return None
         chunks = (count - self._first - self.local) // self.chunk_tokens
         return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
+
+    def capacities(self, layer: int, heads: int, chunks: int) -> np.ndarray:
+        """Entries that each kv head keeps while decoding, of which `chunks` are chosen: int64 `[heads]`.
+
+        Raises:
+            ConfigError: there are sizes by head, and none for these.
+        """
+        sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
+        if not sizes or len(sizes[0]) != heads:
+            raise ConfigError(f"there are no window sizes for layer {layer} with {heads} kv heads")
+        times = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
+        return np.where(times >= 1, times * chunks, 0).astype(np.int64)
 
     def choose(self, asked: SelectionInput) -> Selection:
         span, mass = self.span(asked.chunks.tokens, asked.count), np.zeros(asked.chunks.tokens, np.float32)

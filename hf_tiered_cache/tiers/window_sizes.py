@@ -21,6 +21,41 @@ SIZES = (1, 2, 3, 4)
 _MOST_STATES = 1 << 28  # of the dynamic program, a byte each
 
 
+class Trace:
+    """The candidates of a request's steps, for a profile: see `ByIndex.trace`. Of one row."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, list[np.ndarray]] = {}  # of each layer, int32 [heads, M] each
+
+    def __call__(self, layer: int, pool: np.ndarray) -> None:
+        """Take those of a layer's step, int64 `[heads, M]`, best first; of the first step the B chosen ones alone."""
+        self._pools.setdefault(layer, []).append(pool.astype(np.int32))
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Those that chose, ascending."""
+        return tuple(sorted(self._pools))
+
+    @property
+    def num_columns(self) -> int:
+        """B; 0 if none chose."""
+        return next((pools[0].shape[1] for pools in self._pools.values()), 0)
+
+    def pools(self) -> np.ndarray:
+        """All of them, int32 `[steps, layers, heads, M]`, as `measure` takes them.
+
+        M is the largest of all. Where a step had fewer candidates, one that it has chosen is repeated, which says
+        nothing: a window keeps what is chosen.
+        """
+        of_layers = [self._pools[layer] for layer in self.layers]
+        most = max(pool.shape[1] for pools in of_layers for pool in pools)
+        as_wide = [
+            [np.concatenate([pool, pool[:, :1].repeat(most - pool.shape[1], axis=1)], axis=1) for pool in pools]
+            for pools in of_layers
+        ]
+        return np.array(as_wide).swapaxes(0, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class WindowProfile:
     """What windows of each size save and cost.
@@ -114,12 +149,10 @@ def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
         ConfigError: not even the smallest sizes fit, or heads times units of the budget are too many; a unit is the
             greatest common divisor of what upgrades cost.
     """
-    room = _room_for_upgrades(profile, budget)
     layers, heads, sizes = profile.benefits.shape
     extra = (profile.costs - profile.costs[:, :, :1]).reshape(-1, sizes)  # [layers · heads, sizes], over the smallest
     gain = profile.benefits.reshape(-1, sizes)
-    unit = max(int(np.gcd.reduce(extra.ravel())), 1)
-    units = min(room, int(extra[:, -1].sum())) // unit
+    unit, units = _units(profile, budget)
     if len(extra) * (units + 1) > _MOST_STATES:
         raise ConfigError(f"{len(extra)} heads and {units} units of memory are too many to search; choose greedily")
     best = np.zeros(units + 1)  # by units that may be spent: the most that the heads so far save
@@ -140,6 +173,16 @@ def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
         chosen[head] = choice[head, left]
         left -= int(extra[head, chosen[head]]) // unit
     return np.asarray(profile.sizes, np.int64)[chosen].reshape(layers, heads)
+
+
+def best_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
+    """The sizes that save most, int64 `[layers, heads]`: searched exactly where that is feasible, else greedily.
+
+    Raises:
+        ConfigError: not even the smallest sizes fit.
+    """
+    few = profile.costs[:, :, 0].size * (_units(profile, budget)[1] + 1) <= _MOST_STATES
+    return exhaustive_sizes(profile, budget) if few else greedy_sizes(profile, budget)
 
 
 def measure(
@@ -186,6 +229,13 @@ def replay(window: Window, pools: np.ndarray) -> HitCounts:
     for pool in pools.astype(np.int64, copy=False):
         window.commit(window.plan(pool[:, : window.num_columns], pool))
     return window.hits
+
+
+def _units(profile: WindowProfile, budget: int) -> tuple[int, int]:
+    """Entries that all upgrades cost a multiple of, and how many times that may be spent."""
+    extra = profile.costs - profile.costs[:, :, :1]
+    unit = max(int(np.gcd.reduce(extra.ravel())), 1)
+    return unit, min(_room_for_upgrades(profile, budget), int(extra[:, :, -1].sum())) // unit
 
 
 def _room_for_upgrades(profile: WindowProfile, budget: int) -> int:

@@ -1,0 +1,146 @@
+"""Measuring which windows save most while a model decodes (KVDRIVE, Section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from .calibrations import WindowFindings, keep_windows
+from .errors import ConfigError
+from .identity import Fingerprinter
+from .methods import KVDrive, Method, make_method
+from .patches.attach import attach
+from .precompute import as_prompts, precompute
+from .select.by_index import ByIndex
+from .serving import CacheOptions
+from .sources import kv_sources
+from .storage import Storage
+from .stored_cache import StoredCache
+from .tiers.window_sizes import SIZES, Trace, measure
+
+_LEAST_CONTEXT = 16
+"""Tokens in front of those that are decoded: of fewer nothing is stored."""
+
+
+def profile_windows(
+    storage: Storage,
+    model: torch.nn.Module,
+    input_ids: Any,
+    *,
+    method: Method | str | None = None,
+    steps: int = 256,
+    sizes: Sequence[int] = SIZES,
+    progress: bool = True,
+) -> WindowFindings:
+    """Decode the ends of long texts, see what windows of each size would have kept, and keep that in the store.
+
+    What is found holds for this model and the method's index, budget, chunk size and eviction, at any `window` between
+    the smallest and the largest of `sizes`: `KVDrive` takes the sizes by layer and head that read least in its memory.
+
+    Args:
+        storage: the contexts are stored there, if they are not yet.
+        model: any causal LM that the method serves.
+        input_ids: texts such as the model is going to decode behind, one or several, as for `KVStore.precompute`. The
+            store has none: it keeps KV, and of tokens only hashes.
+        method: a `KVDrive`, or its name and settings; None for its defaults.
+        steps: the last tokens of each text are decoded one by one; the others are their context.
+        sizes: of windows to measure, ascending, in multiples of what a head attends to: 1 or more.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ConfigError: another method; texts that are too short for it to choose from.
+    """
+    storage.check_open()
+    chooses = KVDrive() if method is None else make_method(method)
+    if not isinstance(chooses, KVDrive) or not chooses.selects:
+        raise ConfigError(f"windows are those of KVDrive with a budget below 1, not of {chooses}")
+    if not sizes[0] <= chooses.window <= sizes[-1]:
+        raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget are measured, not {chooses.window:g}")
+    prompts = as_prompts(input_ids)
+    shortest = min(map(len, prompts), default=0)
+    if steps < 2 or shortest < steps + _LEAST_CONTEXT:
+        raise ConfigError(f"of a text of {shortest} tokens the last {steps} cannot be decoded behind the others")
+    precompute(
+        storage,
+        model,
+        [ids[:-steps] for ids in prompts],
+        method=chooses,
+        progress=progress,
+        pin=False,
+        label="",
+        tag="",
+    )
+    rates, columns = [], []
+    with tqdm(total=steps * len(prompts), desc="profile", unit="tok", disable=not progress) as bar:
+        for ids in prompts:
+            trace, entry_bytes = decode(storage, model, ids, chooses, steps, done=bar.update)
+            pools, count = trace.pools(), trace.num_columns
+            found = measure(pools, count, 1, chooses.eviction, sizes, skip=1 + steps // 8)
+            rates.append(found.benefits / count)
+            columns.append(count)
+    mean = np.average(rates, axis=0, weights=columns)  # [layers, heads, sizes]
+    findings = WindowFindings(
+        trace.layers, tuple(sizes), mean.tolist(), float(np.mean(columns)), entry_bytes, steps * len(prompts)
+    )
+    inner = attach(model).model
+    keep_windows(storage, Fingerprinter(inner)(), chooses.profile_name, findings)
+    return findings
+
+
+def decode(
+    storage: Storage,
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    method: KVDrive,
+    steps: int,
+    *,
+    pool: float | None = None,
+    done: Callable[[], object] = lambda: None,
+) -> tuple[Trace, int]:
+    """Decode the last tokens of a text one by one, behind a context that is stored.
+
+    Args:
+        ids: int `[tokens]`, on the CPU.
+        steps: how many are decoded.
+        pool: instead of the method's (see `ByIndex`).
+        done: is told of each.
+
+    Returns:
+        The candidates of each step and layer, and how many bytes one chosen entry has, keys and values.
+
+    Raises:
+        ConfigError: the context is not stored, or the budget has all of it.
+    """
+    trace = Trace()
+    same = {field.name: getattr(method, field.name) for field in fields(KVDrive) if field.init}
+    traced = TracedKVDrive(**same, trace=trace, pool=pool)
+    cache = StoredCache.over(model, storage, traced, CacheOptions(record=False))
+    row = ids.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]
+    with torch.no_grad():
+        cache.model(input_ids=row[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if not trace.layers:
+            reason = cache.stats.reason or "a budget that has all of them leaves nothing to choose"
+            raise ConfigError(f"nothing was chosen of a context of {len(ids) - steps} tokens: {reason}")
+        for token in row[:, -steps:].split(1, dim=1):
+            cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            done()
+    source = next(source for source in kv_sources(cache.layers) if source.index == trace.layers[0])
+    assert source.keys is not None and source.values is not None
+    token_bytes = (source.keys.shape[3] + source.values.shape[3]) * source.keys.element_size()
+    return trace, method.chunk_tokens * token_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedKVDrive(KVDrive):
+    """One whose candidates are recorded."""
+
+    trace: Trace
+    pool: float | None = None
+
+    def selector(self) -> ByIndex:
+        return replace(self._by_index, trace=self.trace, pool=self.pool or ByIndex.pool)
