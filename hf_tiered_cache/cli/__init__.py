@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, lm_eval, maintain, serve
+from . import calibrate, listing, lm_eval, maintain, profile, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,6 +85,13 @@ _add(
     "kv-store --model Qwen/Qwen2.5-0.5B",
     "kv-store --model ./my-model --dtype bfloat16 --passages 16 --tokens 1024",
     "kv-store --model ./my-model --prefix 512,4096",
+)
+_add(
+    "profile",
+    profile.profile,
+    "kv-store --model ./my-model --text report.txt --text minutes.txt",
+    "kv-store --model ./my-model --text book.txt --tokens 32768 \\\n"
+    "    --method kv_drive:budget=0.0625:window=3 --plot windows.png",
 )
 _add(
     "serve",

@@ -62,7 +62,7 @@ def calibrate(
     key = read_key_file(key_file)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        loaded = _load(model, dtype, device)
+        loaded = load_model(model, dtype, device)
         with KVStore(store, host_memory=memory, key=key) as opened:
             if lengths:
                 return _show_prefixes(
@@ -111,7 +111,8 @@ def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
     print("kept for this model and device; Exact(decline=False) restores all the same")
 
 
-def _load(name: str, dtype: str, device: str) -> nn.Module:
+def load_model(name: str, dtype: str, device: str) -> nn.Module:
+    """A causal LM, ready to compute on a device. Raises Refused where there is none."""
     import torch
     from transformers import AutoModelForCausalLM
 
