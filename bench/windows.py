@@ -51,6 +51,8 @@ MEMORY = (1.5, 2.0, 3.0)
 _QUESTIONS = 40
 _ASKED = 4 * _QUESTIONS
 """Tokens that questions and answers take, at most."""
+_WIDE = 16
+"""The window that choices are recorded with: one that fetches little."""
 
 
 class Recorded(NamedTuple):
@@ -78,6 +80,10 @@ class Recorded(NamedTuple):
     def hit_rate(self, sizes: np.ndarray, eviction: str = "lookahead") -> float:
         return 1 - self.fetched(sizes, eviction) / (self.columns * sizes.size)
 
+    def among(self, pool: float) -> Recorded:
+        """What it were if so many candidates had been ranked for each chosen chunk."""
+        return self._replace(pools=self.pools[..., : max(self.columns, int(pool * self.columns))])
+
     def all(self, size: float) -> np.ndarray:
         """One size for all: `[layers, heads]`."""
         return np.full(self.pools.shape[1:3], size)
@@ -87,15 +93,15 @@ class Recorded(NamedTuple):
         return measure(self.pools, self.columns, 1, skip=self.skip).benefits / self.columns
 
 
-Records = Mapping[tuple[str, float, float], list[Recorded]]
-"""By index, budget and pool, a list over contexts."""
+Records = Mapping[tuple[str, float], list[Recorded]]
+"""By index and budget, a list over contexts."""
 
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("eval/reference/long"), help="a reference model")
     parser.add_argument("--tokens", type=int, default=4096, help="of a context, about")
-    parser.add_argument("--steps", type=int, default=256, help="tokens decoded behind each")
+    parser.add_argument("--steps", type=int, default=192, help="tokens decoded behind each")
     parser.add_argument("--contexts", type=int, default=4, help="to choose by, and as many to report")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.0625])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -103,14 +109,14 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def record(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path) -> tuple[Records, Records]:
-    """Of the half to choose by, and of the one to report."""
+    """Of the half to choose by, with the most candidates, and of the one to report."""
     language, steps = language_of(arguments.model), arguments.steps
-    by_index = [(index, budget, POOLS[0]) for index in INDEXES for budget in arguments.budgets]
-    by_pool = [(OURS, budget, pool) for pool in POOLS for budget in arguments.budgets]
-    halves: list[dict[tuple[str, float, float], list[Recorded]]] = []
-    bar = tqdm(total=arguments.contexts * steps * (len(by_index) + len(by_pool)), unit="tok")
-    for seed, wanted in enumerate((by_pool, by_index)):
-        found: dict[tuple[str, float, float], list[Recorded]] = {one: [] for one in wanted}
+    halves: list[dict[tuple[str, float], list[Recorded]]] = []
+    bar = tqdm(total=arguments.contexts * steps * len(arguments.budgets) * (1 + len(INDEXES)), unit="tok")
+    for seed, (indexes, pool) in enumerate((([OURS], POOLS[-1]), (list(INDEXES), POOLS[0]))):
+        found: dict[tuple[str, float], list[Recorded]] = {
+            (index, budget): [] for index in indexes for budget in arguments.budgets
+        }
         tokens = arguments.tokens + max(0, steps - _ASKED)
         for number, (context, _) in enumerate(contexts(language, tokens, arguments.contexts, seed, KINDS)):
             ids = [token for document in context.documents for token in document]
@@ -118,12 +124,12 @@ def record(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path) 
             whole = torch.tensor([*ids, *asked])
             with KVStore(folder / f"{seed} {number}", index_memory="4GiB") as store:
                 store.precompute(model, whole[:-steps], method=KVDrive(), progress=False)
-                for index, budget, pool in wanted:
-                    method = KVDrive(budget, index=index)
+                for (index, budget), records in found.items():
+                    method = KVDrive(budget, index=index, window=_WIDE)
                     trace, entry_bytes = decode(
                         storage_of(store), model, whole, method, steps, pool=pool, done=bar.update
                     )
-                    found[index, budget, pool].append(Recorded(trace.pools(), trace.num_columns, entry_bytes))
+                    records.append(Recorded(trace.pools(), trace.num_columns, entry_bytes))
         halves.append(found)
     bar.close()
     return halves[0], halves[1]
@@ -135,9 +141,9 @@ def each(records: list[Recorded], of: Callable[[Recorded], float]) -> list[float
 
 def figures_of(budget: float, choosing: Records, reported: Records) -> dict[str, Any]:
     """All figures at one budget: lists over contexts, but for sizes."""
-    ours, others = reported[OURS, budget, POOLS[0]], choosing[OURS, budget, POOLS[0]]
+    ours, others = reported[OURS, budget], choosing[OURS, budget]
     first = ours[0]
-    rates = np.mean([one.hit_rates() for one in others], axis=0)  # [layers, heads, sizes]
+    rates = np.mean([one.among(POOLS[0]).hit_rates() for one in others], axis=0)  # [layers, heads, sizes]
     mean = WindowProfile(SIZES, rates, np.broadcast_to(np.array(SIZES), rates.shape))  # a window of size 1 costs 1
     by_memory = {}
     for window in MEMORY:
@@ -159,15 +165,15 @@ def figures_of(budget: float, choosing: Records, reported: Records) -> dict[str,
         },
         "eviction": {
             index: {
-                policy: each(reported[index, budget, POOLS[0]], lambda one, by=policy: one.hit_rate(one.all(2), by))
+                policy: each(reported[index, budget], lambda one, by=policy: one.hit_rate(one.all(2), by))
                 for policy in ("lru", "lookahead")
             }
             for index in INDEXES
         },
         "memory": by_memory,
         "pools": {
-            str(pool): {
-                str(times): each(choosing[OURS, budget, pool], lambda one, size=times: one.hit_rate(one.all(size)))
+            f"{pool:g}": {
+                str(times): each(others, lambda one, by=pool, size=times: one.among(by).hit_rate(one.all(size)))
                 for times in (2, 3)
             }
             for pool in POOLS
@@ -226,7 +232,8 @@ def report(document: dict[str, Any]) -> str:
             + table(["memory", "one size", "by layer and head", "fewer bytes, %", "greedy / best"], memory),
             f"\n## Sizes in the memory of ×2 at {name} (Figure 8)\n\n"
             + table(["layer", *(f"head {head}" for head in range(heads))], by_head),
-            f"\n## Hit ratio by candidates ranked for each chunk, at {name}, %: the contexts to choose by\n\n"
+            f"\n## Hit ratio by candidates ranked for each chunk, at {name}, %\n\nThe contexts to choose by. "
+            f"Choices are those made among {POOLS[-1]:g} times as many candidates; windows see so many of them.\n\n"
             + table(["candidates", "×2", "×3"], pools),
         ]
     return "".join(parts)

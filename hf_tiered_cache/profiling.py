@@ -75,10 +75,11 @@ def profile_windows(
         label="",
         tag="",
     )
+    widest = replace(chooses, window=sizes[-1], window_sizes="uniform")  # reads least, and chooses the same
     rates, columns = [], []
     with tqdm(total=steps * len(prompts), desc="profile", unit="tok", disable=not progress) as bar:
         for ids in prompts:
-            trace, entry_bytes = decode(storage, model, ids, chooses, steps, done=bar.update)
+            trace, entry_bytes = decode(storage, model, ids, widest, steps, done=bar.update)
             pools, count = trace.pools(), trace.num_columns
             found = measure(pools, count, 1, chooses.eviction, sizes, skip=1 + steps // 8)
             rates.append(found.benefits / count)
