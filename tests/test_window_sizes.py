@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from test_selective import ask, fill, question, same
 
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.calibrations import profiled_windows
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import KVDrive
+from hf_tiered_cache.profiling import decode
+from hf_tiered_cache.restore.window import WindowedSelection
 from hf_tiered_cache.tiers import window_sizes
 from hf_tiered_cache.tiers.window import Window
 from hf_tiered_cache.tiers.window_sizes import (
@@ -21,6 +31,7 @@ from hf_tiered_cache.tiers.window_sizes import (
     uniform_sizes,
 )
 
+METHOD = KVDrive(budget=0.2, local=16)
 SIZES = (1, 2, 3, 4)
 
 
@@ -193,3 +204,159 @@ def test_traces_that_say_nothing_are_refused():
         measure(pools, 4, 1, skip=3)
     with pytest.raises(ConfigError, match="at least 1"):
         measure(pools, 4, 1, sizes=(0, 1))
+
+
+# --- of a model, kept in its store
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture(scope="module")
+def profiled(model, tmp_path_factory):
+    """A store with a profile, and what was found."""
+    with KVStore(tmp_path_factory.mktemp("profiled"), engine="posix") as store:
+        yield store, store.profile_windows(model, prompt(464), method=METHOD, steps=48, progress=False)
+
+
+@pytest.fixture
+def windows(monkeypatch):
+    """Each layer's window, as it was made."""
+    made = {}
+
+    def row(self, layer, prefix, chosen, real=WindowedSelection.row):
+        held = real(self, layer, prefix, chosen)
+        made[layer] = held.window
+        return held
+
+    monkeypatch.setattr(WindowedSelection, "row", row)
+    return made
+
+
+def capacities(windows, columns):
+    """Of each layer and head, in multiples of B."""
+    layers = [windows[layer] for layer in sorted(windows)]
+    starts = np.array([[*window.first_slots, window.num_slots] for window in layers])
+    return (np.diff(starts, axis=1) / columns + 1).tolist()
+
+
+def test_windows_follow_the_profile_and_no_output_does(model, profiled, windows):
+    store, found = profiled
+    ids, columns, method = question(prompt(416)), 10, replace(METHOD, window=1.5)
+    sizes = found.chosen(1.5)
+    assert sizes.shape == (6, 2) and sizes.sum() == 1.5 * sizes.size
+    ours, cache = ask(model, store, ids, method)
+    assert cache.stats.tokens_restored == 416 and capacities(windows, columns) == sizes.tolist()
+    hits = [windows[layer].hits for layer in sorted(windows)]
+    uniform, _ = ask(model, store, ids, replace(method, window_sizes="uniform"))
+    assert capacities(windows, columns) == [[1.5, 1.5]] * 6
+    same(ours, uniform)
+    others = [windows[layer].hits for layer in sorted(windows)]
+    assert not all(np.array_equal(a.fetched, b.fetched) for a, b in zip(hits, others, strict=True))
+    ask(model, store, ids, replace(METHOD, window=3))  # one profile for all windows
+    assert capacities(windows, columns) == found.chosen(3).tolist() != sizes.tolist()
+
+
+def test_a_profile_counts_what_windows_of_its_sizes_count(model, profiled, windows):
+    """Fed with a recorded trace, a window has the hits that it has had in the model."""
+    store, _ = profiled
+    ids = prompt(464)
+    for method in (METHOD, replace(METHOD, window=1), replace(METHOD, window=3, eviction="lru")):
+        trace, entry_bytes = decode(store._storage, model, ids[0], replace(method, window_sizes="uniform"), 30)
+        pools, columns = trace.pools(), trace.num_columns
+        assert pools.shape[:3] == (31, 6, 2) and columns == 10 and entry_bytes == 8 * 2 * 16 * 4
+        for layer in range(6):
+            again = Window(columns, [int(method.window * columns)] * 2, 60, method.eviction)
+            for ours, theirs in zip(replay(again, pools[:, layer]), windows[layer].hits, strict=True):
+                np.testing.assert_array_equal(ours, theirs)
+
+
+def test_the_greedy_choice_comes_near_the_best_one_of_a_recorded_profile(profiled):
+    _, found = profiled
+    profile = found.profile()
+    assert (np.diff(profile.benefits, axis=2) >= -1e-9).all()
+    for window in (1, 1.5, 2, 3, 4):
+        greedy, best = found.chosen(window, greedy_sizes), found.chosen(window)
+        assert profile.cost(best) <= window * best.size
+        assert found.hit_rate(found.chosen(window, uniform_sizes)) <= found.hit_rate(best)
+        lacks = profile.benefit(best) - profile.benefit(greedy)
+        assert 0 <= lacks <= np.diff(profile.benefits, axis=2).max()  # less than one upgrade
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"budget": 0.3}, {"index": "clusters"}, {"chunk_tokens": 16}, {"eviction": "lru"}, {"window": 5}, {"window": 0}],
+    ids=str,
+)
+def test_other_choices_have_uniform_windows(change, model, profiled, windows):
+    store, _ = profiled
+    method = replace(METHOD, **change)
+    _, cache = ask(model, store, question(prompt(416)), method)
+    assert cache.stats.tokens_restored == 416 and cache.method.window_sizes == "profiled"
+    columns = windows[0].num_columns
+    assert capacities(windows, columns) == [[max(method.window, 1)] * 2] * 6
+
+
+def test_another_model_and_a_store_without_a_profile_have_uniform_windows(model, profiled, windows, tmp_path):
+    store, _ = profiled
+    other = build("qwen2", seed=1)
+    fill(store, other, prompt(416), METHOD)
+    _, cache = ask(other, store, question(prompt(416)), METHOD)
+    assert cache.stats.tokens_restored == 416 and capacities(windows, 10) == [[2, 2]] * 6
+    windows.clear()
+    with KVStore(tmp_path, engine="posix") as empty:
+        fill(empty, model, prompt(416), METHOD)
+        ask(model, empty, question(prompt(416)), METHOD)
+    assert capacities(windows, 10) == [[2, 2]] * 6
+
+
+def test_what_is_kept_outlives_the_store_and_damage(model, tmp_path):
+    with KVStore(tmp_path, engine="posix") as store:
+        found = store.profile_windows(model, prompt(464), method=METHOD, steps=16, sizes=(1, 3), progress=False)
+    path = tmp_path / "calibrations.json"
+    ((name, (kept,)),) = json.loads(path.read_text()).items()
+    fingerprint, choices = name.split(" ", 2)[1:]
+    assert choices == METHOD.profile_name
+    with KVStore(tmp_path, engine="posix") as store:
+        read = partial(profiled_windows, store._storage, fingerprint, choices, 2)
+        assert read() == tuple(map(tuple, found.chosen(2).tolist()))
+        for damaged in (7, {}, kept | {"sizes": []}, kept | {"hit_rates": [[[0.5]]]}, kept | {"layers": []}):
+            path.write_text(json.dumps({name: [damaged]}))
+            assert read() is None
+
+
+def test_layers_with_a_sliding_window_have_no_sizes(windows, tmp_path):
+    model = build("gemma3")
+    with KVStore(tmp_path, engine="posix") as store:
+        found = store.profile_windows(model, prompt(464), method=METHOD, steps=16, progress=False)
+        _, cache = ask(model, store, question(prompt(416)), METHOD)
+    assert found.layers == (2, 5) and [*windows] == [2, 5]
+    assert [len(sizes) for sizes in cache.method.window_sizes] == [0, 0, 2, 0, 0, 2]
+    assert capacities(windows, 10) == found.chosen(2).tolist()
+
+
+def test_sizes_given_by_hand(model, profiled, windows):
+    store, _ = profiled
+    sizes = [[1, 2], [2, 3], [0, 1], [2.5, 2], [4, 1], [1, 1]]
+    ask(model, store, question(prompt(416)), replace(METHOD, window_sizes=sizes))
+    assert capacities(windows, 10) == [[1, 2], [2, 3], [1, 1], [2.5, 2], [4, 1], [1, 1]]
+    with pytest.raises(ConfigError, match="layer 0 with 2 kv heads"):
+        ask(model, store, question(prompt(416)), replace(METHOD, window_sizes=[[1]] * 6))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"method": "exact"}, "KVDrive"),
+        ({"method": "kv_drive:budget=1"}, "below 1"),
+        ({"method": KVDrive(0.2, local=16, window=5)}, "1 to 4 times"),
+        ({"steps": 460}, "464 tokens"),
+        ({"steps": 16, "method": KVDrive(0.9, local=400)}, "nothing was chosen"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_profiled_is_refused(settings, says, model, tmp_path):
+    with KVStore(tmp_path, engine="posix") as store, pytest.raises(ConfigError, match=says):
+        store.profile_windows(model, prompt(464), progress=False, **settings)
