@@ -46,7 +46,7 @@ class KVDrive(Method):
     geometry: Geometry = field(init=False, default=Geometry())
     budget: float = field(default=0.0156, kw_only=False)
     chunk_tokens: int = 8
-    window: float = 2
+    window: float = 2.0
     window_sizes: Literal["profiled", "uniform"] | WindowSizes = "profiled"
     sinks: int = 4
     local: int = 64
