@@ -426,7 +426,8 @@ def test_a_store_shows_its_users_no_internals(tmp_path):
     with KVStore(tmp_path) as store:
         assert {name for name in dir(store) if not name.startswith("_")} == {
             *("path", "ttl", "policy", "codec", "encrypted", "usable", "stats"),
-            *("precompute", "lookup", "warm", "calibrate", "calibrate_prefix", "relayout", "reorder"),
+            *("precompute", "lookup", "warm", "calibrate", "calibrate_prefix", "profile_windows"),
+            *("relayout", "reorder"),
             *("segments", "models", "pinned", "pin", "remove", "verify", "gc", "clear", "flush", "close"),
         }
 
