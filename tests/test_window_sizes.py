@@ -300,16 +300,17 @@ def test_other_choices_have_uniform_windows(change, model, profiled, windows):
 
 
 def test_another_model_and_a_store_without_a_profile_have_uniform_windows(model, profiled, windows, tmp_path):
-    store, _ = profiled
-    other = build("qwen2", seed=1)
+    store, found = profiled
+    other, method = build("qwen2", seed=1), replace(METHOD, window=1.5)
+    assert found.chosen(1.5).tolist() != [[1.5, 1.5]] * 6
     fill(store, other, prompt(416), METHOD)
-    _, cache = ask(other, store, question(prompt(416)), METHOD)
-    assert cache.stats.tokens_restored == 416 and capacities(windows, 10) == [[2, 2]] * 6
+    _, cache = ask(other, store, question(prompt(416)), method)
+    assert cache.stats.tokens_restored == 416 and capacities(windows, 10) == [[1.5, 1.5]] * 6
     windows.clear()
     with KVStore(tmp_path, engine="posix") as empty:
         fill(empty, model, prompt(416), METHOD)
-        ask(model, empty, question(prompt(416)), METHOD)
-    assert capacities(windows, 10) == [[2, 2]] * 6
+        ask(model, empty, question(prompt(416)), method)
+    assert capacities(windows, 10) == [[1.5, 1.5]] * 6
 
 
 def test_what_is_kept_outlives_the_store_and_damage(model, tmp_path):
