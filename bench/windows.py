@@ -202,9 +202,10 @@ def report(document: dict[str, Any]) -> str:
     parts = [
         f"# Windows while decoding: {document['model']}, {document['tokens']} tokens\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['contexts']} "
-        f"contexts reported, as many others chosen by; {document['steps']} tokens decoded behind each, the last ones "
-        f"questions and answers, the first {1 + (document['steps'] + 1) // 8} not counted. {layers} layers of {heads} "
-        f"KV heads; a head attends to {' / '.join(str(results[b]['columns']) for b in budgets)} chunks of "
+        f"contexts reported, as many others chosen by; {document['steps']} tokens decoded behind each, the last "
+        f"{_ASKED} at most questions with their answers, of four tokens each, so that what a head attends to tends to "
+        f"come back after four; the first {1 + (document['steps'] + 1) // 8} are not counted. {layers} layers of "
+        f"{heads} KV heads; a head attends to {' / '.join(str(results[b]['columns']) for b in budgets)} chunks of "
         f"{one['entry_bytes']} bytes, keys and values, at budgets of {' / '.join(named)}. {INDEXES[OURS]}, lookahead, "
         f"{POOLS[0]} candidates for each chosen chunk, unless it says otherwise. Windows in multiples of what a head "
         "attends to; ×0 keeps nothing.\n",
