@@ -162,6 +162,21 @@ def test_rows_of_a_batch_choose_for_themselves(model, tmp_path, steps):
     assert all(held[0] is not None for _, held, *_ in steps)
 
 
+def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, monkeypatch):
+    rows, found = [prompt(TOKENS), prompt(TOKENS, seed=3), prompt(TOKENS)], []
+    ids = torch.cat([question(row) for row in rows])
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        for row in rows[:2]:
+            fill(store, model, row, METHOD)
+        for size in (8, 2, 1):
+            monkeypatch.setattr(window, "MICRO_BATCH", size)
+            cache = TieredCache(model, store, method=METHOD, record=False)
+            found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
+    for answer, stats in found[1:]:
+        same(answer, found[0][0])
+        assert stats.bytes_used == found[0][1].bytes_used > 0
+
+
 def test_beams_have_windows_of_their_own(model, tmp_path):
     ids = prompt(TOKENS)
     kwargs = {"do_sample": False, "max_new_tokens": 8, "num_beams": 3}
