@@ -221,7 +221,8 @@ class RotaryTap:
         cos, sin = self._tables_at(call, stop, tensor.device)
         part = tensor[..., : like.dims]
         part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads that stand elsewhere are rows of a batch
-        call.rotate_(part, cos[0][positions], sin[0][positions])
+        rows = positions.reshape(-1)  # rows in one piece are copied as such
+        call.rotate_(part, *(table[0].index_select(0, rows).unflatten(0, positions.shape) for table in (cos, sin)))
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """At least `stop` positions: rows that end elsewhere share the longest table."""

@@ -167,45 +167,39 @@ def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int
 
 
 def gather_chunks(
-    shape: SegmentShape, block_group: BlockGroup, wanted: Sequence[tuple[Blocks, np.ndarray, np.ndarray]], count: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    shape: SegmentShape, block_group: BlockGroup, wanted: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
+) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
     """Copy chunks that are blocks (see `holds_chunks`), of all heads of a layer at once.
 
     Args:
         shape: of the segments: they share layout and geometry.
         block_group: one of those that they come from.
-        wanted: blocks, which of their segment's chunks, int64 `[n]`, and the row that each goes to, int64 `[n]`.
-        count: rows, all of which are filled.
+        wanted: blocks, which of their segment's chunks, int64 `[n]`, and the number of each, int64 `[n]`.
 
     Returns:
-        Keys and values, `[count, chunk_tokens, dim]` each.
+        Keys and values, `[n of all, chunk_tokens, dim]` each, as they lie in memory, and int64 the number of each.
     """
     slabs: dict[int, tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]] = {}
-    for blocks, chunks, rows in wanted:
+    for blocks, chunks, numbers in wanted:
         at = blocks.chunks.searchsorted(chunks)
         if (blocks.chunks.take(at, mode="clip") != chunks).any():
             raise LookupError(_NOT_FETCHED)
         slab, slot = blocks.slab[at], blocks.slot[at]
         for number, memory in enumerate(blocks.slabs):
             mine = slice(None) if len(blocks.slabs) == 1 else slab == number
-            _, slots, places = slabs.setdefault(id(memory), (memory, [], []))
+            _, slots, theirs = slabs.setdefault(id(memory), (memory, [], []))
             slots.append(slot[mine])
-            places.append(rows[mine])
-    found: torch.Tensor | None = None
-    for memory, slots, places in slabs.values():
-        where = np.concatenate(places)
-        slot, place = to_device(np.stack([np.concatenate(slots), where]), memory.device)
-        some = memory.index_select(0, slot)  # uint8 [n, block_bytes]
-        if len(slabs) == 1 and (np.diff(where) == 1).all():  # all rows, in order
-            found = some
-        else:
-            found = memory.new_empty(count, memory.shape[1]) if found is None else found
-            found.index_copy_(0, place, some)
-    assert found is not None
-    by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [count, 1, tokens, dim]
-    dtype = shape.layout.dtype
-    key, value = (shape.codec.decode(by_name[name], dtype).squeeze(1) for name in ("key", "value"))
-    return key, value
+            theirs.append(numbers[mine])
+    order = np.concatenate([some for *_, theirs in slabs.values() for some in theirs])
+    first = next(iter(slabs.values()))[0]
+    found, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
+    for memory, slots, _ in slabs.values():
+        slot = to_device(np.concatenate(slots), memory.device)
+        torch.index_select(memory, 0, slot, out=found[begin : begin + len(slot)])
+        begin += len(slot)
+    by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [n, 1, tokens, dim]
+    key, value = (shape.codec.decode(by_name[name], shape.layout.dtype).squeeze(1) for name in ("key", "value"))
+    return key, value, order
 
 
 def _is_run(numbers: np.ndarray) -> bool:

@@ -265,10 +265,11 @@ class WindowChoices:
         """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
         span, moves, device = step.span, step.moves, keys.device
         held, size = step.held, span.chunk_tokens
-        fetched, came = step.restored, self._gather(step, layer, keys, values, rotate_)
+        *came, order = self._gather(step, layer, keys, values, rotate_)
+        fetched = Fetches(*(each[order] for each in step.restored))
         if held.grown is not None and len(step.computed.chunks):
             more = held.grown.get(step.computed.heads, step.computed.chunks, device)
-            came = torch.cat([came[0], more[0]]), torch.cat([came[1], more[1]])
+            came = [torch.cat(pair) for pair in zip(came, more, strict=True)]
             fetched = Fetches(*map(np.concatenate, zip(fetched, step.computed, strict=True)))
         brought, set_aside = moves.brought, moves.set_aside
         if held.aside is None and held.window.num_slots:
@@ -286,26 +287,26 @@ class WindowChoices:
         b_head, b_column, b_slot, s_head, s_column, s_slot, f_head, f_column = at
         for index, target in enumerate((keys, values)):
             columns = target[:, span.first : span.first + span.chunks * size].unflatten(1, (span.chunks, size))
-            out = columns[s_head, s_column]
             if held.aside is not None:
-                aside = held.aside[index]
-                columns[b_head, b_column] = aside[b_slot]
-                aside[s_slot] = out
+                aside, out = held.aside[index], columns[s_head, s_column]
+                columns[b_head, b_column] = aside.index_select(0, b_slot)
+                aside.index_copy_(0, s_slot, out)
             if len(fetched.heads):
                 columns[f_head, f_column] = came[index]
         held.window.commit(moves)
 
     def _gather(
         self, step: _Step, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What came from the tiers for a row: keys, rotated, and values, `[fetches, chunk_tokens, dim]`."""
+    ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """What came from the tiers for a row, in any order: keys, rotated, and values, `[n, chunk_tokens, dim]`; and the order:
+        int64 `[n]`, which fetch each is."""
         fetched, size, prefix = step.restored, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
-        count, wanted = len(fetched.chunks), step.wanted
-        if not count:
-            return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2])
+        wanted, order = step.wanted, np.arange(len(fetched.chunks))
+        if not wanted:
+            return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2]), order
         if all(each.whole for each in wanted):
-            one, rows = wanted[0].unit, [(each.unit.blocks, each.tokens // size, each.entries) for each in wanted]
-            came_keys, came_values = gather_chunks(one.reader.shape, one.block_group, rows, count)
+            one, some = wanted[0].unit, [(each.unit.blocks, each.tokens // size, each.entries) for each in wanted]
+            came_keys, came_values, order = gather_chunks(one.reader.shape, one.block_group, some)
         else:
             came_keys, came_values = (
                 _gather_tokens(wanted, fetched, size, layer, name, tensor)
@@ -315,13 +316,9 @@ class WindowChoices:
             if each.unit.from_disk:
                 heads, tokens = fetched.heads[each.entries], _each_token(each.tokens, size)
                 each.unit.use((layer,), [tokens[heads == head].ravel() for head in range(len(keys))])
-        came_keys = came_keys.contiguous()
-        rotate_(
-            came_keys.view(1, -1, came_keys.shape[2]),
-            _each_token(fetched.chunks * size, size).reshape(1, -1),
-            prefix.tokens,
-        )
-        return came_keys, came_values
+        came_keys, positions = came_keys.contiguous(), _each_token(fetched.chunks[order] * size, size)
+        rotate_(came_keys.view(1, -1, came_keys.shape[2]), positions.reshape(1, -1), prefix.tokens)
+        return came_keys, came_values, order
 
 
 def _gather_tokens(
