@@ -286,7 +286,7 @@ def report(document: dict[str, Any]) -> str:
                     "tokens/s",
                     "× ShadowKV",
                     "× full",
-                    *(f"{part}, ms" for part in SPLIT),
+                    *(f"{part}, ms" for part in (*SPLIT, "CPU")),
                     "MB moved",
                     "MB read",
                     "hits",
