@@ -470,7 +470,8 @@ class Residency:
         self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
 
     def _free_idle(self, tier: Tier, pool: SlotPool, idle: np.ndarray) -> None:
-        gone = np.isin(pool.owner[idle], (RESERVED, ORPHANED))
+        owner = pool.owner[idle]
+        gone = (owner == RESERVED) | (owner == ORPHANED)
         if tier is self.host:
             for gpu in self._gpus.values():
                 gone |= tier.also_in(gpu.tier, pool, idle)
