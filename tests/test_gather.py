@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
-from hf_tiered_cache.restore.gather import Gather
+from hf_tiered_cache.restore.fetch import FetchUnit
+from hf_tiered_cache.restore.gather import Gather, gather_chunks, holds_chunks
 from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers.blocks import Blocks
 
@@ -140,3 +141,74 @@ def test_blocks_that_were_not_fetched_are_not_taken_for_others(tokens):
     with pytest.raises(LookupError, match="not fetched"):
         gather.add(shape, blocks, np.array(tokens), np.arange(len(tokens)))
         gather.copy(shape.block_groups[0].parts[0], torch.empty(HEADS, len(tokens), DIM))
+
+
+@given(slabs=st.integers(1, 3), chunks=st.integers(1, 12), seed=st.integers(0, 1000))
+def test_chunks_that_are_blocks_are_copied_whole(slabs, chunks, seed):
+    """Of all heads of two segments at one layer, from slots anywhere."""
+    random, layer = np.random.default_rng(seed), int(seed % LAYERS)
+    segments = [made(chunks * 8, Geometry(8, 1, 1), False, seed + i) for i in range(2)]
+    wanted, expected = [], []
+    for shape, kv, memory in segments:
+        for group in shape.block_groups:
+            if layer in group.layers:
+                assert holds_chunks(shape, group, 8)
+                some = np.sort(random.permutation(chunks)[: random.integers(1, chunks + 1)])
+                blocks = scattered(memory[group.index], some, slabs, random)
+                asked = random.permutation(some)
+                wanted.append((blocks, asked, len(expected) + np.arange(len(asked))))
+                head = group.parts[0].first_head
+                expected += [
+                    tuple(kv[name][layer, head, chunk * 8 : chunk * 8 + 8] for name in ("key", "value"))
+                    for chunk in asked
+                ]
+    *found, order = gather_chunks(segments[0][0], segments[0][0].block_groups[0], wanted)
+    assert sorted(order) == list(range(len(expected)))
+    for tensor, ours in enumerate(found):
+        assert torch.equal(ours, torch.stack([expected[number][tensor] for number in order]))
+    lacking = [(wanted[0][0], np.array([chunks]), np.array([0]))]
+    with pytest.raises(LookupError, match="not fetched"):
+        gather_chunks(segments[0][0], segments[0][0].block_groups[0], lacking)
+
+
+@pytest.mark.parametrize(
+    "geometry", [Geometry(16, 1, 1), Geometry(8, 3, 1), Geometry(8, 1), Geometry(8, 1, 1, split_kv=True)], ids=str
+)
+def test_blocks_that_are_more_or_less_than_a_chunk_are_not_copied_as_one(geometry):
+    shape, _, _ = made(64, geometry, False, 0)
+    assert not any(holds_chunks(shape, group, 8) for group in shape.block_groups)
+
+
+def test_a_table_of_tokens_lets_no_block_pass_for_a_chunk():
+    shape, _, _ = made(64, Geometry(8, 1, 1), True, 0)
+    assert not any(holds_chunks(shape, group, 8) for group in shape.block_groups)
+
+
+class Read:
+    """A reader, as far as a unit asks."""
+
+    def __init__(self, shape):
+        self.shape = shape
+
+
+@given(geometry=geometries, tokens=st.integers(1, 70), ordered=st.booleans(), seed=st.integers(0, 1000))
+def test_bytes_are_counted_once_for_each_token_head_and_layer(geometry, tokens, ordered, seed):
+    """By what a mask over all tokens says, however often and for whom tokens were used."""
+    random = np.random.default_rng(seed)
+    shape, _, _ = made(tokens, geometry, ordered, seed)
+    for group in shape.block_groups:
+        unit, used = FetchUnit(Read(shape), group), np.zeros((LAYERS, HEADS, tokens), bool)
+        for _ in range(int(random.integers(0, 4))):
+            layers = [layer for layer in group.layers if random.random() < 0.7]
+            sets = [np.flatnonzero(random.random(tokens) < 0.3) for _ in range(random.choice([1, HEADS]))]
+            unit.use(layers, sets)
+            for head in range(HEADS):
+                used[np.ix_(layers, [head], sets[head % len(sets)])] = True
+        chunks = np.flatnonzero(random.random(shape.chunks_in(group)) < 0.5)
+        inside = np.isin(shape.slot_of_token(group, np.arange(tokens)) // geometry.chunk_tokens, chunks)
+        each = sum(
+            int((used[part.layer, part.first_head : part.first_head + part.heads] & inside).sum()) * DIM * 4
+            for part in group.parts
+        )
+        assert unit.bytes_used(chunks) == each
+        assert unit.tokens_used().tolist() == np.flatnonzero(used.any((0, 1))).tolist()

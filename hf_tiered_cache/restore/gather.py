@@ -194,9 +194,9 @@ def gather_chunks(
     first = next(iter(slabs.values()))[0]
     found, begin = first.new_empty(len(order), first.shape[1]), 0  # uint8 [n of all, block_bytes]
     for memory, slots, _ in slabs.values():
-        slot = to_device(np.concatenate(slots), memory.device)
-        torch.index_select(memory, 0, slot, out=found[begin : begin + len(slot)])
-        begin += len(slot)
+        rows = to_device(np.concatenate(slots), memory.device)
+        torch.index_select(memory, 0, rows, out=found[begin : begin + len(rows)])
+        begin += len(rows)
     by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [n, 1, tokens, dim]
     key, value = (shape.codec.decode(by_name[name], shape.layout.dtype).squeeze(1) for name in ("key", "value"))
     return key, value, order

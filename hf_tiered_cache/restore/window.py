@@ -298,8 +298,11 @@ class WindowChoices:
     def _gather(
         self, step: _Step, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """What came from the tiers for a row, in any order: keys, rotated, and values, `[n, chunk_tokens, dim]`; and the order:
-        int64 `[n]`, which fetch each is."""
+        """What came from the tiers for a row, in any order.
+
+        Returns:
+            Keys, rotated, and values, `[n, chunk_tokens, dim]` each, and int64 `[n]`, which of `restored` each is.
+        """
         fetched, size, prefix = step.restored, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
         wanted, order = step.wanted, np.arange(len(fetched.chunks))
         if not wanted:
