@@ -398,3 +398,19 @@ def test_what_cannot_be_ranked_is_refused():
         rank([clusters, pages], query, None, 1)
     with pytest.raises(ValueError, match="1 token"):
         TokenClusterIndex.build(keys[0], 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_merged_indexes_rank_as_the_several_do(kind, shape):
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built(kind, keys, chunk_tokens)
+    merged = DECODE_INDEXES[kind].merged(indexes)
+    total = sum(index.chunks for index in indexes)
+    assert sum(index.chunks for index in merged) == total
+    assert len(merged) == 1 or not issubclass(DECODE_INDEXES[kind], ClusterIndex)
+    for count in counts_of(total):
+        chunks, scores = rank(indexes, query, 0.7, count)
+        ours, again = rank(merged, query, 0.7, count)
+        assert torch.equal(ours, chunks)
+        torch.testing.assert_close(again, scores)

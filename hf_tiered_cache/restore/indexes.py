@@ -116,6 +116,13 @@ class RowIndexes:
             self._fetcher.finish(units)
         return [index for index in found if index is not None]
 
+    def merge(self) -> None:
+        """All layers have theirs, and are asked again and again from now on: let them be as few as can be."""
+        for where, found in self._found.items():
+            self._found[where] = [*self._kind.merged([index for index in found if index is not None])]
+        self._of_file.clear()
+        self._of_segment.clear()
+
     def lacks(self, layer: int, place: int) -> bool:
         """Whether a segment of a row has no index of a layer."""
         return None in self._look_up(layer, place)

@@ -133,6 +133,7 @@ class SelectiveRestore:
         self.fetcher.finish(over)
         if self._indexes is not None and layer == self._periods[-1][-1]:
             self._indexes.keep()
+            self._indexes.merge()
             if self._warm_up is not None:
                 self._warm_up.start()
 

@@ -32,7 +32,6 @@ from .decode_index import (
     logits,
     mean_keys,
     positions_at_once,
-    side_by_side,
 )
 from .kmeans import segmented_kmeans
 
@@ -86,6 +85,17 @@ class ClusterIndex(DecodeIndex):
             )
         return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
+    @classmethod
+    def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
+        if len(indexes) < 2:
+            return indexes
+        chunk_order, starts = _side_by_side(indexes)
+        every = [index.representatives for index in indexes]
+        representatives = [means for means in every if means is not None]
+        whole = torch.cat(representatives, 1) if len(representatives) == len(every) else None
+        centroids = torch.cat([index.centroids for index in indexes], 1)
+        return [cls(indexes[0].chunk_tokens, centroids, chunk_order.int(), starts.int(), whole)]
+
     @property
     def chunks(self) -> int:
         return self.chunk_order.shape[1]
@@ -103,8 +113,7 @@ class ClusterIndex(DecodeIndex):
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # of each index, and all there are
-        starts = side_by_side([index.starts[:, :-1] + first for index, first in zip(indexes, firsts, strict=False)])
-        starts = torch.cat([starts, starts.new_full((len(starts), 1), firsts[-1])], 1)  # [kv_heads, clusters + 1]
+        chunk_order, starts = _side_by_side(indexes)
         sizes = starts.diff(dim=1)
         query = cls._as_compared(query)
         weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, sizes == 0)
@@ -120,7 +129,6 @@ class ClusterIndex(DecodeIndex):
         cluster = best.gather(1, nth)
         inside = place - (ends.gather(1, nth) - sizes.gather(1, cluster))
         at = (starts.gather(1, cluster) + inside).clamp_(max=firsts[-1] - 1)
-        chunk_order = side_by_side([index.chunk_order + first for index, first in zip(indexes, firsts, strict=False)])
         chunks = chunk_order.gather(1, at).long()  # [kv_heads, slots]
         if cls.candidates > 1:
             chunks = chunks.masked_fill_(beyond, firsts[-1]).sort(dim=1).values  # so that of equals the first wins
@@ -139,6 +147,19 @@ class ClusterIndex(DecodeIndex):
     def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
         """What is multiplied with centroids and representatives."""
         return query
+
+
+def _side_by_side(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
+    """`chunk_order` and `starts` of the clusters of several indexes, numbered through all of them.
+
+    Empty clusters stand anywhere.
+    """
+    if len(indexes) == 1:
+        return indexes[0].chunk_order, indexes[0].starts
+    firsts = list(accumulate((index.chunks for index in indexes), initial=0))
+    order = torch.cat([index.chunk_order + first for index, first in zip(indexes, firsts, strict=False)], 1)
+    starts = [index.starts[:, :-1] + first for index, first in zip(indexes, firsts, strict=False)]
+    return order, torch.cat([*starts, starts[0].new_full((len(order), 1), firsts[-1])], 1)  # [kv_heads, clusters + 1]
 
 
 def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

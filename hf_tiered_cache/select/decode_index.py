@@ -51,6 +51,14 @@ class DecodeIndex(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `rank`, whose arguments these are."""
 
+    @classmethod
+    def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
+        """As few indexes of the same chunks, in the same order, as this kind can make of them: less to do at each step.
+
+        They rank as the several do.
+        """
+        return indexes
+
     def order(self) -> torch.Tensor:
         """The chunks as they should lie on disk, those often wanted together side by side: int64 `[kv_heads, chunks]`.
 
