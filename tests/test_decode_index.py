@@ -174,6 +174,25 @@ def test_page_bounds_are_quests(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+def test_all_keys_rank_by_the_attention_that_a_chunk_gets(shape):
+    keys, query, chunk_tokens = case(*shape)
+    indexes = built("keys", keys, chunk_tokens)
+    for head in range(shape[0]):
+        chunks = cut(keys, head, chunk_tokens)
+        attention = [0.0] * sum(map(len, chunks))
+        for one in served(query, head, shape[0]):
+            for q in one:
+                found = softmax_of([product(q, key) * 0.3 for chunk in chunks for key in chunk])
+                attention = [a + b for a, b in zip(attention, found, strict=True)]
+        every = iter(attention)
+        weights = [sum(next(every) for _ in chunk) for chunk in chunks]
+        for count in counts_of(len(chunks)):
+            best, scores = rank(indexes, query, 0.3, count)
+            assert best[head].tolist() == best_of(weights, count)
+            assert scores[head].tolist() == pytest.approx(sorted(weights, reverse=True)[:count], rel=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_chunk_means_are_shadowkvs(shape):
     keys, query, chunk_tokens = case(*shape)
     most = 3 if chunk_tokens > 1 else 0  # a single token points where its mean does
@@ -225,7 +244,7 @@ def test_all_chunks_are_chosen_once_and_scores_never_rise(kind, shape):
     assert all(index.order().sort(dim=1).values.tolist() == [list(range(index.chunks))] * shape[0] for index in indexes)
 
 
-@pytest.mark.parametrize("kind", ["clusters", "token_clusters", "page_bounds", "random"])
+@pytest.mark.parametrize("kind", ["clusters", "token_clusters", "page_bounds", "keys", "random"])
 def test_a_larger_count_only_adds(kind):
     keys, query, chunk_tokens = case(2, 2, 1, 8, 4, [300, 70])
     indexes = built(kind, keys, chunk_tokens)
@@ -253,7 +272,7 @@ def test_the_same_twice_and_after_storing(kind):
     assert [index.nbytes for index in stored] == [sum(t.nbytes for t in index.tensors().values()) for index in first]
 
 
-@pytest.mark.parametrize("kind", ["page_bounds", "chunk_means", "random"])
+@pytest.mark.parametrize("kind", ["page_bounds", "chunk_means", "keys", "random"])
 def test_several_indexes_are_as_one(kind):
     """What does not depend on where the keys were cut."""
     keys, query, _ = case(2, 2, 1, 8, 4, [64, 128, 40])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .all_keys import AllKeysIndex
 from .chunk_means import ChunkMeanIndex
 from .cluster_boxes import ClusterBoxIndex
 from .clusters import ClusterIndex
@@ -16,6 +17,7 @@ DECODE_INDEXES: dict[str, type[DecodeIndex]] = {
     "page_bounds": PageBoundsIndex,
     "chunk_means": ChunkMeanIndex,
     "token_clusters": TokenClusterIndex,
+    "keys": AllKeysIndex,
     "random": RandomIndex,
 }
 
