@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -18,16 +18,18 @@ from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select
 from .patches.layers import decoder_layers, dropping
+from .patches.lookahead import LookAhead
 from .patches.rotary import RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
 from .restore.indexes import KeptIndexes
-from .restore.live import Choices, Live
+from .restore.live import Choices, LayerAhead, Live
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
 from .restore.selective import SelectiveRestore
 from .restore.streamed import StreamedPrefix
+from .select.selector import Selector
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
@@ -67,6 +69,8 @@ class ForwardPass(Scope):
         self.assemble_seconds = 0.0
         """Time of this thread in what is restored and chosen, waiting for it included."""
         self._rechoice: Choices | None = None
+        self._look_ahead: LookAhead | None = None
+        self._choose_ahead = False
         self.kv_sources = kv_sources(sources)
         self.selects = any(source.rechooses for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
@@ -93,6 +97,22 @@ class ForwardPass(Scope):
         """Prepare what the pass needs; `stack` ends all of it."""
         if self.recorder is not None:
             self.recorder.begin(self._first)
+        choosing = {source.index: chosen[0] for source in self.kv_sources if (chosen := source.chosen()) is not None}
+        for live in list(choosing.values())[:1]:  # all have the same
+            self._predict(stack, live.selector, list(choosing))
+
+    def _predict(self, stack: ExitStack, selector: Selector, layers: list[int]) -> None:
+        """Predict the queries of layers that choose, as far as the selector wants them and the model lets us."""
+        attachment = self.attachment
+        if not selector.ahead:
+            return
+        try:
+            modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
+        except UnsupportedModelError:
+            return
+        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, attachment.opaque_layers)
+        self._choose_ahead = selector.choose_ahead
+        stack.enter_context(self._look_ahead.watching())
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Take a layer's new keys and values, `[batch, heads, n, dim]`; return what the model takes on."""
@@ -130,6 +150,20 @@ class ForwardPass(Scope):
             self._rechoice = live.begin(self.collector)
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
+
+    def query_to_choose_by(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """See `Pass`."""
+        predicted = self._look_ahead.query(layer) if self._look_ahead is not None and self._choose_ahead else None
+        return query if predicted is None else predicted.query
+
+    def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
+        """See `Pass`."""
+        if (look_ahead := self._look_ahead) is None:
+            return
+        for target in look_ahead.after(layer):
+            predicted, chosen = look_ahead.query(target), self.sources[target].chosen()
+            if predicted is not None and chosen is not None:
+                yield LayerAhead(target, chosen[1], predicted.query, predicted.scaling)
 
 
 class RestoringForward(ForwardPass):
@@ -219,6 +253,8 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
+            if (selector := self.method.selector()).choose_ahead:
+                self._predict(stack, selector, [source.index for source in self.kv_sources if source.selects])
             self.selection.start()
         self.prefetch.start()
 

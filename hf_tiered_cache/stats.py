@@ -93,6 +93,12 @@ class RequestStats:
     """Of `bytes_read`, those from which it was chosen what to attend to."""
     bytes_guessed: int = 0
     """Of `bytes_read`, those that were fetched for a choice that fell otherwise."""
+    ahead_blocks: int = 0
+    """Blocks that were fetched ahead of a decoding layer, by the queries that were predicted for it."""
+    ahead_hits: int = 0
+    """Of these, the ones that it asked for; the others were fetched for nothing."""
+    ahead_misses: int = 0
+    """Blocks that decoding layers asked for and had to wait for from there on."""
     io_seconds: float = 0.0
     stall_seconds: float = 0.0
     match_seconds: float = 0.0
@@ -165,6 +171,8 @@ class RequestStats:
             read = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
             rows.insert(2, ("tokens attended, of the restored", self.tokens_attended))
             rows.append(("scoring reads / mis-speculated reads", *read))
+        if self.ahead_blocks:
+            rows.append(("blocks ahead / asked for / late", self.ahead_blocks, self.ahead_hits, self.ahead_misses))
         for name, *values in rows:
             summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, times in self.reasons.items():

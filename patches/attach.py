@@ -76,6 +76,8 @@ class Attachment:
         self._devices: list[torch.device] = []
         self.kept_tables = rotary.KeptTables()
         """Of rotations, for all passes."""
+        self.opaque_layers: set[int] = set()
+        """Those whose queries could not be predicted."""
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))
@@ -103,6 +105,7 @@ class Attachment:
         """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
         model = self.model
         self._devices.clear()
+        self.opaque_layers.clear()
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):

@@ -41,6 +41,11 @@ class KVDrive(Method):
             each layer (with 1 all do: the paper's prefill); fewer attend, as decoded ones do, to chunks that are chosen
             for them. 0: none do.
         observed: of tokens that attend to all of it, the last so many choose what decoding begins with (Section 7.1).
+        ahead: layers with full attention between a layer and the hidden states that its queries are predicted from
+            while decoding, so that blocks are on their way before it asks, as far as the store's memory has room. It
+            changes nothing but the time; 0 switches it off. (Beyond the paper; the idea is InfiniGen's, Lee et al.,
+            OSDI 2024.)
+        choose_ahead: whether the predicted queries choose, and the layer's own do not, as in InfiniGen: a baseline.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -55,6 +60,8 @@ class KVDrive(Method):
     prefill_tokens: int = 4096
     exact_from: int = 256
     observed: int = 64
+    ahead: int = 1
+    choose_ahead: bool = False
 
     rechoose = 1
 
@@ -78,6 +85,8 @@ class KVDrive(Method):
             raise ConfigError(f"observed is at least 1, not {self.observed}")
         if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
             raise ConfigError(f"prefill_tokens is 0, or 64 or more and a multiple of 16, not {self.prefill_tokens}")
+        if self.ahead < int(self.choose_ahead):
+            raise ConfigError("ahead is not negative, and at least 1 to choose by")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
 
@@ -111,4 +120,6 @@ class KVDrive(Method):
             window=self.window,
             eviction=self.eviction,
             window_sizes=() if isinstance(self.window_sizes, str) else self.window_sizes,
+            ahead=self.ahead,
+            choose_ahead=self.choose_ahead,
         )

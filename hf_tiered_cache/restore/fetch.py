@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -48,6 +49,12 @@ class FetchUnit:
     def from_disk(self) -> bool:
         """Whether any of it was read for this unit."""
         return any(len(leased.from_disk) for leased in self.leased)
+
+    def drop(self, lease: Lease) -> None:
+        """Forget what a lease brought."""
+        place = self.leases.index(lease)
+        del self.leases[place], self.leased[place]
+        self.held = np.unique(np.concatenate([np.empty(0, np.int64), *(leased.chunks for leased in self.leased)]))
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
         """Note that tokens, int64 `[n]`, go into the attention of `layers`: one set for all heads or one for each."""
@@ -140,6 +147,30 @@ class Fetcher:
                 except Exception as error:
                     raise restore_error(self.collector, lease.failed or unit.reader, error) from error
 
+    def drop_failed(self, ahead: Mapping[FetchUnit, Sequence[Lease]]) -> bool:
+        """Wait for leases that units got ahead of their need. What did not arrive is as if it had not been asked for.
+
+        Returns:
+            Whether there is any such.
+        """
+        failed = [lease for lease in dict.fromkeys(chain(*ahead.values())) if not self._arrives(lease)]
+        for unit, leases in ahead.items():
+            for lease in failed:
+                if lease in leases:
+                    unit.drop(lease)
+                    self._let_go(lease)
+        return bool(failed)
+
+    def _arrives(self, lease: Lease) -> bool:
+        try:
+            self._wait(lease)
+            self.confirm()
+        except Exception as error:
+            if not isinstance(error, RestoreError):  # which was counted
+                restore_error(self.collector, lease.failed or lease.leased[0].request.reader, error)
+            return False
+        return True
+
     def _wait(self, lease: Lease) -> None:
         if lease.has_arrived:
             lease.wait()
@@ -174,13 +205,17 @@ class Fetcher:
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
             for lease in unit.leases:
-                self._users[lease] -= 1
-                if not self._users[lease]:
-                    del self._users[lease]
-                    lease.release()
+                self._let_go(lease)
             unit.leases.clear()
             unit.leased.clear()
             unit._joined = 0, Blocks.none()  # lets go of the memory
+
+    def _let_go(self, lease: Lease) -> None:
+        """One unit needs it no more."""
+        self._users[lease] -= 1
+        if not self._users[lease]:
+            del self._users[lease]
+            lease.release()
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""

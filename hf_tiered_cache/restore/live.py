@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from ..select.selector import Selector
 from ..stats import StatsCollector
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 """Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
 heads, or one for each."""
+
+
+@dataclass(frozen=True, eq=False)
+class LayerAhead:
+    """A layer that is going to choose, and the queries that are predicted for it.
+
+    Args:
+        layer: with full attention.
+        rows: what it holds: see `Choices.follow`.
+        query: `[batch, heads, n, dim]`, rotated.
+        scaling: of the logits, or None for dim ** -0.5.
+    """
+
+    layer: int
+    rows: Sequence[Any]
+    query: torch.Tensor
+    scaling: float | None
 
 
 class Choices(Protocol):
@@ -45,12 +64,19 @@ class Choices(Protocol):
             RestoreError: a block did not arrive; nothing has changed.
         """
 
+    def prepare(self, ahead: LayerAhead) -> None:
+        """Start to fetch what a layer will choose if its queries are those. It changes nothing that it holds."""
+
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""
 
 
 class Live(Protocol):
     """What a cache chooses from as long as it lives."""
+
+    @property
+    def selector(self) -> Selector:
+        """Who chooses."""
 
     @property
     def columns(self) -> int:

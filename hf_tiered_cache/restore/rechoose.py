@@ -20,7 +20,7 @@ from ..tiers.residency import Residency
 from ..transfers import to_device
 from .chosen import Gathers, RowPrefix
 from .fetch import Fetcher, FetchUnit
-from .live import Rotate
+from .live import LayerAhead, Rotate
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +115,9 @@ class Rechoice:
         self._chosen: dict[int, list[np.ndarray | None]] = {}  # of each period, for each row int64 [n], ascending
         self._changes: dict[int, list[list[_Change]]] = {}  # of each period, for each row
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
+
+    def prepare(self, ahead: LayerAhead) -> None:
+        """See `Choices`. It fetches nothing ahead."""
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""

@@ -28,7 +28,8 @@ from .fetch import Fetcher, FetchUnit
 from .gather import Gather, gather_chunks, holds_chunks
 from .grown import INDEXED_TOKENS, GrownChunks, grown
 from .indexes import RowIndexes
-from .live import Rotate
+from .live import LayerAhead, Rotate
+from .lookahead import FetchAhead
 
 MICRO_BATCH = 8
 """Rows that are ranked together, before their blocks are asked for (the paper's Section 6.1). Eight rows in two halves
@@ -180,6 +181,7 @@ class WindowChoices:
     def __init__(self, live: WindowedSelection, collector: StatsCollector) -> None:
         self._live, self._collector = live, collector
         self._fetcher = Fetcher(live.residency, collector, live.device_of)
+        self._ahead = FetchAhead(self._fetcher, collector)
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""
@@ -197,11 +199,11 @@ class WindowChoices:
     ) -> Sequence[WindowRow | None]:
         """Put what is chosen for a layer's queries into its columns. See `Choices`."""
         steps: list[_Step] = []
-        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
+        units = self._ahead.take(layer)
         for first in range(0, len(rows), MICRO_BATCH):  # while blocks of some are on their way, others are ranked
             with self._collector.timing("select_seconds"):
                 some = self._plan(layer, first, rows[first : first + MICRO_BATCH], query, rotate_, scaling)
-            self._fetcher.bring([wanted for step in some for wanted in self._find(step, layer, units)])
+            self._ahead.complete(units, [wanted for step in some for wanted in self._find(step, layer, units)])
             steps += some
         self._fetcher.wait_for(units.values())
         self._fetcher.confirm()  # what is written in place could not be taken back
@@ -209,6 +211,14 @@ class WindowChoices:
             self._move(step, layer, keys[step.row], values[step.row], rotate_)
         self._fetcher.finish(units.values())
         return rows
+
+    def prepare(self, ahead: LayerAhead) -> None:
+        """See `Choices`."""
+        with self._collector.timing("select_seconds"):
+            steps = self._plan(ahead.layer, ahead.rows, ahead.query, _rotate_nothing, ahead.scaling)
+        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
+        wanted = [wanted for step in steps for wanted in self._find(step, ahead.layer, units)]
+        self._ahead.prepare(ahead.layer, units, wanted)
 
     def _plan(
         self,
@@ -343,6 +353,11 @@ def _gather_tokens(
             gather.copy(part, target)
     head = to_device(fetched.heads, like.device)
     return target.unflatten(1, (count, size))[head, torch.arange(count, device=like.device)]
+
+
+def _rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
+    """Indexes stand since the prompt's choice, so no key is rotated to make one."""
+    raise AssertionError("a layer that holds chosen chunks has no index")
 
 
 def _each_token(firsts: np.ndarray, size: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -57,11 +57,16 @@ class Selector(ABC):
         period: consecutive layers with full attention that share a choice, made at the first of them.
         resident: whether the keys it looks at first are coarse ones that stay in memory.
         solo_layers: the first layers with full attention, which each choose for themselves before the periods begin.
+        ahead: layers with full attention between a choice and the hidden states that it is predicted from, so that what
+            it is expected to want is fetched meanwhile. 0: nothing is predicted.
+        choose_ahead: whether the predicted queries make the choice itself.
     """
 
     period: int = 1
     resident: bool = False
     solo_layers: int = 0
+    ahead: int = field(default=0, kw_only=True)
+    choose_ahead: bool = field(default=False, kw_only=True)
 
     @property
     def probe_heads(self) -> int | None:

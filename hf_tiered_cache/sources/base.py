@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from ..errors import UnsupportedModelError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV, RotaryTap
-from ..restore.live import Choices, Live
+from ..restore.live import Choices, LayerAhead, Live
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.selective import SelectiveRestore
@@ -23,6 +24,12 @@ class Pass(Protocol):
 
     def rechoice(self, live: Live) -> Choices:
         """The choices of the pass, for sources that choose again."""
+
+    def query_to_choose_by(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        """A layer's own queries, or the predicted ones where these make the choice."""
+
+    def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
+        """The layers whose queries can be predicted now that `layer` has chosen; none where nothing is predicted."""
 
 
 class RestoringPass(Pass, Protocol):

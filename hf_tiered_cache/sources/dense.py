@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -11,6 +13,7 @@ from ..errors import RestoreError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV
 from ..restore.assemble import restore_layer
+from ..restore.live import Live
 from .base import Pass, RestoringPass
 from .buffer import KVBuffer
 
@@ -32,7 +35,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     @property
     def rechooses(self) -> bool:
         """Whether they do so again in passes to come."""
-        return False
+        return self.chosen() is not None
+
+    def chosen(self) -> tuple[Live, Sequence[Any]] | None:
+        """What they choose from in passes to come, and what is chosen now, for each row; None for never."""
+        return None
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -40,10 +40,9 @@ class SelectedSource(DenseSource):
         self._rows: Sequence[Any] = []  # what was chosen last, for each row
         self._pre_rope: PreRopeKV | None = None  # of the pass under way
 
-    @property
-    def rechooses(self) -> bool:
+    def chosen(self) -> tuple[Live, Sequence[Any]] | None:
         """See `DenseSource`."""
-        return self._live is not None
+        return None if self._live is None else (self._live, self._rows)
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -118,7 +117,10 @@ class SelectedSource(DenseSource):
         if selection is not None:
             selected = slice(0, self._num_selected)
             chosen = all_keys[:, :, selected], all_values[:, :, selected]
-            asking = query if output is None else query[:, :, -selection.observed :]
+            if output is None:
+                asking = restoring.query_to_choose_by(self.index, query)
+            else:
+                asking = query[:, :, -selection.observed :]
             selection.fill(self.index, asking, keys, chosen[0], chosen[1], rotate_, scaling)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
@@ -135,13 +137,16 @@ class SelectedSource(DenseSource):
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            choices = forward_pass.rechoice(live)
-            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+            choices, asked = forward_pass.rechoice(live), forward_pass.query_to_choose_by(self.index, query)
+            self._rows = choices.follow(self.index, self._rows, asked, keys, values, rotate_, scaling)
         except RestoreError as error:  # what was chosen before is still there
             if not live.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; from here on what was chosen stays", error)
             self._live = None
+            return
+        for ahead in forward_pass.layers_ahead(self.index):
+            choices.prepare(ahead)
 
     def settle(self) -> None:
         """See `KVSource`. Computed columns that lie far back are chosen from now on, like restored ones."""

@@ -1,0 +1,153 @@
+"""Queries ahead of their layer: hidden states on their way to a layer say what it is going to ask.
+
+From one layer to the next hidden states change little. An earlier layer's, put through a later layer's own norm, query
+projection and rotation, give nearly the queries that it will have (InfiniGen, Lee et al., OSDI 2024). Here the later
+layer's forward itself is run, up to its attention function, which keeps the queries and goes no further: so no family
+needs code of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import Cache
+
+from .rotary import RotaryTap
+from .scope import Scope, current, entered
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass(frozen=True, eq=False)
+class PredictedQuery:
+    """The queries that a layer is expected to have.
+
+    Args:
+        query: `[batch, heads, n, dim]`, rotated.
+        scaling: of the logits; None for dim ** -0.5.
+    """
+
+    query: torch.Tensor
+    scaling: float | None
+
+
+class LookAhead:
+    """Predicts queries within one pass.
+
+    Args:
+        scope: the pass.
+        layers: the model's decoder layers.
+        asking: the layers whose queries are predicted, ascending. The model gives them all the same arguments.
+        distance: by so many of `asking` the prediction precedes the layer; for the first ones by fewer.
+        opaque: layers that cannot be run this way, which are added here and not tried again.
+    """
+
+    def __init__(
+        self, scope: Scope, layers: nn.ModuleList, asking: Sequence[int], distance: int, opaque: set[int]
+    ) -> None:
+        self._scope, self._layers, self._opaque = scope, layers, opaque
+        self._source = {layer: asking[max(0, place - distance)] for place, layer in enumerate(asking) if place}
+        self._seen: dict[int, tuple[tuple, dict[str, Any]]] = {}  # what the sources were called with
+        self._predicted: dict[int, PredictedQuery | None] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within this, what the model hands to its layers is noted."""
+        sources = dict.fromkeys(self._source.values())
+        handles = [self._layers[i].register_forward_pre_hook(self._note(i), with_kwargs=True) for i in sources]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._seen.clear()
+
+    def after(self, layer: int) -> list[int]:
+        """The layers whose queries can be predicted when `layer` has begun, and not before."""
+        return [target for target, source in self._source.items() if source == layer]
+
+    def query(self, layer: int) -> PredictedQuery | None:
+        """What is predicted for a layer; None if its source has not begun, or it cannot be predicted."""
+        if layer not in self._predicted and self._source.get(layer) in self._seen:
+            self._predicted[layer] = None if layer in self._opaque else self._predict(layer)
+            if self.after(source := self._source[layer])[-1] == layer:
+                del self._seen[source]  # these ask one after another
+        return self._predicted.get(layer)
+
+    def _note(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if current() is self._scope:  # another thread's pass may use the same model
+                self._seen[layer] = args, kwargs
+
+        return hook
+
+    def _predict(self, layer: int) -> PredictedQuery | None:
+        module, (args, kwargs) = self._layers[layer], self._seen[self._source[layer]]
+        if not _runs_unnoticed(module):
+            return None
+        args, kwargs = _again(args, kwargs)
+        peek = _Peek(self._scope.cache, RotaryTap())
+        try:
+            with torch.no_grad(), entered(peek):
+                module.forward(*args, **kwargs)
+        except _Asked:
+            return peek.found
+        except Exception as error:
+            logger.info("the queries of layer %d cannot be predicted: %s: %s", layer, type(error).__name__, error)
+        self._opaque.add(layer)
+        return None
+
+
+class _Asked(Exception):
+    """A layer has got as far as its attention."""
+
+
+@dataclass(eq=False)
+class _Peek(Scope):
+    """A scope in which attention keeps the queries, and ends there."""
+
+    selects: bool = True
+    found: PredictedQuery | None = None
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        self.found = PredictedQuery(query, scaling)
+        raise _Asked
+
+
+def _runs_unnoticed(layer: nn.Module) -> bool:
+    """Whether nobody sees that it runs: no hook within it, no forward that was replaced, and nothing random.
+
+    Its own hooks are left out, and those of accelerate, which brings weights from elsewhere, replace the forward.
+    """
+    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+        return False
+    return not any(
+        module.training
+        or "forward" in module.__dict__
+        or (module is not layer and (module._forward_pre_hooks or module._forward_hooks))
+        for module in layer.modules()
+    )
+
+
+def _again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A layer's arguments without its cache, and with hidden states of their own, should it write to them."""
+    args = tuple(None if isinstance(value, Cache) else value for value in args)
+    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
+    if args:
+        return (args[0].clone(), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
