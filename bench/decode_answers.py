@@ -36,6 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "page_bounds of 16 (Quest)": {"index": "page_bounds", "chunk_tokens": 16},
     "chunk_means (ShadowKV)": {"index": "chunk_means"},
     "token_clusters (RetroInfer)": {"index": "token_clusters", "chunk_tokens": 1},
+    "all keys, chosen a layer ahead (InfiniGen)": {
+        "index": "keys",
+        "chunk_tokens": 1,
+        "ahead": 1,
+        "choose_ahead": True,
+        "window": 0,
+        "eviction": "none",
+    },
     "random": {"index": "random"},
 }
 
@@ -46,6 +54,8 @@ def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=4096, help="of a context")
     parser.add_argument("--contexts", type=int, default=10, help="that are reported, with a question of each kind")
     parser.add_argument("--budgets", type=float, nargs="+", default=[0.0156, 0.03125, 0.0625, 0.25])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY", help="to measure")
+    parser.add_argument("--suffix", default="", help="of the name of the results, where not all ways are measured")
     parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     return parser.parse_args(argv)
@@ -94,8 +104,10 @@ def measure(model: PreTrainedModel, arguments: argparse.Namespace, folder: Path)
                 full = logits_of(model, DynamicCache(config=model.config), prompt, question.answer)
                 note(found, "full", compared(full, full, question.answer))
                 ways = {
-                    f"{way} {budget}": partial(asked, model, store, KVDrive(budget, **options), prompt, question.answer)
-                    for way, options in WAYS.items()
+                    f"{way} {budget}": partial(
+                        asked, model, store, KVDrive(budget, **WAYS[way]), prompt, question.answer
+                    )
+                    for way in arguments.ways
                     for budget in arguments.budgets
                 }
                 for name, ask in ways.items():
@@ -119,7 +131,9 @@ def report(document: dict[str, Any]) -> str:
         "first chunk and the last 64 tokens.\n"
     ]
     for figure, digits in (("answers", 0), ("first tokens", 0), ("top 1", 1), ("KL", 3)):
-        rows = [[way, *(f"{np.mean(found[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)] for way in WAYS]
+        rows = [
+            [way, *(f"{np.mean(found[f'{way} {b}'][figure]):.{digits}f}" for b in budgets)] for way in document["ways"]
+        ]
         unit = "nats a token" if figure == "KL" else "%"
         parts.append(f"\n## {figure}, {unit}\n\n" + table(["index", *(f"{b:.2%}" for b in budgets)], rows))
     return "".join(parts)
@@ -135,10 +149,16 @@ def main() -> None:
         "model": arguments.model.name,
         "tokens": arguments.tokens,
         "budgets": arguments.budgets,
+        "ways": arguments.ways,
         "results": results,
     }
     text = report(document)
-    save(arguments.out, f"decode-answers-{arguments.model.name}" + "-choosing" * arguments.choosing, document, text)
+    save(
+        arguments.out,
+        f"decode-answers-{arguments.model.name}" + "-choosing" * arguments.choosing + arguments.suffix,
+        document,
+        text,
+    )
     print(text)
 
 
