@@ -177,6 +177,24 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
         assert stats.bytes_used == found[0][1].bytes_used > 0
 
 
+def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monkeypatch):
+    def empty(*given, real=torch.empty, **more):
+        made = real(*given, **more)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    ids = prompt(TOKENS)
+    rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
+    rows[0], rows[1, -20:] = question(ids)[0], prompt(20, seed=3)[0]
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, METHOD)
+        monkeypatch.setattr(torch, "empty", empty)
+        cache = TieredCache(model, store, method=METHOD, record=False)
+        found = model.generate(rows, attention_mask=(rows != 0).long(), past_key_values=cache, **GREEDY)
+    alone = model.generate(rows[1:, -20:], **GREEDY)
+    assert cache.stats.tokens_restored > 0
+    assert torch.equal(found.sequences[1, -GREEDY["max_new_tokens"] :], alone.sequences[0, 20:])
+
+
 def test_beams_have_windows_of_their_own(model, tmp_path):
     ids = prompt(TOKENS)
     kwargs = {"do_sample": False, "max_new_tokens": 8, "num_beams": 3}

@@ -71,6 +71,7 @@ class SelectiveRestore:
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
+        self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
         self._chosen: list[Gathers] = []  # of each of _rows
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
@@ -127,6 +128,8 @@ class SelectiveRestore:
             for tensor in (keys, values):
                 share_row(tensor, row.group.rows, begin, tensor.shape[2])
             gathers.note_use(mine, (layer,))
+        for tensor in (keys, values):
+            share_row(tensor, self._padding, keys.shape[2], 0)  # rows that restore nothing
         over = [unit for unit in mine if max(set(unit.block_group.layers) & set(period)) == layer]
         for gathers in self._chosen:
             gathers.forget(over)
