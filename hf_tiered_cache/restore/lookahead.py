@@ -35,6 +35,8 @@ class FetchAhead:
     def __init__(self, fetcher: Fetcher, collector: StatsCollector) -> None:
         self._fetcher, self._collector = fetcher, collector
         self._units: dict[int, Units] = {}  # by layer
+        self._taken: dict[FetchUnit, np.ndarray] = {}  # of the layer that asks, and the chunks that were brought ahead
+        self._asked: set[FetchUnit] = set()  # what it has asked for so far
 
     def prepare(self, layer: int, units: Units, wanted: Wanted) -> None:
         """Start to fetch what a layer is predicted to ask, as far as memory has room for it."""
@@ -47,14 +49,15 @@ class FetchAhead:
 
     def take(self, layer: int) -> Units:
         """What is there or on its way for a layer, which asks now."""
-        return self._units.pop(layer, {})
+        units = self._units.pop(layer, {})
+        self._taken, self._asked = {unit: unit.held for unit in units.values()}, set()
+        return units
 
-    def complete(self, units: Units, wanted: Wanted) -> None:
-        """Start to fetch what a layer asks for and has not; what was brought in vain goes, and leaves `units`.
+    def complete(self, wanted: Wanted) -> None:
+        """Start to fetch what the layer asks for and has not.
 
         Args:
-            units: what `take` gave, and new ones of what is missing.
-            wanted: what it asks for.
+            wanted: what it asks for, or some of its rows do, of units that `take` gave and of new ones.
 
         Raises:
             RestoreError: a fetch could not begin.
@@ -62,12 +65,16 @@ class FetchAhead:
         asked: dict[FetchUnit, np.ndarray] = {}
         for unit, chunks in wanted:
             asked[unit] = np.union1d(asked[unit], chunks) if unit in asked else chunks
-        hits = sum(len(np.intersect1d(chunks, unit.held)) for unit, chunks in asked.items())
+        ahead = {unit: tuple(unit.leases) for unit in asked if unit in self._taken and unit not in self._asked}
+        hits = sum(len(np.intersect1d(asked[unit], held)) for unit, held in self._taken.items() if unit in asked)
         self._collector.add(ahead_hits=hits, ahead_misses=sum(map(len, asked.values())) - hits)
-        for name, unit in list(units.items()):
-            if unit not in asked:
-                self._fetcher.finish([units.pop(name)])
-        ahead = {unit: tuple(unit.leases) for unit in asked if unit.leases}
+        self._asked.update(asked)
         self._fetcher.bring(wanted)
-        if self._fetcher.drop_failed(ahead):
+        if ahead and self._fetcher.drop_failed(ahead):
             self._fetcher.bring(wanted)
+
+    def drop_others(self, units: Units) -> None:
+        """The layer has asked for all: what was brought in vain goes, and leaves `units`."""
+        for name, unit in list(units.items()):
+            if unit not in self._asked:
+                self._fetcher.finish([units.pop(name)])

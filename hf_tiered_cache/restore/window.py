@@ -203,8 +203,9 @@ class WindowChoices:
         for first in range(0, len(rows), MICRO_BATCH):  # while blocks of some are on their way, others are ranked
             with self._collector.timing("select_seconds"):
                 some = self._plan(layer, first, rows[first : first + MICRO_BATCH], query, rotate_, scaling)
-            self._ahead.complete(units, [wanted for step in some for wanted in self._find(step, layer, units)])
+            self._ahead.complete([wanted for step in some for wanted in self._find(step, layer, units)])
             steps += some
+        self._ahead.drop_others(units)
         self._fetcher.wait_for(units.values())
         self._fetcher.confirm()  # what is written in place could not be taken back
         for step in steps:
@@ -215,7 +216,7 @@ class WindowChoices:
     def prepare(self, ahead: LayerAhead) -> None:
         """See `Choices`."""
         with self._collector.timing("select_seconds"):
-            steps = self._plan(ahead.layer, ahead.rows, ahead.query, _rotate_nothing, ahead.scaling)
+            steps = self._plan(ahead.layer, 0, ahead.rows, ahead.query, _rotate_nothing, ahead.scaling)
         units: dict[tuple[SegmentReader, int], FetchUnit] = {}
         wanted = [wanted for step in steps for wanted in self._find(step, ahead.layer, units)]
         self._ahead.prepare(ahead.layer, units, wanted)
