@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,6 +83,41 @@ class TokenTables:
         tables = np.stack(rows) if rows else np.empty((0, slot_of_token.shape[1]), np.uint32)
         return cls(tables, of_group, importance)
 
+    @classmethod
+    def by_chunk(
+        cls, order: Mapping[int, np.ndarray], chunk_tokens: int, groups: Sequence[BlockGroup], tokens: int
+    ) -> TokenTables:
+        """The chunks of each kv head in an order of its own.
+
+        Args:
+            order: by layer int64 `[kv_heads, chunks]`, the chunks side by side.
+            chunk_tokens: tokens of these chunks.
+            groups: the segment's block groups. One of several layers or heads goes by the first of them. Those of a
+                layer without an order, with a window, or of an index stay in order.
+            tokens: of the segment.
+
+        Raises:
+            FormatError: this is no order of its chunks.
+        """
+        inside = np.arange(chunk_tokens)
+        number_of: dict[tuple[int, int], int] = {}  # keys and values may lie apart
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            layer, head = group.parts[0].layer, group.parts[0].first_head
+            if group.window or group.identifies or layer not in order or head >= len(order[layer]):
+                continue
+            by_slot = (order[layer][head][:, None] * chunk_tokens + inside).ravel()
+            by_slot = by_slot[by_slot < tokens]  # the last chunk may have fewer
+            if len(by_slot) != tokens or (np.sort(by_slot) != np.arange(tokens)).any():
+                raise FormatError(f"the chunks of layer {layer}, head {head} are in no order")
+            if (by_slot[1:] > by_slot[:-1]).all():
+                continue
+            if (number := number_of.setdefault((layer, head), len(rows))) == len(rows):
+                rows.append(np.argsort(by_slot).astype(np.uint32))
+            of_group[group.index] = number
+        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
+
     def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
         """The reverse of `by_layer`: uint32 `[layers, tokens]`, or None where that does not say it all."""
         tokens = self.slot_of_token.shape[1]
@@ -99,12 +134,10 @@ class TokenTables:
         return None if (rows == NOT_HELD).any() else rows
 
     def same(self, other: TokenTables | None) -> bool:
-        """Whether both say the same of where tokens lie."""
-        return (
-            other is not None
-            and np.array_equal(self.slot_of_token, other.slot_of_token)
-            and np.array_equal(self.of_group, other.of_group)
-        )
+        """Whether both say the same of where tokens lie; None says that all lie in order."""
+        if other is None:
+            return bool((self.of_group == IN_ORDER).all())
+        return np.array_equal(self.slot_of_token, other.slot_of_token) and np.array_equal(self.of_group, other.of_group)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A query is compared with the centroids alone, half as many as there are chunks o
 until the budget is spent. The last one is cut by what the query thinks of its chunks' means, as the paper does not say.
 
 How local runs stay together: a chunk is one, and is never torn. Clusters are numbered by their first chunk, and
-chunks stand in a cluster by position; `order()` lays them out so.
+chunks stand in a cluster by position. `order()` lays them out cluster by cluster, those that are alike side by side.
 
 Where the paper is silent, this follows RetroInfer, from which it has its clustering (`kmeans.py`): softmax over the
 centroids of each query head, summed over the query heads of a kv head, whatever the size of a cluster. Differs in
@@ -21,6 +21,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from torch.nn.functional import normalize
 
 from .decode_index import (
     DecodeIndex,
@@ -106,7 +107,25 @@ class ClusterIndex(DecodeIndex):
         return int(self.starts.diff(dim=1).max())
 
     def order(self) -> torch.Tensor:
-        return self.chunk_order.long()
+        """Cluster after cluster, each followed by that of the others whose centroid is most like its own.
+
+        What a query wants beside a cluster is rather in one that is alike than in the next by position.
+        """
+        sizes = self.starts.diff(dim=1).long()  # [kv_heads, clusters]
+        directions = self.centroids.float()
+        directions = normalize(directions - directions.mean(1, keepdim=True), dim=-1)
+        heads, clusters = sizes.shape
+        every = torch.arange(heads, device=self.device)
+        out = torch.zeros(heads, clusters, dtype=torch.bool, device=self.device)  # those that have their place
+        rank = sizes.new_empty(heads, clusters)  # the place of each cluster
+        at = sizes.new_zeros(heads)
+        for place in range(clusters):
+            rank[every, at], out[every, at] = place, True
+            likeness = torch.bmm(directions, directions[every, at][:, :, None])[..., 0]
+            at = likeness.masked_fill_(out, -torch.inf).argmax(1)
+        of_slot = torch.arange(clusters, device=self.device).expand(heads, -1).reshape(-1)
+        of_slot = of_slot.repeat_interleave(sizes.flatten()).view(heads, -1)  # the cluster of each of `chunk_order`
+        return self.chunk_order.gather(1, rank.gather(1, of_slot).argsort(dim=1, stable=True)).long()
 
     @classmethod
     def rank_together(
