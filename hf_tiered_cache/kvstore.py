@@ -15,7 +15,7 @@ from .codecs import RAW, codec_in, make_codec
 from .errors import ConfigError
 from .geometry import Geometry
 from .lookup import Lookup, lookup, warm
-from .methods import Method, make_method
+from .methods import Exact, Method, make_method
 from .passages import precompute_passages
 from .precompute import PrecomputeReport, precompute
 from .profiling import WindowFindings, profile_windows
@@ -235,7 +235,8 @@ class KVStore:
     ) -> int:
         """Lay segments out anew, as a method wants them: `store.relayout(method)`. No model is needed.
 
-        Each keeps its codec: the hashes of its tokens name it, and the tokens are not stored.
+        Each keeps its codec: the hashes of its tokens name it, and the tokens are not stored. `KVDrive` wants
+        chunks in the order of an index, which its first request makes; without one they are in the order of tokens.
 
         Args:
             geometry: how they are to be cut, or the method that says so. The new segment is whole on disk before the
@@ -244,16 +245,18 @@ class KVStore:
             progress: whether to show a progress bar.
 
         Returns:
-            How many were cut in another way. What cannot be read is left as it is, and counted; so is, uncounted, what
-            holds a part of its tokens.
+            How many were laid out in another way. What cannot be read is left as it is, and counted; so is, uncounted,
+            what holds a part of its tokens.
 
         Raises:
             ConfigError: a lossy codec is named, and a segment has another.
         """
-        cut = geometry if isinstance(geometry, Geometry) else make_method(geometry).geometry
+        method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
+        cut, index = method.geometry, method.extent_index
         if cut.codec != RAW:
             self._check_codec(cut.codec, ids)
-        return self._storage.each(partial(self._storage.rewriter.relayout, geometry=cut), ids, "relayout", progress)
+        action = partial(self._storage.rewriter.relayout, geometry=cut, index=index)
+        return self._storage.each(action, ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:
         wanted = None if ids is None else set(ids)

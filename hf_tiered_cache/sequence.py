@@ -96,7 +96,11 @@ class SequenceState:
         for rows in found:
             for row in rows.rows:
                 self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
-        return plan if plan is None or self._selects else replace(plan, budget_tokens=None)
+        if plan is None or not self._selects:
+            return plan and replace(plan, budget_tokens=None)
+        if plan.budget_tokens and self.method.extent_index is not None:
+            self.store.lay_out_after(plan.groups, self.method)
+        return plan
 
     def _finder(self) -> PassageFinder:
         return passage_finder(

@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from .errors import ConfigError, StoreClosedError
 from .methods import Method
 from .restore.match import MatchedRun, longest_prefix
+from .restore.plan import RowGroup
 from .restore.prefix_hasher import PrefixHasher
 from .rewriter import SegmentRewriter
 from .shape import SegmentShape
@@ -93,7 +94,7 @@ class Storage:
             disk.close()
             raise
         self._close.atexit = False  # the writer sees to that
-        disk.on_gone += [residency.forget, self.rewriter.importance.forget]
+        disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget]
         residency.scores.load(disk.index.scores())
 
     def note_policy(self, method: Method) -> None:
@@ -162,6 +163,18 @@ class Storage:
             used, self._used = self._used, None
             self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
+    def lay_out_after(self, groups: Iterable[RowGroup], method: Method) -> None:
+        """Lay out, in extents, the segments that a plan restores from, when nobody holds its groups of rows any more.
+
+        Until then caches choose from these segments, again and again, and blocks of one that was replaced would not
+        stay in memory.
+        """
+        for group in groups:
+            used = frozenset(piece.reader.id for piece in group.pieces)
+            self.rewriter.begin_use(used)
+            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used, method))
+            over.atexit = False
+
     # --- storing
 
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
@@ -192,9 +205,10 @@ class Storage:
         self.check_open()
         self.note_uses()
         self.seal()
+        self.writer.flush()  # behind what is queued there may be something to lay out anew
         self.rewriter.wait()
         self.rewriter.keep_importance()
-        self.writer.flush()
+        self.disk.sync()
         _keep_scores(self.disk, self.residency.scores)
 
     # --- looking after it

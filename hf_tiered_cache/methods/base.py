@@ -12,6 +12,7 @@ from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
 from ..restore.plan import PlanContext
 from ..select.by_index import WindowSizes
+from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..shape import SegmentShape
 from ..sources import DenseSource, SelectedSource
@@ -106,6 +107,11 @@ class Method:
     def streams(self, tokens: int) -> bool:
         """Whether so many computed tokens of a prompt attend to all of the prefix, of which the budget's stay."""
         return 0 < self.exact_from <= tokens
+
+    @property
+    def extent_index(self) -> type[DecodeIndex] | None:
+        """The index by whose clusters the chunks of each head should lie on disk; None for the order of the tokens."""
+        return None
 
     @property
     def passages(self) -> str:

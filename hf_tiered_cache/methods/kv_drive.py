@@ -10,6 +10,8 @@ from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry
 from ..select import DECODE_INDEXES
 from ..select.by_index import ByIndex, WindowSizes
+from ..select.clusters import ClusterIndex
+from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..tiers.window import WINDOW_POLICIES
 from .base import Method
@@ -46,6 +48,9 @@ class KVDrive(Method):
             changes nothing but the time: layers wait less, and choosing takes twice as long. 0 switches it off.
             (Beyond the paper; the idea is InfiniGen's, Lee et al., OSDI 2024.)
         choose_ahead: whether the predicted queries choose, and the layer's own do not, as in InfiniGen: a baseline.
+        extents: whether segments that were used, and whose index is kept, are cut as this method reads them and laid
+            out so that each head's clusters lie in one piece (Section 7.2): once, in the background, when nobody uses
+            them. All methods read such segments; those that choose among chunks as they lie choose among these.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -62,6 +67,7 @@ class KVDrive(Method):
     observed: int = 64
     ahead: int = 0
     choose_ahead: bool = False
+    extents: bool = True
 
     rechoose = 1
 
@@ -96,6 +102,11 @@ class KVDrive(Method):
     @property
     def selects(self) -> bool:
         return self.budget < 1
+
+    @property
+    def extent_index(self) -> type[DecodeIndex] | None:
+        kind = DECODE_INDEXES[self.index]
+        return kind if self.extents and self.selects and issubclass(kind, ClusterIndex) else None
 
     def selector(self) -> Selector:
         return self._by_index

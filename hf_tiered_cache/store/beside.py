@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -55,6 +55,14 @@ _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
 _LARGE, _MOST_HOLES = 16 << 20, 16
 """A file above this size must lie on disk by a sixteenth: a sparse one of a few KiB could take all memory."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Kept(NamedTuple):
+    """What `Beside.keep` takes, but for the segment."""
+
+    kind: str
+    arrays: dict[str, torch.Tensor]
+    facts: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,26 @@ class Beside:
         except (OSError, MemoryError, FormatError, IntegrityError) as error:
             self._report(name, error)
             return None
+
+    def all_of(self, reader: SegmentReader) -> list[Kept]:
+        """Everything that is kept beside a segment, to `keep` it beside another with the same tokens.
+
+        What cannot be read is left out, and counted.
+        """
+        found = []
+        try:
+            kinds = self.sizes().get(reader.id, {})
+        except OSError:
+            kinds = {}
+        for kind in kinds:
+            name = f"{reader.id}.{kind}"
+            try:
+                stored, head, guard = self._head(name)
+                if head.content == _content_of(reader):
+                    found.append(Kept(kind, self._arrays(name, stored, head, guard), json.loads(head.facts)))
+            except (OSError, MemoryError, FormatError, IntegrityError) as error:
+                self._report(name, error)
+        return found
 
     def _report(self, name: str, error: Exception) -> None:
         """Count what could not be read; what is damaged goes, to be made anew."""
