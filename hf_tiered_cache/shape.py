@@ -199,6 +199,10 @@ class SegmentShape:
         """Whether a block group holds all tokens, one after the other."""
         return self.tables is None or self.tables.of_group[group.index] == IN_ORDER
 
+    def keeps_chunks(self, group: BlockGroup) -> bool:
+        """Whether each block holds consecutive tokens, those from a multiple of the chunk tokens on, in any order."""
+        return self.in_order(group) or bool(self._keeps_chunks[self._table(group)])
+
     def tokens_in(self, group: BlockGroup) -> int:
         """How many tokens a block group holds."""
         return self.tokens if self.in_order(group) else int(self._held_of_table[self._table(group)])
@@ -251,6 +255,18 @@ class SegmentShape:
     def _table(self, group: BlockGroup) -> int:
         assert self.tables is not None
         return int(self.tables.of_group[group.index])
+
+    @cached_property
+    def _keeps_chunks(self) -> np.ndarray:
+        """bool `[tables]`; see `keeps_chunks`."""
+        assert self.tables is not None
+        chunk, slots = self.geometry.chunk_tokens, self.tables.slot_of_token
+        if self.tokens % chunk:
+            return np.zeros(len(slots), bool)
+        by_chunk = slots.reshape(len(slots), -1, chunk)
+        expected = by_chunk[:, :, :1] + np.arange(chunk, dtype=np.uint32)
+        kept = (by_chunk[:, :, 0] % chunk == 0) & (by_chunk == expected).all(axis=2) & (by_chunk[:, :, 0] != NOT_HELD)
+        return kept.all(axis=1)
 
     @cached_property
     def _held_of_table(self) -> np.ndarray:

@@ -26,6 +26,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import FormatError
 from hf_tiered_cache.geometry import Geometry, KeyIndex, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.methods import ContiguousKV, Impress, KVDrive
+from hf_tiered_cache.restore import window
 from hf_tiered_cache.select import DECODE_INDEXES
 from hf_tiered_cache.select.clusters import ClusterIndex
 from hf_tiered_cache.shape import IN_ORDER, SegmentShape, TokenTables
@@ -109,6 +110,8 @@ def test_tables_by_chunk():
     apart = TokenTables.by_chunk({0: order[0]}, 2, block_groups(layout, Geometry(2, 1, 1, split_kv=True)), 6)
     assert apart.of_group.tolist()[:4] == [0, IN_ORDER, 0, IN_ORDER]  # keys and values of the first head
     assert TokenTables.by_chunk({0: np.array([[0, 1, 2]] * 2)}, 2, groups, 6).same(None)
+    shapes = [SegmentShape(layout, Geometry(chunk, 1, 1, index=KeyIndex()), 6, tables) for chunk in (2, 1, 3)]
+    assert [all(map(shape.keeps_chunks, groups)) for shape in shapes] == [True, True, False]
     short = TokenTables.by_chunk({0: np.array([[2, 0, 1]] * 2)}, 2, groups, 5)  # the last chunk has one token
     assert short.slot_of_token[0].tolist() == [1, 2, 3, 4, 0]
     for wrong in ([0, 0, 1], [0, 1], [0, 1, 3], [-1, 0, 1]):
@@ -184,6 +187,16 @@ def test_a_cluster_is_one_read(tmp_path):
 def header_with(header, chain, layout, tables):
     shape = SegmentShape(layout, METHOD.geometry, header.shape.tokens, tables)
     return replace(header, shape=shape, id=segment_id(header.parent, chain[-1], shape, header.provenance))
+
+
+def test_chunks_in_extents_are_copied_whole(model, tmp_path, monkeypatch):
+    ids = prompt(TOKENS)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, METHOD)
+        expected, _ = asked(model, store, ids, PLAIN)
+        assert store.relayout(METHOD, progress=False) == 1
+        monkeypatch.setattr(window, "_gather_tokens", None)  # the slow way, token by token
+        same(asked(model, store, ids, METHOD)[0], expected)
 
 
 def test_decoding_asks_the_disk_for_fewer_reads(model, tmp_path):

@@ -38,6 +38,11 @@ class FetchUnit:
         """The chunks that hold `tokens`, ascending."""
         return self.reader.shape.chunks_of(self.block_group, tokens)
 
+    def chunk_of_each(self, tokens: np.ndarray) -> np.ndarray:
+        """The chunk that holds each of `tokens`, all of which the block group holds."""
+        shape = self.reader.shape
+        return shape.slot_of_token(self.block_group, tokens) // shape.geometry.chunk_tokens
+
     @property
     def blocks(self) -> Blocks:
         """All that has arrived; the unit was waited for."""

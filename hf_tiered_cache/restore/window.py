@@ -263,7 +263,8 @@ class WindowChoices:
                 tokens = firsts[entries] - piece.at + piece.first
                 whole = holds_chunks(piece.reader.shape, group, size) and piece.at % size == piece.first % size == 0
                 step.wanted.append(_Wanted(unit, entries, tokens, whole))
-                yield unit, np.sort(tokens // size) if whole else unit.chunks_of(_each_token(tokens, size).ravel())
+                every = tokens if whole else _each_token(tokens, size).ravel()
+                yield unit, np.unique(unit.chunk_of_each(every))
 
     def _move(
         self,
@@ -319,7 +320,8 @@ class WindowChoices:
         if not wanted:
             return keys.new_empty(0, size, keys.shape[2]), values.new_empty(0, size, values.shape[2]), order
         if all(each.whole for each in wanted):
-            one, some = wanted[0].unit, [(each.unit.blocks, each.tokens // size, each.entries) for each in wanted]
+            one = wanted[0].unit
+            some = [(each.unit.blocks, each.unit.chunk_of_each(each.tokens), each.entries) for each in wanted]
             came_keys, came_values, order = gather_chunks(one.reader.shape, one.block_group, some)
         else:
             came_keys, came_values = (
