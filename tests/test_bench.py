@@ -226,6 +226,8 @@ def test_lookahead(tmp_path, monkeypatch):
     assert waits["ways"].keys() == {"0", "1"}
     assert all(len(spent) == 6 - lookahead.COLD for way in waits["ways"].values() for spent in way.values())
     assert "| 25.00% | 1 |" in (tmp_path / "lookahead-xs.md").read_text()
+
+
 def test_extents(tmp_path, monkeypatch):
     import extents
 

@@ -35,7 +35,7 @@ from hf_tiered_cache.store.format import segment_id
 from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.store.relayout import relayout_segment
 
-METHOD = KVDrive(budget=0.2, local=16, index="clusters")
+METHOD = KVDrive(budget=0.2, local=16, index="clusters", extents=True)
 PLAIN = KVDrive(budget=0.2, local=16, index="clusters", extents=False)
 TOKENS = 400
 
@@ -270,7 +270,7 @@ def test_what_was_used_lies_in_extents_when_nobody_uses_it(model, tmp_path, monk
             assert again["kv_drive"][1].bytes_identifying == 0
             assert again["kv_drive"][1].bytes_used == before["kv_drive"][1].bytes_used
             asked(model, store, ids, METHOD)
-            asked(model, store, ids, KVDrive(0.2, chunk_tokens=16))
+            asked(model, store, ids, KVDrive(0.2, chunk_tokens=16, extents=True))
             store.flush()
             assert shape_of(store)[1] == new  # once is enough
         with KVStore(tmp_path / str(number), engine="posix", host_memory=0) as store:
@@ -286,7 +286,7 @@ def test_what_was_used_lies_in_extents_when_nobody_uses_it(model, tmp_path, monk
 
 @pytest.mark.parametrize(
     "method",
-    [PLAIN, KVDrive(0.2, index="page_bounds"), KVDrive(1.0), ContiguousKV(0.2)],
+    [PLAIN, KVDrive(0.2, index="page_bounds", extents=True), KVDrive(1.0, extents=True), ContiguousKV(0.2)],
     ids=["off", "no clusters", "whole", "other"],
 )
 def test_nothing_moves_without_extents(method, model, tmp_path):
@@ -419,7 +419,7 @@ def after(name, real):
 os.pwrite, os.link, os.rename = writing, after("linked", link), after("index", rename)
 disk = store._storage.disk
 disk.remove = after("removed", disk.remove)
-store.relayout(KVDrive(budget=0.2, local=16, index="clusters"), progress=False)
+store.relayout(KVDrive(budget=0.2, local=16, index="clusters", extents=True), progress=False)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
