@@ -101,8 +101,10 @@ class KeptTables:
 def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
     """Whether kept tables are those of the pass: other frequencies would differ at the second position, or the last."""
     some = torch.tensor([min(1, stop - 1), stop - 1])
-    pairs = [(kept[:, some], now) for kept, now in zip(held, table.at(some), strict=True)]
-    return all(kept.dtype == now.dtype and torch.equal(kept, now) for kept, now in pairs)
+    for kept, now in zip(held, table.at(some), strict=True):
+        if kept.dtype != now.dtype or not torch.equal(kept[:, some], now):
+            return False
+    return True
 
 
 @dataclass(eq=False)

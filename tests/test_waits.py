@@ -30,6 +30,8 @@ READS = {*NUMBERS, "cpu", "numpy", "nonzero", "tensor"}
 MOVES = {"to", "type_as"}
 INDEXES = {"__getitem__", "__setitem__", "index_put_"}
 TO_HOST = {to_host.__code__, *(code for code in to_host.__code__.co_consts if isinstance(code, CodeType))}
+ON_THE_CPU_ALONE = {("rotary.py", "_agree")}
+"""What is done to tensors on the CPU, and otherwise on a GPU."""
 ONCE = {"request.py", "sequence.py"}
 """What reads the prompt itself, once: its tokens are looked up by the host."""
 
@@ -68,6 +70,8 @@ class Waits(TorchFunctionMode):
         if frame is None:
             return
         function, module = frame.f_code.co_name, Path(frame.f_code.co_filename).name
+        if (module, function) in ON_THE_CPU_ALONE:
+            return
         if module in ONCE:
             self.reads_of_the_prompt += 1
         elif module == "transfers.py":
