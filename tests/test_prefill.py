@@ -83,6 +83,17 @@ def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
         close(ours, theirs)
 
 
+def test_the_last_piece_is_long_enough_to_be_exact(model, tmp_path, pieces):
+    """Also where the shortest that is takes most of a piece."""
+    ids = prompt(TOKENS)
+    expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
+    with KVStore(tmp_path, engine="posix") as store:
+        found, cache = ask(model, store, ids, KVDrive(0.2, local=16, prefill_tokens=PIECE, exact_from=112))
+    close(found.logits[0], expected.logits[0])
+    assert pieces == [128, 128, 128, 64, 124]
+    assert cache.stats.tokens_stored == TOKENS // 16 * 16
+
+
 def test_later_tokens_attend_to_what_their_windows_say(model, tmp_path, monkeypatch):
     ids, steps = prompt(TOKENS), []
     kv = exact_kv(model, ids)
