@@ -42,6 +42,69 @@ def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
     assert "disk" in printed
 
 
+@pytest.fixture
+def small(tmp_path):
+    """A folder with a small model, and a tokenizer of letters."""
+    model = build("qwen2", vocab_size=300, max_position_embeddings=8192)
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(tmp_path / "model")
+    save_tokenizer(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_a_long_context_is_computed_once_and_in_pieces(small, tmp_path, monkeypatch, capfd):
+    example = load(ROOT / "examples" / "long_context.py")
+    options = {"--model": small, "--tokens": 1300, "--piece": 512, "--questions": 2, "--new-tokens": 4}
+    monkeypatch.setattr(sys, "argv", ["long_context.py", *(str(word) for pair in options.items() for word in pair)])
+    assert example.main() == 0
+    printed, errors = capfd.readouterr()
+    assert errors.count("prefill: 100%") == 1
+    computed = re.search(r"tokens computed for it +(\d+) +(\d+) +(\d+)", printed)
+    stored, again, full = map(int, computed.groups())
+    assert stored == full > 1300
+    assert again < full - 1300 + 16  # the question, the answer, and what is no 16 tokens
+    assert "Of 8 tokens" in printed and "right answers" in printed
+
+
+def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(small, tmp_path):
+    example, found = load(ROOT / "examples" / "long_context.py"), {}
+    for budget in (1.0, 0.02):
+        words = {
+            "--model": small,
+            "--tokens": 1300,
+            "--questions": 2,
+            "--budget": budget,
+            "--store": tmp_path / "store",
+        }
+        words |= {"--process": "again", "--answers": tmp_path / f"{budget}.pt"}
+        arguments = example.arguments_of([str(word) for pair in words.items() for word in pair])
+        figures = example.answer_from_store(arguments)
+        assert figures["host_memory"] == figures["kv_bytes"] // 10
+        found[budget] = example.answer_with_all(arguments)
+    assert found[1.0]["same"] == found[1.0]["of"] == 32
+    assert found[1.0]["KL"] < 1e-8
+    assert found[0.02]["KL"] > 100 * max(found[1.0]["KL"], 1e-10)
+
+
+def test_facts_stand_in_the_text_where_they_are_said_to():
+    from transformers import AutoTokenizer
+
+    example = load(ROOT / "examples" / "long_context.py")
+    tokenizer = AutoTokenizer.from_pretrained(example.REFERENCE)
+    context, questions = example.prompts_for(tokenizer, example.arguments_of(["--tokens", "2000"]))
+    assert len(context) == 2000 and len(questions) == 6
+    for number, asked in enumerate(questions, start=1):
+        said = tokenizer.decode(context[2000 - asked.distance :])
+        assert said.startswith(tokenizer.decode(asked.ids).replace("<q>", "<is>") + asked.answer)
+        assert abs((2000 - asked.distance) / 2000 - number / 7) < 0.02
+    context, (asked,) = example.prompts_for(
+        tokenizer, example.arguments_of(["--tokens", "20000", "--question", "Who is she?"])
+    )
+    assert len(context) == 20000 and tokenizer.decode(asked.ids) == "Who is she?" and not asked.answer
+    for sentence, question, answer in example.facts_for({}, 3):  # for models that do not speak that language
+        assert f"{question.rpartition('Answer: ')[2]} {answer}." in sentence
+
+
 def save_tokenizer(folder):
     """Letters as tokens; enough for a text to become ids."""
     from tokenizers import Tokenizer, models, pre_tokenizers
