@@ -52,8 +52,7 @@ def in_pieces(
     sequence.stored_in_pieces = 0
     if end - found <= step:
         return
-    # the last piece is long enough to be computed exactly, where pieces are; what stands before it ends with 16 tokens
-    rest = max(request.must_compute, HASH_TOKENS, min(step - HASH_TOKENS, sequence.method.exact_from))
+    rest = max(request.must_compute, min(step // 2, sequence.method.observed))  # of the last piece, at least
     with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
         while end - found > step and tries:
             stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS

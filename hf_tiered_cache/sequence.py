@@ -93,6 +93,8 @@ class SequenceState:
                 partial(self.store.match, usable=self._usable_hashes, asking=self.recorder),
                 self._finder() if self.method.passages else None,
             )
+        if plan is not None and plan.budget_tokens is not None and self.stored_in_pieces:
+            plan = replace(plan, streamed=True)  # all pieces are exact, also the last one, however short
         for rows in found:
             for row in rows.rows:
                 self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)

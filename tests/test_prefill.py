@@ -83,14 +83,14 @@ def test_the_prompt_is_computed_as_at_once(family, tmp_path, pieces):
         close(ours, theirs)
 
 
-def test_the_last_piece_is_long_enough_to_be_exact(model, tmp_path, pieces):
-    """Also where the shortest that is takes most of a piece."""
+@pytest.mark.parametrize("exact_from", [0, 112, 500])
+def test_the_last_piece_is_exact_however_short(exact_from, model, tmp_path, pieces):
     ids = prompt(TOKENS)
     expected = model.generate(ids, past_key_values=DynamicCache(), **GREEDY)
     with KVStore(tmp_path, engine="posix") as store:
-        found, cache = ask(model, store, ids, KVDrive(0.2, local=16, prefill_tokens=PIECE, exact_from=112))
+        found, cache = ask(model, store, ids, KVDrive(0.2, local=16, prefill_tokens=PIECE, exact_from=exact_from))
     close(found.logits[0], expected.logits[0])
-    assert pieces == [128, 128, 128, 64, 124]
+    assert pieces == [128, 128, 128, 112, 76]
     assert cache.stats.tokens_stored == TOKENS // 16 * 16
 
 
