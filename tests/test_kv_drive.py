@@ -274,6 +274,10 @@ def test_settings_that_cannot_be(wrong):
         KVDrive(**wrong)
 
 
+def test_as_published():
+    assert KVDrive.paper(0.1, window=3) == KVDrive(0.1, index="clusters", exact_from=1, window=3)
+
+
 def test_by_name():
     assert make_method("kv_drive:budget=0.1:index=chunk_means") == KVDrive(budget=0.1, index="chunk_means")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry
@@ -96,6 +96,12 @@ class KVDrive(Method):
             raise ConfigError("ahead is not negative, and at least 1 to choose by")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
+
+    @classmethod
+    def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:
+        """As published: clusters of chunk means, and prompts that attend to all of what is stored before them."""
+        published: dict[str, Any] = {"index": "clusters", "exact_from": 1}
+        return cls(budget, **(published | settings))
 
     def token_budget(self, prefix_tokens: int) -> int:
         return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
