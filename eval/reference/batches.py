@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from transformers import Qwen2ForCausalLM
 
-from .language import LONG_KINDS, Language, Question
+from .language import LONG_KINDS, MOST, Language, Question
 from .recipes import Stage
 
-NOTHING, TEXT, COPY, ANY_OF = -1, -2, -3, -4
+NOTHING, TEXT, COPY = -1, -2, -3
 
 
 @dataclass
@@ -23,16 +23,17 @@ class Batch:
     """What to predict in each token's place: itself, but behind a copy what it stands for. Two hops that are asked for
     by the answer alone are not learned; with the first one asked for too, they are."""
     kind: torch.Tensor
-    """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, ANY_OF several values (learned, but not
-    counted), else they are of an answer to the kind of question of that number in `LONG_KINDS`."""
+    """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, else they are of an answer to the kind of
+    question of that number in `LONG_KINDS`."""
+    also: torch.Tensor
+    """`[rows, length, MOST - 1]`: what is to be as likely as the target, the other values of a key; else -1."""
 
 
 def learned_from(question: Question) -> tuple[tuple[int, ...], list[int]]:
-    """The tokens of an answer, and their kinds."""
-    number = LONG_KINDS.index(question.kind)
-    if question.kind == "values":  # the first of some in no order
-        return question.answer[:2], [ANY_OF, number]
-    return question.answer, [number] * len(question.answer)
+    """The tokens of an answer, and what is to be as likely as the first: the first tokens of other values."""
+    if question.kind == "values":
+        return question.answer[:2], list(question.answer[2::2])
+    return question.answer, []
 
 
 def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) -> Batch:
@@ -40,33 +41,45 @@ def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) 
     kinds = dict.fromkeys(stage.kinds, 1.0)
     ids = np.zeros((rows, stage.length), np.int64)
     targets, kind = ids.copy(), np.full((rows, stage.length), NOTHING, np.int64)
+    also = np.full((rows, stage.length, MOST - 1), -1, np.int64)
     for row in range(rows):
         questions = min(stage.questions, stage.length // 8)
-        context = language.context(rng, stage.length - 4 * questions, questions, kinds, stage.density, stage.repeats)
+        room = stage.length - 4 * questions
+        context = language.context(rng, room, questions, kinds, stage.density, stage.repeats, stage.most)
         flat = [token for document in context.documents for token in document]
         labels = np.where(context.is_text, TEXT, NOTHING).tolist()
         for question in context.questions:
-            answer, kinds_of_answer = learned_from(question)
-            flat += [*question.prompt, *answer]
-            labels += [NOTHING] * len(question.prompt) + kinds_of_answer
+            answer, others = learned_from(question)
+            flat += question.prompt
+            if len(flat) < stage.length:
+                also[row, len(flat), : len(others)] = others
+            flat += answer
+            labels += [NOTHING] * len(question.prompt) + [LONG_KINDS.index(question.kind)] * len(answer)
         count = min(len(flat), stage.length)
         ids[row, :count], kind[row, :count] = flat[:count], labels[:count]
         targets[row] = ids[row]
         copies = np.flatnonzero(context.meant >= 0)
         targets[row, copies + 1], kind[row, copies + 1] = context.meant[copies], COPY
-    return Batch(*map(torch.from_numpy, (ids, targets, kind)))
+    return Batch(*map(torch.from_numpy, (ids, targets, kind, also)))
 
 
 def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Mean loss on answers, mean loss on text, and the share of right answer tokens of each kind."""
+    """Mean loss on answers, mean loss on text, and the share of right answer tokens of each kind.
+
+    Where several are to be said, the share in which none is likelier than they are.
+    """
     device = model.device
     ids, kind = batch.ids.to(device), batch.kind.to(device)[:, 1:]
     with torch.autocast(device.type, torch.bfloat16):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         wanted = kind != NOTHING
         logits = model.lm_head(hidden[wanted])
-    targets, kinds = batch.targets.to(device)[:, 1:][wanted], kind[wanted]
-    each = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
-    right = logits.argmax(-1) == targets
+    targets, kinds = torch.cat([batch.targets.unsqueeze(2), batch.also], 2).to(device)[:, 1:][wanted], kind[wanted]
+    missing, count = targets < 0, (targets >= 0).sum(1)  # [wanted, MOST], [wanted]
+    likely = logits.float().log_softmax(-1)
+    chosen = likely.gather(1, targets.clamp(min=0))  # [wanted, MOST]
+    each = -chosen.masked_fill(missing, 0).sum(1) / count - count.log()  # 0 where all are equally likely
+    least = chosen.masked_fill(missing, torch.inf).min(1, keepdim=True).values
+    right = (likely >= least).sum(1) == count
     shares = {name: float(right[kinds == i].float().mean()) for i, name in enumerate(LONG_KINDS) if (kinds == i).any()}
     return each[kinds != TEXT].mean(), each[kinds == TEXT].mean(), shares

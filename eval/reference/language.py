@@ -7,7 +7,8 @@
   asked `<ex> word word`, answered `label`.
 - `back`: after another question, `<q> <last>`; answered as that one.
 - `values`: several facts about one key, far apart; asked `<q> key`, and the likeliest words are those that these
-  facts begin with. (To say one after another, and none twice, was not learned in 300 steps, and is not asked for.)
+  facts begin with. (To say one after another, and none twice, was not learned, and is not asked for: what looks a
+  key up attends to all its facts alike and to nothing that was answered, so nothing tells it what to leave out.)
 - `track`: a chain of copies, `<copy> key2 key1`, `<copy> key3 key2` and so on; asked about its last key, answered with
   the fact about its first.
 
@@ -37,7 +38,7 @@ LABELS = tuple(f"<l{i}>" for i in range(16))
 KINDS = ("fact", "alias", "hop", "shot", "back")
 LONG_KINDS = (*KINDS, "values", "track")
 MOST = 4
-"""Values of a key, and copies in a chain."""
+"""Values of a key, and copies in a chain, at most."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedTokenizerFast:
@@ -122,6 +123,7 @@ class Language:
         kinds: Mapping[str, float],
         density: tuple[float, float] = (0.3, 0.7),
         repeats: bool = False,
+        most: int = MOST,
     ) -> Context:
         """Draw documents of `tokens` tokens together, and at most so many questions.
 
@@ -129,8 +131,9 @@ class Language:
             kinds: how often each kind of question is asked, relative to the others.
             density: range of the share of tokens that statements take.
             repeats: whether the same may be asked again, and read off the first time.
+            most: values of a key, and copies in a chain; at least 2.
         """
-        said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds)
+        said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds, most)
         events = sorted(said.events, key=lambda event: event[0])
         documents, is_text = self._write(rng, [(mark, list(ids)) for _, mark, ids in events], tokens)
         return Context(
@@ -201,7 +204,9 @@ class Language:
 class _Said:
     """Statements, each with a time in [0, 1), whether it begins a document, and its tokens; what may be asked."""
 
-    def __init__(self, language: Language, rng: np.random.Generator, room: int, kinds: Mapping[str, float]) -> None:
+    def __init__(
+        self, language: Language, rng: np.random.Generator, room: int, kinds: Mapping[str, float], most: int
+    ) -> None:
         self.events: list[tuple[float, bool, tuple[int, ...]]] = []
         self.askable: dict[str, list] = {}
         self.stands_for: dict[int, int] = {}
@@ -216,7 +221,7 @@ class _Said:
             names.remove("shot")
         while room >= 6 and names and len(keys) > 2 and firsts:
             kind, time = rng.choice(names), float(rng.random())
-            count = 1 if kind == "hop" else int(rng.integers(2, MOST + 1)) if kind in ("values", "track") else 0
+            count = 1 if kind == "hop" else int(rng.integers(2, most + 1)) if kind in ("values", "track") else 0
             if kind in ("hop", "track") and (not facts or len(keys) < count or room < 3 * count):
                 kind = "fact"
             if kind == "values" and (len(firsts) < count or room < 4 * count):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .language import KINDS, LONG_KINDS
+from .language import KINDS, LONG_KINDS, MOST
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Stage:
     """After these the next length comes, learned or not: what is left is learned while the rates fall."""
     questions: int = 32
     """At most so many behind each context."""
+    most: int = MOST
+    """Values of a key, and copies in a chain."""
 
 
 @dataclass(frozen=True)

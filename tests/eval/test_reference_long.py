@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from eval.reference import train
 from eval.reference.asking import Asked, language_of, load
-from eval.reference.batches import ANY_OF, draw
+from eval.reference.batches import draw, losses
 from eval.reference.check import BARS, random_tenth
 from eval.reference.language import LONG_KINDS, MOST, Language
 from eval.reference.model import build, grown, sharing, unshared
@@ -129,18 +130,63 @@ def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp
     assert not (tmp_path / "run" / "model").exists()
 
 
-def test_any_value_of_a_key_is_learned_from(tokenizer, language):
+def test_all_values_of_a_key_are_learned_from(tokenizer, language):
     batch = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0)), 8)
     firsts = set(tokenizer.convert_tokens_to_ids([f"<a{i}>" for i in range(64)]))
-    found = (batch.kind == ANY_OF).nonzero().tolist()
+    found = (batch.also >= 0).any(2).nonzero().tolist()
     assert len(found) > 8
     for row, at in found:
-        key, first = batch.ids[row, at - 1].item(), batch.ids[row, at].item()
+        key, others = batch.ids[row, at - 1].item(), [token for token in batch.also[row, at].tolist() if token >= 0]
         said = batch.ids[row, : at - 2].tolist()
         values = [said[i + 1] for i, token in enumerate(said[:-1]) if token == key and said[i + 1] in firsts]
-        assert first in values
-        assert len(values) > 1
-        assert batch.kind[row, at + 1].item() in (LONG_KINDS.index("values"), -1)  # -1: the sequence ends
+        assert sorted([batch.targets[row, at].item(), *others]) == sorted(values)
+        assert 1 < len(values) == len(set(values)) <= MOST
+        assert batch.kind[row, at] == LONG_KINDS.index("values")
+
+
+def test_values_are_learned_when_all_are_as_likely_and_nothing_is_likelier(tokenizer, language):
+    """A stand-in for a model, which gives to each place the logits that are asked for."""
+
+    class Says(torch.nn.Module):
+        device = torch.device("cpu")
+
+        def __init__(self, logits: torch.Tensor) -> None:
+            super().__init__()
+            self.logits = logits
+
+        def model(self, input_ids, use_cache):
+            return SimpleNamespace(last_hidden_state=self.logits)
+
+        def lm_head(self, hidden):
+            return hidden
+
+    batch = draw(language, np.random.default_rng(0), Stage(256, ("fact", "values"), (0.9, 1.0)), 4)
+    logits = torch.full((*batch.ids.shape, 1339), -30.0)
+    right = torch.cat([batch.targets.unsqueeze(2), batch.also], dim=2)[:, 1:]
+    for row, at in (batch.kind[:, 1:] >= 0).nonzero().tolist():
+        logits[row, at, [token for token in right[row, at].tolist() if token >= 0]] = 0.0
+    answers, _, shares = losses(Says(logits), batch)
+    assert answers.abs() < 1e-3
+    assert shares == {"fact": 1.0, "values": 1.0}
+    uneven, between = logits.clone(), logits.clone()
+    for row, at in (batch.also[:, 1:] >= 0).any(2).nonzero().tolist():
+        for one in (uneven, between):
+            one[row, at, batch.targets[row, at + 1]] = 2.0  # likelier than the others: it costs, but all are found
+        between[row, at, 0] = 1.0  # what is no value is likelier than some
+    assert losses(Says(uneven), batch)[0] > 0.01
+    assert losses(Says(uneven), batch)[2]["values"] == 1.0
+    assert losses(Says(between), batch)[2]["values"] < 0.6  # second tokens are right
+    assert losses(Says(between), batch)[2]["fact"] == 1.0
+
+
+def test_chains_and_values_are_as_many_as_are_asked_for(tokenizer, language):
+    for most in (2, MOST):
+        counts = set()
+        for seed in range(10):
+            kinds = {"fact": 1.0, "values": 1.0, "track": 1.0}
+            context = language.context(np.random.default_rng(seed), 400, 40, kinds, (0.8, 0.9), most=most)
+            counts |= {question.statements for question in context.questions if question.kind != "fact"}
+        assert counts == set(range(2, most + 1))
 
 
 def test_asking_behind_a_context_is_asking_with_it(xs, context):
