@@ -79,6 +79,16 @@ _SETTLING = (
     Stage(1024, KINDS, (0.05, 0.7), most_steps=100, questions=64),
     Stage(4608, KINDS, (0.005, 0.6), questions=64),
 )
+_CHAINS = (
+    # a link at a time, and nothing else to learn: among all kinds, even chains of two are not learned in 400 steps
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, questions=12, most=2),
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=295, questions=12, most=3),
+    Stage(96, ("fact", "track"), (0.8, 1.0), 0.02, most_steps=486, questions=12),
+    Stage(192, LONG_KINDS, (0.5, 1.0), 0.0, most_steps=332, questions=24),
+    Stage(384, LONG_KINDS, (0.2, 0.8), 0.03, most_steps=100, questions=28),
+    Stage(1024, LONG_KINDS, (0.05, 0.7), 0.05, most_steps=120, questions=56),
+    Stage(4608, LONG_KINDS, (0.01, 0.6), 0.1, questions=72),
+)
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
     "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
@@ -86,5 +96,9 @@ SIZES = {
     # goes on from "long", without the kinds that it did not learn
     "long-settled": Size(
         128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
+    ),
+    # goes on from either, with the kinds that they did not learn
+    "long-chains": Size(
+        128, 4, 4, 384, 8, _CHAINS, 4608, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=325
     ),
 }
