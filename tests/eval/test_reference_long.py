@@ -142,6 +142,9 @@ def test_all_values_of_a_key_are_learned_from(tokenizer, language):
         assert sorted([batch.targets[row, at].item(), *others]) == sorted(values)
         assert 1 < len(values) == len(set(values)) <= MOST
         assert batch.kind[row, at] == LONG_KINDS.index("values")
+    few = draw(language, np.random.default_rng(0), Stage(256, LONG_KINDS, (0.9, 1.0), most=2), 8)
+    assert (batch.also >= 0).sum(2).max() == MOST - 1
+    assert (few.also >= 0).sum(2).max() == 1
 
 
 def test_values_are_learned_when_all_are_as_likely_and_nothing_is_likelier(tokenizer, language):
