@@ -157,17 +157,19 @@ class _Step:
     @cached_property
     def restored(self) -> Fetches:
         """What comes from the tiers."""
-        return self._fetched(lambda chunks, first: chunks < first)
+        return self._fetched(self.moves.fetched.chunks < self._first_computed)
 
     @cached_property
     def computed(self) -> Fetches:
         """What comes from where computed tokens lie."""
-        return self._fetched(lambda chunks, first: chunks >= first)
+        return self._fetched(self.moves.fetched.chunks >= self._first_computed)
 
-    def _fetched(self, mine: Callable[[np.ndarray, int], np.ndarray]) -> Fetches:
-        fetched = self.moves.fetched
-        those = mine(fetched.chunks, self.held.window.num_chunks if self.held.grown is None else self.held.grown.first)
-        return Fetches(*(each[those] for each in fetched))
+    @property
+    def _first_computed(self) -> int:
+        return self.held.window.num_chunks if self.held.grown is None else self.held.grown.first
+
+    def _fetched(self, those: np.ndarray) -> Fetches:
+        return Fetches(*(each[those] for each in self.moves.fetched))
 
 
 class WindowChoices:
