@@ -476,7 +476,7 @@ def test_twins_batches_and_beams_grow(early, model, tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, METHOD)
         rows = question(ids).repeat(2, 1)
-        kwargs = {"do_sample": False, "max_new_tokens": 100}
+        kwargs = {"do_sample": False, "max_new_tokens": 50}
         cache = TieredCache(model, store, method=METHOD, record=False)
         both = model.generate(rows, past_key_values=cache, **kwargs)
         assert cache.layers[0]._rows[0].grown is not None
