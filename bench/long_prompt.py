@@ -16,6 +16,7 @@ import resource
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -148,9 +149,8 @@ def compared(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
     }
 
 
-def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def run(arguments: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
     """All ways at all lengths, each in a process of its own."""
-    results = []
     for tokens in arguments.tokens:
         logits: dict[str, np.ndarray] = {}
         for way in arguments.ways:
@@ -162,9 +162,7 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             logits[way] = found.pop("logits")
             if "chunked" in logits:
                 found |= compared(logits[way], logits["chunked"])
-            results.append({"way": way, "tokens": tokens} | found)
-            print(results[-1], flush=True)
-    return results
+            yield {"way": way, "tokens": tokens} | found
 
 
 def report(document: dict[str, Any]) -> str:
@@ -199,14 +197,15 @@ def main() -> None:
     arguments = arguments_of()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
-        document = {
+        document: dict[str, Any] = {
             "machine": machine(CPU, folder),
             "options": {name: getattr(arguments, name) for name in OPTIONS},
-            "results": run(arguments, folder),
+            "results": [],
         }
-    text = report(document)
-    save(arguments.out, f"long-prompt-{Path(arguments.model).name}", document, text)
-    print(text)
+        for found in run(arguments, folder):  # what is measured is kept, whatever comes
+            document["results"].append(found)
+            save(arguments.out, f"long-prompt-{Path(arguments.model).name}", document, report(document))
+    print(report(document))
 
 
 if __name__ == "__main__":
