@@ -45,7 +45,7 @@ class KVDrive(Method):
         observed: of tokens that attend to all of it, the last so many choose what decoding begins with (Section 7.1).
         ahead: layers with full attention between a layer and the hidden states that its queries are predicted from
             while decoding, so that blocks are on their way before it asks, as far as the store's memory has room. It
-            changes nothing but the time: layers wait less, and choosing takes twice as long. 0 switches it off.
+            changes nothing but the time: layers wait less, and the CPU does more (`bench/lookahead.py`). 0: never.
             (Beyond the paper; the idea is InfiniGen's, Lee et al., OSDI 2024.)
         choose_ahead: whether the predicted queries choose, and the layer's own do not, as in InfiniGen: a baseline.
         extents: whether segments that were used, and whose index is kept, are cut as this method reads them and laid

@@ -2,7 +2,7 @@
 
 While decoding, what a layer has computed stands in its columns. When that is `INDEXED_TOKENS` more than the last ones
 that are attended to always, those in front leave the columns (KVDRIVE: the index grows while decoding). They are in no
-store: what stands behind a choice is no exact KV.
+store, since what stands behind a choice is no exact KV: the memory is the cache's own, beside the store's budgets.
 """
 
 from __future__ import annotations

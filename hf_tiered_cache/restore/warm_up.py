@@ -6,6 +6,7 @@ their layers; of the others as many as the host has room for are brought there, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,8 @@ from ..stats import StatsCollector
 from ..tiers.lease import BlockRequest
 from ..tiers.residency import Residency
 from .chosen import RowPrefix, restoring_groups
+
+logger = logging.getLogger("hf_tiered_cache")
 
 _SHARE = 0.9
 """Of host memory: the rest is for what is asked for meanwhile."""
@@ -80,8 +83,8 @@ def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRe
     try:
         lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
         lease.wait()
-    except (TieredCacheError, OSError, MemoryError):  # counted, and reported, by whoever needs it
-        pass
+    except (TieredCacheError, OSError, MemoryError) as error:  # whoever needs it asks again, counts it and reports it
+        logger.info("chunks that are likely to be wanted are not brought to the host: %s", error)
     finally:
         if lease is not None:
             lease.release()

@@ -32,8 +32,8 @@ from .live import LayerAhead, Rotate
 from .lookahead import FetchAhead
 
 MICRO_BATCH = 8
-"""Rows that are ranked together, before their blocks are asked for (the paper's Section 6.1). Eight rows in two halves
-waited 33 ms a token for a disk instead of 43, but took 30 to 40 ms more of the CPU, which reads by batches."""
+"""Rows that are ranked together, before their blocks are asked for (the paper's Section 6.1). Fewer overlap more with
+the reads of others, and cost more of the CPU, by batch."""
 
 
 @dataclass(eq=False)
