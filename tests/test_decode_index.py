@@ -12,7 +12,7 @@ from hf_tiered_cache.select import DECODE_INDEXES
 from hf_tiered_cache.select import decode_index as shared
 from hf_tiered_cache.select.chunk_means import ChunkMeanIndex
 from hf_tiered_cache.select.clusters import ClusterIndex
-from hf_tiered_cache.select.decode_index import best_first, rank
+from hf_tiered_cache.select.decode_index import best_first, best_named, rank
 from hf_tiered_cache.select.kmeans import nearest, segmented_kmeans, spherical_step, strided_directions
 from hf_tiered_cache.select.page_bounds import PageBoundsIndex
 from hf_tiered_cache.select.random_chunks import RandomIndex
@@ -290,6 +290,24 @@ def test_of_equals_the_first_wins():
         assert best_first(scores, count).tolist() == expected[:, :count].tolist()
     index = PageBoundsIndex.build(torch.ones(1, 32, 4), 4)
     assert rank([index, index], torch.ones(2, 1, 4), None, 16)[0].tolist() == [list(range(16))]
+
+
+def test_the_best_are_the_same_by_either_way_of_selecting(monkeypatch):
+    """On a device by topk, on the CPU by NumPy: names and scores, with equals, zeros of both signs and -inf."""
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(3, 200, generator=generator).mul_(4).round_().div_(2)  # many are equal
+    scores[:, ::17] = -math.inf
+    names = torch.stack([torch.randperm(1 << 20, generator=generator)[:200] for _ in range(3)])
+    for count in (0, 1, 57, 199, 200):
+        found = best_named(scores, names, count)
+        for row in range(3):
+            expected = sorted(range(200), key=lambda i: (-scores[row, i].item(), names[row, i].item()))[:count]
+            assert found[0][row].tolist() == names[row, expected].tolist()
+            assert found[1][row].tolist() == scores[row, expected].tolist()
+        with monkeypatch.context() as patch:
+            patch.setattr(shared, "_largest_on_cpu", shared._largest_on_device)
+            again = best_named(scores, names, count)
+        assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
 
 
 def test_what_gets_next_to_nothing_keeps_its_rank():

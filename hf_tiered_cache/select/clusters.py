@@ -26,6 +26,7 @@ from torch.nn.functional import normalize
 from .decode_index import (
     DecodeIndex,
     best_first,
+    best_named,
     head_slices,
     joined,
     log_attention,
@@ -63,7 +64,7 @@ class ClusterIndex(DecodeIndex):
     """Clusters are looked into until they have so many times the chunks to choose; 1 to take them whole."""
 
     def __post_init__(self) -> None:
-        _ = self.largest  # waits for the device: now, not when a query comes
+        _ = self.largest, self.has_empty  # waits for the device: now, not when a query comes
 
     @classmethod
     def build(
@@ -102,9 +103,19 @@ class ClusterIndex(DecodeIndex):
         return self.chunk_order.shape[1]
 
     @cached_property
+    def sizes(self) -> torch.Tensor:
+        """int32 `[kv_heads, clusters]`: chunks of each."""
+        return self.starts.diff(dim=1)
+
+    @cached_property
     def largest(self) -> int:
         """Chunks of the largest cluster."""
-        return int(self.starts.diff(dim=1).max())
+        return int(self.sizes.max())
+
+    @cached_property
+    def has_empty(self) -> bool:
+        """Whether a cluster has none."""
+        return int(self.sizes.min()) == 0
 
     def order(self) -> torch.Tensor:
         """Cluster after cluster, each followed by that of the others whose centroid is most like its own.
@@ -133,27 +144,27 @@ class ClusterIndex(DecodeIndex):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # of each index, and all there are
         chunk_order, starts = _side_by_side(indexes)
-        sizes = starts.diff(dim=1)
+        sizes = indexes[0].sizes if len(indexes) == 1 else starts.diff(dim=1)
         query = cls._as_compared(query)
-        weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, sizes == 0)
+        absent = sizes == 0 if any(index.has_empty for index in indexes) else None
+        weights, totals = log_attention(query, [index.centroids for index in indexes], scaling, absent)
 
         wanted = min(count * cls.candidates, firsts[-1])
         best = best_first(weights, min(wanted, weights.shape[1]))  # [kv_heads, clusters that may be needed]
-        ends = sizes.gather(1, best).cumsum(1)
+        of_best = sizes.gather(1, best)
+        ends = of_best.cumsum(1)
         slots = min(wanted + max(index.largest for index in indexes) - 1, firsts[-1])
         place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
         nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: of which of the best clusters
         beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster behind those that are wanted
         nth.clamp_(max=ends.shape[1] - 1)
-        cluster = best.gather(1, nth)
-        inside = place - (ends.gather(1, nth) - sizes.gather(1, cluster))
-        at = (starts.gather(1, cluster) + inside).clamp_(max=firsts[-1] - 1)
-        chunks = chunk_order.gather(1, at).long()  # [kv_heads, slots]
+        shift = starts.gather(1, best) - ends.sub_(of_best)  # from a place to its chunk's in `chunk_order`
+        chunks = chunk_order.gather(1, place.add_(shift.gather(1, nth)).clamp_(max=firsts[-1] - 1)).long()
         if cls.candidates > 1:
-            chunks = chunks.masked_fill_(beyond, firsts[-1]).sort(dim=1).values  # so that of equals the first wins
             rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
-            best = best_first(rating.masked_fill_(chunks == firsts[-1], -torch.inf), count)
-            return chunks.gather(1, best), rating.gather(1, best).clamp_(max=_MOST).exp_()
+            chunks, rating = best_named(rating.masked_fill_(beyond, -torch.inf), chunks, count)
+            return chunks, rating.clamp_(max=_MOST).exp_()
+        cluster = best.gather(1, nth)
         if all(index.representatives is not None for index in indexes):
             nth.masked_fill_(beyond, ends.shape[1])
             rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
@@ -199,7 +210,8 @@ def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], 
     heads = torch.arange(len(chunks), device=chunks.device)[:, None]
     for index, first in zip(indexes, firsts, strict=False):
         assert index.representatives is not None
-        rows = (chunks - first).clamp_(0, index.chunks - 1) + heads * index.chunks
+        mine = chunks if len(indexes) == 1 else (chunks - first).clamp_(0, index.chunks - 1)
+        rows = mine + heads * index.chunks
         some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # faster than gather by far
         some = some.unflatten(0, chunks.shape)
         found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
