@@ -17,8 +17,9 @@ from hf_tiered_cache.methods import KVDrive, make_method
 from hf_tiered_cache.restore import grown, window
 from hf_tiered_cache.restore.window import WindowChoices
 from hf_tiered_cache.select import DECODE_INDEXES
-from hf_tiered_cache.select.by_index import ByIndex
+from hf_tiered_cache.select.by_index import ByIndex, Span
 from hf_tiered_cache.select.decode_index import rank
+from hf_tiered_cache.sources.buffer import KVBuffer
 
 METHOD = KVDrive(budget=0.2, local=16)
 TOKENS = 400
@@ -532,3 +533,20 @@ def test_a_conversation_goes_on_in_the_cache_and_out_of_the_store(model, tmp_pat
         _, other = ask(model, store, again, METHOD)
         assert other.stats.tokens_restored == TOKENS
         assert other.stats.tokens_computed == again.shape[1] - TOKENS + answered.sequences.shape[1] - TOKENS - 24 - 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_chunks_of_all_heads_are_rows_of_one_matrix(size):
+    """Of any buffer, whatever it was asked to hold: what moves, moves in whole chunks."""
+    buffer = KVBuffer()
+    for count in (101, 7, 350):
+        buffer.extend(torch.empty(2, 3, 1, 5), torch.empty(2, 3, 1, 8), count)
+        for held in buffer._views():
+            held.copy_(torch.arange(held.numel()).view(held.shape))
+            span = Span(tokens=1000, first=16, last=21, chunks=64 // size, chunk_tokens=size)
+            rows, apart = window._chunk_rows(held[1], span)
+            for head in range(3):
+                for chunk in range(span.chunks):
+                    first = span.first + chunk * size
+                    expected = held[1, head, first : first + size].flatten()
+                    assert rows[head * apart + chunk].tolist() == expected.tolist()

@@ -277,36 +277,37 @@ class WindowChoices:
         rotate_: Rotate,
     ) -> None:
         """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
-        span, moves, device = step.span, step.moves, keys.device
-        held, size = step.held, span.chunk_tokens
+        held, span, moves, device = step.held, step.span, step.moves, keys.device
+        size, (brought, set_aside) = span.chunk_tokens, (moves.brought, moves.set_aside)
+        restored, computed = step.restored, step.computed
         *came, order = self._gather(step, layer, keys, values, rotate_)
-        fetched = Fetches(*(each[order] for each in step.restored))
-        if held.grown is not None and len(step.computed.chunks):
-            more = held.grown.get(step.computed.heads, step.computed.chunks, device)
-            came = [torch.cat(pair) for pair in zip(came, more, strict=True)]
-            fetched = Fetches(*map(np.concatenate, zip(fetched, step.computed, strict=True)))
-        brought, set_aside = moves.brought, moves.set_aside
         if held.aside is None and held.window.num_slots:
             slots = held.window.num_slots
             held.aside = (
                 keys.new_empty(slots, size, keys.shape[2]),
                 values.new_empty(slots, size, values.shape[2]),
             )
+        targets = [_chunk_rows(tensor, span) for tensor in (keys, values)]
+        apart = targets[0][1]  # rows from head to head, of both
         where = [
-            *(brought.heads, brought.columns, brought.slots),
-            *(set_aside.heads, set_aside.columns, set_aside.slots),
-            *(fetched.heads, fetched.columns),
+            *(brought.heads * apart + brought.columns, brought.slots),
+            *(set_aside.heads * apart + set_aside.columns, set_aside.slots),
+            (restored.heads * apart + restored.columns)[order],
+            computed.heads * apart + computed.columns,
         ]
         at = to_device(np.concatenate(where), device).split([len(each) for each in where])
-        b_head, b_column, b_slot, s_head, s_column, s_slot, f_head, f_column = at
-        for index, target in enumerate((keys, values)):
-            columns = target[:, span.first : span.first + span.chunks * size].unflatten(1, (span.chunks, size))
+        b_row, b_slot, s_row, s_slot, r_row, c_row = at
+        more = held.grown.get(computed.heads, computed.chunks, device) if held.grown and len(c_row) else None
+        for index, (rows, _) in enumerate(targets):
             if held.aside is not None:
-                aside, out = held.aside[index], columns[s_head, s_column]
-                columns[b_head, b_column] = aside.index_select(0, b_slot)
+                aside = held.aside[index].flatten(1)
+                out = rows.index_select(0, s_row)
+                rows.index_copy_(0, b_row, aside.index_select(0, b_slot))
                 aside.index_copy_(0, s_slot, out)
-            if len(fetched.heads):
-                columns[f_head, f_column] = came[index]
+            if len(r_row):
+                rows.index_copy_(0, r_row, came[index].flatten(1))
+            if more is not None:
+                rows.index_copy_(0, c_row, more[index].flatten(1))
         held.window.commit(moves)
 
     def _gather(
@@ -337,6 +338,19 @@ class WindowChoices:
         came_keys, positions = came_keys.contiguous(), _each_token(fetched.chunks[order] * size, size)
         rotate_(came_keys.view(1, -1, came_keys.shape[2]), positions.reshape(1, -1), prefix.tokens)
         return came_keys, came_values, order
+
+
+def _chunk_rows(columns: torch.Tensor, span: Span) -> tuple[torch.Tensor, int]:
+    """The chosen chunks in `[kv_heads, columns, dim]`, a row for each, so that any of any heads move in one step.
+
+    Returns:
+        A view `[rows, chunk_tokens * dim]` that begins with the first head's, and how many rows on the next head's are.
+    """
+    length = span.chunk_tokens * columns.shape[2]
+    apart, rest = divmod(columns.stride(0), length)
+    assert not rest and columns[0].is_contiguous(), "a buffer holds whole chunks"
+    count = (len(columns) - 1) * apart + span.chunks
+    return columns.as_strided((count, length), (length, 1), columns[0, span.first].storage_offset()), apart
 
 
 def _gather_tokens(

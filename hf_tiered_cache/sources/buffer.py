@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..geometry import HASH_TOKENS
 from ..store.memory import HUGE_PAGE, aligned_bytes
 
 _HEADROOM = 64
@@ -128,7 +129,7 @@ class KVBuffer:
 def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
     """A buffer with room for `count` more columns than are held, and for as many again while decoding."""
     room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
-    buffer = _empty(like, like.shape[0], room)
+    buffer = _empty(like, like.shape[0], room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
     if held is not None and columns:
         buffer[:, :, :columns] = held
     return buffer
