@@ -155,6 +155,15 @@ class SegmentShape:
         return block_groups(self.layout, self.geometry)
 
     @cached_property
+    def restoring_groups(self) -> dict[int, list[BlockGroup]]:
+        """By layer the block groups that it is restored from: a decoded token asks at each layer."""
+        found: dict[int, list[BlockGroup]] = {}
+        for group in self.block_groups:
+            for layer in () if group.identifies else group.layers:
+                found.setdefault(layer, []).append(group)
+        return found
+
+    @cached_property
     def codec(self) -> Codec:
         """What stands between tensors and the bytes of blocks."""
         return make_codec(self.geometry.codec)

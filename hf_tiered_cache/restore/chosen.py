@@ -126,11 +126,8 @@ def parts_of(block_group: BlockGroup, layer: int, name: str) -> Iterator[Part]:
 
 def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
     """The block groups of a segment that these layers restore from."""
-    return [
-        block_group
-        for block_group in shape.block_groups
-        if not block_group.identifies and not set(block_group.layers).isdisjoint(layers)
-    ]
+    found = {group.index: group for layer in layers for group in shape.restoring_groups.get(layer, ())}
+    return [found[index] for index in sorted(found)]
 
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
