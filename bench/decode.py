@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python bench/decode.py                          # Qwen2.5-0.5B's shape, 4 of its layers
     PYTHONPATH=. python bench/decode.py --layers 24 --contexts 131072 --batches 1
+    PYTHONPATH=. python bench/decode.py --contexts 8192 32768 --batches 4 8 --disk-bandwidth 5e8 --tokens 4 --turns 2
 
 Random weights of a known shape; `--layers` takes fewer layers, and of the vocabulary the same part. No model has read
 the contexts: their KV is made (see `synthetic_kv.py`), written into a store as a cache would write it, and found there
@@ -23,7 +24,9 @@ With memory alone all of the KV lies in host memory. With a disk the host holds 
 own, and the rest is read past the page cache; `--disk-bandwidth` emulates a slower disk. Bytes moved are those of
 blocks that a token brought from host memory or disk. Time is split by what the cache's statistics say: select
 (ranking, and what moves), wait (for reads), fetch (the rest of what the cache does), compute (the rest of the pass).
-CPU is the time of all threads on processors, which others on the machine change less.
+CPU is the time of all threads on processors, which others on the machine change less. Choosing and moving is many small
+steps; where others want the processors, too, PyTorch's threads wait for each other at each of them, so that
+`--threads 1` is the faster.
 """
 
 from __future__ import annotations
@@ -75,19 +78,27 @@ SYSTEMS = (FULL, OFFLOADED, OFFLOAD, *methods(0.5))
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="of the model")
     parser.add_argument("--layers", type=int, default=4, help="of the shape's; 0 for all")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--device", default="cpu", help="that the model runs on")
     parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768, 131072], help="tokens, in 16s")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
-    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK])
-    parser.add_argument("--systems", choices=SYSTEMS, nargs="+", default=list(SYSTEMS))
-    parser.add_argument("--budget", type=float, default=0.0156)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="rows, a context each")
+    parser.add_argument("--places", choices=(MEMORY, DISK), nargs="+", default=[MEMORY, DISK], help="of the KV")
+    parser.add_argument(
+        "--systems",
+        choices=SYSTEMS,
+        nargs="+",
+        default=list(SYSTEMS),
+        metavar="SYSTEM",
+        help=f"of: {'; '.join(SYSTEMS)}",
+    )
+    parser.add_argument("--budget", type=float, default=0.0156, help="share of the context that is attended to")
     parser.add_argument("--tokens", type=int, default=8, help="decoded by each system in each turn")
     parser.add_argument("--turns", type=int, default=4, help="that count; there is one more before")
     parser.add_argument("--host-share", type=float, default=0.25, help="of the KV, in host memory beside a disk")
-    parser.add_argument("--disk-bandwidth", type=float, help="bytes per second of an emulated disk")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--disk-bandwidth", type=float, help="bytes per second of an emulated disk, such as 5e8")
+    parser.add_argument("--threads", type=int, help="that PyTorch computes with, for all systems; else as it chooses")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="a folder for the results")
     return parser.parse_args(argv)
 
 
@@ -299,6 +310,8 @@ def report(document: dict[str, Any]) -> str:
 
 def main() -> None:
     arguments = arguments_of()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
     device = torch.device(arguments.device)
     model = build(arguments.shape, torch.float32, device, layers=arguments.layers or None)
     layers, most = model.config.num_hidden_layers, arguments.tokens * (arguments.turns + 1)
