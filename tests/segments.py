@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
 import torch
+from drawn_faults import du
 
 from hf_tiered_cache.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
 from hf_tiered_cache.shape import SegmentShape
@@ -102,3 +107,26 @@ def runs_of(lease):
     """The runs of blocks that a lease of one request has brought."""
     (leased,) = lease.leased
     return leased.arrived.runs()
+
+
+def written_at_once(root: Path, limit: int, writers: int, each: str) -> int:
+    """Most bytes that a store's folder has while several processes publish 12 segments each, with `limit` as quota.
+
+    Args:
+        each: what is done for the segment of number `i`, with the store `s` and the process's number `n`.
+    """
+    code = (
+        "import sys; sys.path[:0] = [sys.argv[2]]\n"
+        "from pathlib import Path; from segments import *\n"
+        "s, n = open_store(Path(sys.argv[1]), quota=int(sys.argv[4])), sys.argv[3]\n"
+        f"for i in range(12):\n{indent(each, '    ')}"
+    )
+    arguments = [sys.executable, "-c", code, str(root), os.path.dirname(__file__)]
+    processes = [subprocess.Popen([*arguments, str(number), str(limit)]) for number in range(writers)]
+    most = 0
+    while any(process.poll() is None for process in processes):
+        if root.exists():
+            most = max(most, du(root))
+        time.sleep(0.002)
+    assert [process.returncode for process in processes] == [0] * writers
+    return most

@@ -17,7 +17,7 @@ from drawn_faults import Faults, du
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_backend import MemoryBackend
-from segments import hashes, open_store, read_back, segment, store_over
+from segments import hashes, open_store, read_back, segment, store_over, written_at_once
 from test_forged import ODD, places
 
 from hf_tiered_cache.geometry import Geometry
@@ -278,26 +278,13 @@ def test_what_is_kept_counts_in_the_quota_and_is_evicted_with_its_segment(tmp_pa
 
 
 def test_several_processes_keep_within_one_quota(tmp_path):
-    limit = 900_000
-    code = (
-        "import sys; sys.path[:0] = [sys.argv[2]]\n"
-        "from pathlib import Path; from segments import *\n"
-        "s = open_store(Path(sys.argv[1]), quota=int(sys.argv[4]))\n"
-        "for i in range(12):\n"
-        "    s.publish(*segment(hashes(2, sys.argv[3] + str(i))))\n"
-        "    for row in s.index.rows()[-1:]:\n"
-        "        r = s.reader(row.id)\n"
-        "        if r: s.beside.keep(r, 'index', {'of': torch.ones(20_000)}, {})\n"
+    each = (
+        "s.publish(*segment(hashes(2, n + str(i))))\n"
+        "for row in s.index.rows()[-1:]:\n"
+        "    r = s.reader(row.id)\n"
+        "    if r: s.beside.keep(r, 'index', {'of': torch.ones(20_000)}, {})\n"
     )
-    arguments = [str(tmp_path / "store"), os.path.dirname(__file__)]
-    processes = [subprocess.Popen([sys.executable, "-c", code, *arguments, str(i), str(limit)]) for i in range(2)]
-    most = 0
-    while any(p.poll() is None for p in processes):
-        if (tmp_path / "store" / "beside").exists():
-            most = max(most, du(tmp_path / "store"))
-        time.sleep(0.005)
-    assert [p.returncode for p in processes] == [0] * 2
-    assert 0 < most <= limit
+    assert 0 < written_at_once(tmp_path / "store", 900_000, 2, each) <= 900_000
     assert open_store(tmp_path / "store").beside.sizes()
 
 

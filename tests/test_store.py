@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from segments import hashes, open_store, read_back, segment
+from segments import hashes, open_store, read_back, segment, written_at_once
 
 from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
 from hf_tiered_cache.store import folder, maintain
@@ -481,23 +481,8 @@ def du_of_one(root):
 
 
 def test_several_processes_share_one_quota(tmp_path):
-    size = du_of_one(tmp_path / "probe")
-    limit = 5 * size + 500_000
-    code = (
-        "import sys; sys.path[:0] = [sys.argv[2]]\n"
-        "from pathlib import Path; from segments import *\n"
-        "s = open_store(Path(sys.argv[1]), quota=int(sys.argv[4]))\n"
-        "for i in range(12): s.publish(*segment(hashes(4, sys.argv[3] + str(i))))\n"
-    )
-    arguments = [str(tmp_path / "store"), os.path.dirname(__file__)]
-    processes = [subprocess.Popen([sys.executable, "-c", code, *arguments, str(i), str(limit)]) for i in range(3)]
-    most = 0
-    while any(p.poll() is None for p in processes):
-        if (tmp_path / "store" / "segments").exists():
-            most = max(most, du(tmp_path / "store"))
-        time.sleep(0.002)
-    assert [p.returncode for p in processes] == [0] * 3
-    assert 0 < most <= limit
+    limit = 5 * du_of_one(tmp_path / "probe") + 500_000
+    assert 0 < written_at_once(tmp_path / "store", limit, 3, "s.publish(*segment(hashes(4, n + str(i))))\n") <= limit
 
 
 def test_a_segment_over_the_whole_quota_is_dropped_and_evicts_nothing(tmp_path):

@@ -23,6 +23,7 @@ from hf_tiered_cache.restore.window import WindowedSelection
 from hf_tiered_cache.tiers import window_sizes
 from hf_tiered_cache.tiers.window import Window
 from hf_tiered_cache.tiers.window_sizes import (
+    Trace,
     WindowProfile,
     exhaustive_sizes,
     greedy_sizes,
@@ -361,3 +362,19 @@ def test_sizes_given_by_hand(model, profiled, windows):
 def test_what_cannot_be_profiled_is_refused(settings, says, model, tmp_path):
     with KVStore(tmp_path, engine="posix") as store, pytest.raises(ConfigError, match=says):
         store.profile_windows(model, prompt(464), progress=False, **settings)
+
+
+def test_a_trace_repeats_a_chosen_candidate_where_a_step_had_fewer():
+    trace, rng = Trace(), np.random.default_rng(0)
+    steps = [np.stack([rng.permutation(20)[:count] for _ in range(2)]) for count in (3, 7, 5, 7)]  # [heads, M]
+    for pool in steps:
+        for layer in (4, 1):
+            trace(layer, pool + layer)
+    pools = trace.pools()
+    assert pools.shape == (4, 2, 2, 7)
+    assert trace.layers == (1, 4)
+    for step, pool in enumerate(steps):
+        for number, layer in enumerate((1, 4)):
+            found, count = pools[step, number], pool.shape[1]
+            assert (found[:, :count] == pool + layer).all()
+            assert (found[:, count:] == pool[:, :1] + layer).all()
