@@ -68,7 +68,7 @@ class SequenceState:
         """The tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
-        """Whether it holds what no exact cache would."""
+        """Whether it holds a selection of its tokens, or what no cache of its method's provenance would."""
         self.stored_in_pieces = 0
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
@@ -149,23 +149,24 @@ class SequenceState:
             tokens_computed=rows * columns - padding - restored,
             tokens_attended=attended - min(before, attended),
         )
-        if plan is not None and not plan.exact:
+        approximations = self.method.records_approximations
+        if plan is not None and not (plan.exact or approximations):
             self.recorder.enabled = False
         computed = columns if plan is None else len(plan.computed[0])
         self.recorder.end(request.ids, computed, request.revocable)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
-        self.approximate |= plan is not None and not (plan.exact and plan.budget_tokens is None)
+        self.approximate |= plan is not None and (plan.budget_tokens is not None or not (plan.exact or approximations))
         prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
         least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
-        if self.recorder.unsealed >= (HASH_TOKENS if self.approximate else least):
+        if self.recorder.unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself goes on
                 logger.warning("%s: what is computed from here on is not stored", error)
                 self.recorder.enabled = False
-        if self.approximate:
+        if self.approximate and not approximations:
             self.recorder.enabled = False
         return ""
 

@@ -160,7 +160,8 @@ class Serving:
     ) -> Any:
         """Run the model on what the plan has computed."""
         recorder = sequence.recorder
-        records = recorder.enabled and (plan is None or (plan.suffix is not None and plan.exact))
+        knows = plan is None or plan.exact or sequence.method.records_approximations
+        records = recorder.enabled and knows and (plan is None or plan.suffix is not None)
         first = sequence.columns + (0 if plan is None else plan.suffix or 0)
         own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
         if plan is None:

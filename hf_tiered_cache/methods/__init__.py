@@ -42,6 +42,7 @@ __all__ = [
     "Method",
     "Passages",
     "Recompute",
+    "describe_method",
     "make_method",
 ]
 
@@ -79,6 +80,14 @@ def make_method(method: Method | str | None) -> Method:
             kind_of = type(known[key].default).__name__
             raise ConfigError(f"{key} of {name} is of type {kind_of}, not {value!r}") from None
     return kind(**chosen)
+
+
+def describe_method(method: Method) -> str:
+    """What `make_method` takes for a method: its name, and what differs from its defaults."""
+    name = next((name for name, kind in METHODS.items() if kind is type(method)), type(method).__name__)
+    said = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
+    values = ((option, getattr(method, option.name)) for option in said)
+    return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])
 
 
 def _read(text: str, option: Field) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from ..select.selector import Selector
 from ..shape import SegmentShape
 from ..sources import DenseSource, SelectedSource
 from ..store.format import EXACT
+
+if TYPE_CHECKING:
+    from ..store.disk import SegmentStore
 
 DEFAULT_BUDGET = 0.25
 """Share of the prefix that methods with a budget attend to, unless told otherwise."""
@@ -74,6 +77,29 @@ class Method:
     def provenance(self) -> str:
         """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
         return coded_provenance(EXACT, self.geometry.codec)
+
+    @property
+    def records_approximations(self) -> bool:
+        """Whether what is computed behind approximate KV is stored: under a provenance that no exact look-up sees."""
+        return self.provenance != coded_provenance(EXACT, self.geometry.codec)
+
+    def for_conversation(self, name: str) -> Method:
+        """This method for one conversation. Where KV is not to be shared with others, the provenance names whose it is.
+
+        Args:
+            name: of the conversation, 32 hexadecimal digits (see `conversation_name`).
+        """
+        return self
+
+    def compact(self, disk: SegmentStore, segments: Sequence[str]) -> bool:
+        """A conversation goes idle: lay the segments that hold it, in order, out anew, as it is to come back.
+
+        The old ones stay until the new ones are whole on disk: the process may be killed at any moment.
+
+        Returns:
+            Whether other segments hold it now.
+        """
+        return False
 
     def coded(self, codec: str) -> Method:
         """This method with the store's codec, if it names none of its own."""
