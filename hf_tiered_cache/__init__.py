@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .errors import (
         CacheMismatchError,
         ConfigError,
+        ConversationInUseError,
         EngineUnavailableError,
         FormatError,
         IntegrityError,
@@ -36,6 +37,7 @@ __all__ = [
     "METHODS",
     "CacheMismatchError",
     "ConfigError",
+    "ConversationInUseError",
     "EngineUnavailableError",
     "Exact",
     "FormatError",

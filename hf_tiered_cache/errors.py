@@ -6,6 +6,8 @@ nothing were stored. What raises is a mistake that only the caller can mend.
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Hashable
 
 
@@ -35,6 +37,19 @@ class StoreClosedError(StoreError):
 
 class StoreBusyError(StoreError):
     """Another process or thread holds the store's lock and does not let go of it."""
+
+
+class ConversationInUseError(StoreError):
+    """Another process, or a newer cache of this one, goes on with the conversation. Nothing is lost on either side."""
+
+    def __init__(self, conversation: str, pid: int | None, since: float | None) -> None:
+        who = "another process" if pid is None else f"process {pid}"
+        do = "suspend it there, or end that process"
+        if pid == os.getpid():
+            who, do = "a newer cache of this process", "go on with that one, or call its suspend()"
+        when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
+        super().__init__(f"the conversation {conversation!r} is in use by {who}{when}; {do}, and try again")
+        self.conversation, self.pid, self.since = conversation, pid, since
 
 
 class EngineUnavailableError(StoreError):

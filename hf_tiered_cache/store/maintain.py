@@ -60,6 +60,8 @@ class GcReport:
     temporary_bytes: int = 0
     """What dead writers left unfinished, and what lay beside segments that are gone."""
     evicted: int = 0
+    conversations: int = 0
+    """Those of which nothing is left."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -10,12 +10,14 @@ import resource
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .database import Database
+    from .ownership import Ownership
     from .segment import SegmentReader
 
 _MOST_OPEN_SEGMENTS = 256
@@ -27,6 +29,8 @@ class _Process:
         self.lock = threading.RLock()  # of the segments; finalizers enter it too
         self.opening = threading.RLock()  # of the databases
         self.databases: dict[Path, Database] = {}
+        self.owning = threading.RLock()  # of the conversations
+        self.conversations: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
         self.segments: OrderedDict[tuple[object, str], SegmentReader] = OrderedDict()
 
 
@@ -62,6 +66,14 @@ def release_database(database: Database) -> None:
         if ours and not database.users:  # else it is the parent's
             del process.databases[ours[0]]
             database.close()
+
+
+@contextmanager
+def ownerships() -> Iterator[MutableMapping[Path, Ownership]]:
+    """The conversations that this process goes on with, by the path of their lock, for this thread alone."""
+    process = _process()
+    with process.owning:
+        yield process.conversations
 
 
 class OpenSegments:

@@ -1,0 +1,318 @@
+"""Conversations of a store: a small record of each, and the lock of whoever goes on with one. Knows no KV.
+
+<root>/conversations/<name>.json   which segments a conversation lies in, and what else is known of it
+<root>/conversations/<name>.lock   held (flock) by the process that goes on with it; says which, and since when
+
+The name is a hash of the id. A record can be lost, or be out of date, without harm: segments are found by their tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, FormatError, NewerFormatError
+from .catalogue import SegmentRow
+from .files import LOCK_SUFFIX, allocate, fsync, open_file, open_regular, read_all, write_all
+from .ownership import Holder, Ownership, holder_of, lock_file
+
+FOLDER = "conversations"
+FORMAT_VERSION = 1
+MOST_LETTERS = 200
+"""Of an id."""
+_SUFFIX, _PARTIAL = ".json", ".partial"
+_MOST_BYTES = 16 << 20
+_NAME = re.compile("[0-9a-f]{32}")
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
+
+
+def conversation_name(conversation_id: str) -> str:
+    """32 hexadecimal digits that stand for a conversation's id. Raises ConfigError: it can be none."""
+    letters = len(conversation_id) if isinstance(conversation_id, str) else 0
+    if not 0 < letters <= MOST_LETTERS:
+        raise ConfigError(f"a conversation's id is a text of 1 to {MOST_LETTERS} letters, not {conversation_id!r:.80}")
+    try:
+        return hashlib.blake2b(conversation_id.encode(), digest_size=16).hexdigest()
+    except UnicodeEncodeError:
+        raise ConfigError(f"the conversation's id {conversation_id!r} is not valid Unicode") from None
+
+
+@dataclass(frozen=True)
+class ConversationRecord:
+    """What is kept of a conversation when it is suspended."""
+
+    id: str
+    fingerprint: str
+    """Of the model that computed it."""
+    provenance: str
+    """How: its segments are found under this one alone."""
+    method: str
+    """In words, as `make_method` takes it."""
+    segments: tuple[str, ...]
+    """In which it lies, in order."""
+    tokens: int
+    """That are stored."""
+    turns: int
+    created: float
+    suspended: float
+    """When it was last, in Unix seconds."""
+    nbytes: int
+    """Of its segments on disk, then."""
+    model: Mapping[str, str] = field(default_factory=dict)
+    """What is known of the model, in words."""
+
+    def encode(self) -> bytes:
+        """The file."""
+        facts = asdict(self) | {"format": FORMAT_VERSION, "segments": list(self.segments), "model": dict(self.model)}
+        return (json.dumps(facts, indent=1) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> ConversationRecord:
+        """What a file says. Raises FormatError."""
+        try:
+            facts = json.loads(data)
+            version = facts.pop("format")
+            if isinstance(version, int) and version > FORMAT_VERSION:
+                raise NewerFormatError(f"it is a record of format {version}")
+            found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
+            found = replace(found, segments=tuple(found.segments), model=dict(found.model))
+            texts = [found.id, found.fingerprint, found.provenance, found.method, *found.segments]
+            texts += [*found.model, *found.model.values()]
+            whole, times = (found.tokens, found.turns, found.nbytes), (found.created, found.suspended)
+            sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, found.segments))
+            sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
+            sound &= all(type(moment) in (int, float) and 0 <= moment < 1e12 for moment in times)
+        except _UNREADABLE as error:
+            raise FormatError(f"it is no record of a conversation: {error!r}") from None
+        if not sound:
+            raise FormatError("it is no record of a conversation")
+        return found
+
+
+@dataclass(frozen=True)
+class ConversationInfo:
+    """A conversation of a store, as listings show it."""
+
+    id: str
+    model: dict[str, str]
+    """What is known of the model that computed it."""
+    fingerprint: str
+    method: str
+    provenance: str
+    turns: int
+    tokens: int
+    """That were stored when it was suspended."""
+    tokens_there: int
+    """Of these, those that still are."""
+    bytes: int
+    """That its segments take on disk now."""
+    segments: list[str]
+    evicted: list[str]
+    """Of its segments, those that are gone."""
+    created: float
+    used: float
+    """When it was last suspended, or taken up."""
+    in_use_by: int | None
+    """The process that goes on with it; 0 where that is not known, None for nobody."""
+    in_use_since: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        return asdict(self)
+
+
+class Conversations:
+    """The conversations of a store.
+
+    Args:
+        root: the store's folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / FOLDER
+        self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
+
+    def path(self, conversation_id: str, suffix: str = _SUFFIX) -> Path:
+        """Where a conversation's record lies, or its lock. Raises ConfigError: it can be no id."""
+        return self.folder / f"{conversation_name(conversation_id)}{suffix}"
+
+    def ownership(self, conversation_id: str) -> Ownership:
+        """Not taken yet."""
+        found = Ownership(conversation_id, self.path(conversation_id, LOCK_SUFFIX))
+        self._owned.add(found)
+        return found
+
+    def release_all(self) -> None:
+        """The store is closed: nobody goes on through it."""
+        for ownership in list(self._owned):
+            ownership.release()
+
+    def holder(self, conversation_id: str) -> Holder | None:
+        """Who goes on with a conversation, if anybody."""
+        return holder_of(self.path(conversation_id, LOCK_SUFFIX))
+
+    # --- records
+
+    def read(self, conversation_id: str) -> ConversationRecord | None:
+        """A conversation's record, or None where there is none that can be read."""
+        try:
+            found = _read(self.path(conversation_id))
+        except (OSError, FormatError):
+            return None
+        return found if found.id == conversation_id else None
+
+    def all(self) -> list[ConversationRecord]:
+        """Those that can be read, suspended last at the end."""
+        found = []
+        for path in self._files(_SUFFIX):
+            with suppress(OSError, FormatError):
+                record = _read(path)
+                if self.path(record.id) == path:
+                    found.append(record)
+        return sorted(found, key=lambda record: record.suspended)
+
+    def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:
+        """What is to be said of each, last used last.
+
+        Args:
+            rows: of all segments that are stored.
+        """
+        there = {row.id: row for row in rows}
+        found = [_describe(record, there, self.holder(record.id)) for record in self.all()]
+        return sorted(found, key=lambda info: info.used)
+
+    def only_of(self, ids: Collection[str]) -> set[str]:
+        """The segments that these conversations lie in, and no other one."""
+        mine, others = set[str](), set[str]()
+        for record in self.all():
+            (mine if record.id in ids else others).update(record.segments)
+        return mine - others
+
+    def write(self, record: ConversationRecord, room: Callable[[int], AbstractContextManager[object]]) -> None:
+        """Keep a record in the place of the one before, whole or not at all. To be called by whoever owns it.
+
+        Args:
+            room: takes care of room for so many bytes, as long as the room is not taken by the file itself.
+
+        Raises:
+            OSError: it cannot be written. What `room` raises comes through.
+        """
+        path, data = self.path(record.id), record.encode()
+        partial = path.with_suffix(_PARTIAL)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            with room(len(data)):
+                file = open_file(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
+                allocate(file.fileno(), len(data))
+            with file:
+                write_all(file.fileno(), memoryview(data), 0)
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+        fsync(self.folder)
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Forget conversations; their segments stay.
+
+        Raises:
+            ConversationInUseError: somebody goes on with one; then none is. OSError: one is still there.
+        """
+        with ExitStack() as stack:
+            for conversation_id in ids:
+                owned = self.ownership(conversation_id)
+                owned.take(over=False)
+                stack.callback(owned.release)
+            for conversation_id in ids:
+                self.path(conversation_id).unlink(missing_ok=True)
+
+    def sweep(self, there: Collection[str], dry_run: bool = False) -> int:
+        """Delete records that are damaged, or of which no segment is left, and what dead processes left.
+
+        Args:
+            there: the segments that are stored.
+            dry_run: whether nothing is deleted.
+
+        Returns:
+            How many conversations went, or would. One that is in use stays.
+        """
+        removed = 0
+        for path in list(self._files(_SUFFIX)):
+            if self._is_of_use(path, there) or holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
+                continue
+            removed += 1
+            if not dry_run:
+                with suppress(OSError):
+                    path.unlink()
+        for path in [] if dry_run else [*self._files(_PARTIAL), *self._files(LOCK_SUFFIX)]:
+            if holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
+                continue
+            with suppress(OSError):
+                lock = lock_file(path.with_suffix(LOCK_SUFFIX))
+                if lock is not None:
+                    path.unlink(missing_ok=True)
+                    path.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
+                    lock.close()
+        return removed
+
+    def _is_of_use(self, path: Path, there: Collection[str]) -> bool:
+        try:
+            record = _read(path)
+        except (OSError, NewerFormatError):
+            return True
+        except FormatError:
+            return False
+        return any(segment in there for segment in record.segments)
+
+    def _files(self, suffix: str) -> Iterator[Path]:
+        try:
+            names = os.listdir(self.folder)
+        except OSError:
+            return
+        yield from (self.folder / name for name in sorted(names) if Path(name).suffix == suffix)
+
+
+def _read(path: Path) -> ConversationRecord:
+    """Raises OSError or FormatError."""
+    with open_regular(path) as (fd, stat):
+        if stat.st_size > _MOST_BYTES:
+            raise FormatError(f"a record of {stat.st_size} bytes")
+        return ConversationRecord.decode(read_all(fd, stat.st_size, 0))
+
+
+def _describe(record: ConversationRecord, there: Mapping[str, SegmentRow], holder: Holder | None) -> ConversationInfo:
+    tokens = 0
+    for segment in record.segments:
+        row = there.get(segment)
+        if row is None or row.position > tokens or (row.expires is not None and row.expires <= time.time()):
+            break
+        tokens = row.position + row.tokens * row.valid_hashes // (len(row.chain) // len(row.first))
+    used = record.suspended if holder is None or holder.since is None else holder.since
+    return ConversationInfo(
+        id=record.id,
+        model=dict(record.model),
+        fingerprint=record.fingerprint,
+        method=record.method,
+        provenance=record.provenance,
+        turns=record.turns,
+        tokens=record.tokens,
+        tokens_there=min(tokens, record.tokens),
+        bytes=sum(there[segment].nbytes for segment in record.segments if segment in there),
+        segments=list(record.segments),
+        evicted=[segment for segment in record.segments if segment not in there],
+        created=record.created,
+        used=used,
+        in_use_by=None if holder is None else holder.pid or 0,
+        in_use_since=None if holder is None else holder.since,
+    )
