@@ -24,6 +24,7 @@ from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
 from .store.catalogue import SegmentRow
 from .store.cipher import cipher_of
+from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
 from .store.engines import Engine, open_engine
 from .store.folder import FolderBackend
@@ -347,6 +348,24 @@ class KVStore:
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
         self._storage.pin(ids, pinned)
+
+    def conversations(self) -> list[ConversationInfo]:
+        """The conversations that were suspended, last used last: what is stored of each, and who goes on with it."""
+        return self._storage.list_conversations()
+
+    def remove_conversation(self, conversation_id: str) -> int:
+        """Delete a conversation, and the segments that no other conversation lies in; pinned ones stay.
+
+        Prompts without a conversation may share them: they are computed again.
+
+        Returns:
+            How many segments went.
+
+        Raises:
+            ConfigError: there is none of this id.
+            ConversationInUseError: a cache goes on with it.
+        """
+        return self._storage.remove_conversations([conversation_id])
 
     def models(self) -> dict[str, dict[str, str]]:
         """For each fingerprint of which segments are stored what is known of the model."""

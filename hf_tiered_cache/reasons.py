@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 NOTHING = "nothing is stored that begins with these tokens"
 SWITCHED_OFF = "the cache was made with restore=False"
+NOT_RECORDED = "the cache was made with record=False"
 SHORT = f"the prompt is shorter than {HASH_TOKENS} tokens, and KV is stored and restored {HASH_TOKENS} at a time"
 NO_ROOM = (
     "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
@@ -39,6 +40,8 @@ IMAGES = "the prompt holds images, and what follows the first of them is neither
 NOT_ENCRYPTED = "what is stored of this model is not encrypted, and a store with a key reads only what is"
 NO_KEY = "what is stored of this model is encrypted; open the store with its key"
 OTHER_KEY = "what is stored of this model is encrypted with another key; open the store with that one"
+EVICTED = "the conversation's KV is not stored any more (evicted, expired or removed), so its history is computed"
+OTHER_HISTORY = "the history begins with other tokens than the conversation that is stored, so it is computed"
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
@@ -47,7 +50,7 @@ SLOWER = (
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
-_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, APPROXIMATE, SLOWER})
+_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER})
 
 
 def nameless(what: str) -> str:
@@ -64,6 +67,19 @@ def other_codec(codec: str) -> str:
         f"these tokens are stored with the codec {codec!r}, and found with it alone; open the store, or make the "
         f"method, with codec={codec!r}"
     )
+
+
+def of_another_model(parts: list[str]) -> str:
+    """Why a conversation is not restored that another model, or another state of it, has computed."""
+    return (
+        "the conversation is stored for another state of the model, which differs in "
+        f"{' and '.join(parts) or 'what the store does not name'}; it stays until this one is suspended in its place"
+    )
+
+
+def of_another_method(method: str) -> str:
+    """Why a conversation is not restored that was stored in a way that this cache's method does not look for."""
+    return f"the conversation is stored by the method {method!r}, in a way of its own, and found with that alone"
 
 
 def is_expected(reason: str) -> bool:

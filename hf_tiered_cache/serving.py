@@ -14,6 +14,7 @@ from transformers import Cache
 
 from . import reasons
 from .calibrations import calibrated_ratio, prefix_costs, profiled_windows
+from .conversation import Conversation
 from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
@@ -71,6 +72,10 @@ class Serving:
         """What is known of the tokens that the cache holds; None before the first pass, and for what runs plain."""
         self.bypass = ""
         """Why what the cache holds can be neither stored nor restored, if so."""
+        self.ended: SequenceState | None = None
+        """The tokens before that, if there are any."""
+        self.conversation: Conversation | None = None
+        """That the cache goes on with, if it has a name."""
         self.untold = True
         """Whether a prompt has begun of which nothing was said yet."""
         self.forward_pass: ForwardPass | None = None
@@ -117,7 +122,7 @@ class Serving:
         if replans < _REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and self.untold:
-            reason = reason or sequence.why_nothing(request)
+            reason = reason or self._why_nothing(request, sequence)
         else:
             reason = ""
         self.store.note_uses()
@@ -327,6 +332,13 @@ class Serving:
             return reasons.SHORT if request.columns < HASH_TOKENS else reasons.ALL_LOGITS
         return ""
 
+    def _why_nothing(self, request: Request, sequence: SequenceState) -> str:
+        """Why a prompt has no plan."""
+        reason = sequence.why_nothing(request)
+        if reason == reasons.NOTHING and self.conversation is not None:
+            return self.conversation.why_nothing(sequence.identity, sequence.method)
+        return reason
+
     # --- between passes
 
     def store_now(self) -> tuple[str, ...]:
@@ -385,7 +397,7 @@ class Serving:
         self.bypass = reason
         if self.sequence is not None:
             self.sequence.recorder.seal()
-            self.sequence = None
+            self.sequence, self.ended = None, self.sequence
 
     def _tell(self, reason: str) -> None:
         """The first pass of a prompt is done: count it, and say what came of it."""

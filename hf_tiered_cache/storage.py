@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm.auto import tqdm
 
-from .errors import ConfigError, StoreClosedError
+from .errors import ConfigError, StoreClosedError, StoreError
 from .methods import Method
 from .restore.match import MatchedRun, longest_prefix
 from .restore.plan import RowGroup
@@ -29,6 +29,7 @@ from .shape import SegmentShape
 from .stats import StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
+from .store.conversations import ConversationInfo, ConversationRecord, Conversations
 from .store.disk import SegmentStore
 from .store.segment import SegmentReader
 from .store.writer import PendingSegment, Writer
@@ -75,6 +76,7 @@ class Storage:
         queue_device_bytes: int,
     ) -> None:
         self.path, self.disk, self.residency = path, disk, residency
+        self.conversations = Conversations(path)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self._secret = secret
         self._lock = threading.RLock()
@@ -231,6 +233,7 @@ class Storage:
         self.flush()
         if disk:
             self.remove(row.id for row in self.segments())
+            self.conversations.sweep(())
         self.residency.clear()
 
     def remove(self, ids: Iterable[str]) -> int:
@@ -259,7 +262,41 @@ class Storage:
     def gc(self, dry_run: bool) -> maintain.GcReport:
         """Delete what no request can use, and what is over the quota."""
         self.check_open()
-        return maintain.gc(self.disk, dry_run=dry_run)
+        there = self.disk.index.ask(Catalogue.ids, None)  # before anything goes: what is said beforehand is done
+        gone = 0 if there is None else self.conversations.sweep(there, dry_run)
+        return replace(maintain.gc(self.disk, dry_run=dry_run), conversations=gone)
+
+    def list_conversations(self) -> list[ConversationInfo]:
+        """Those that were suspended, last used last."""
+        return self.conversations.listed(self.segments())
+
+    def keep_conversation(self, record: ConversationRecord) -> None:
+        """Write a conversation's record. Its segments do not go for it. Raises StoreError or OSError."""
+
+        @contextmanager
+        def room(nbytes: int) -> Iterator[None]:
+            with self.disk.backend.locked():
+                self.disk.make_room(nbytes, record.segments)
+                yield
+
+        self.check_open()
+        if not self.disk.backend.writable:
+            raise StoreError(f"{self.path} cannot be written")
+        self.conversations.write(record, room)
+
+    def remove_conversations(self, ids: Sequence[str]) -> int:
+        """Delete conversations, and `segments_of_conversations`. Returns how many segments went."""
+        mine = self.segments_of_conversations(ids)
+        self.conversations.remove(ids)
+        return self.remove(row.id for row in mine)
+
+    def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
+        """The segments that only these conversations lie in, but pinned ones. Raises ConfigError: one is not there."""
+        for conversation_id in ids:
+            if self.conversations.read(conversation_id) is None:
+                raise ConfigError(f"no conversation is called {conversation_id!r}; store.conversations() lists them")
+        mine = self.conversations.only_of(ids) - self.disk.pinned()
+        return [row for row in self.segments() if row.id in mine]
 
     def stats(self) -> StoreStats:
         """What it holds, and what happened since it was opened."""
@@ -301,6 +338,7 @@ class Storage:
             self._close()
             self.writer.close()
             self.residency.clear()
+            self.conversations.release_all()
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:

@@ -149,6 +149,7 @@ class StoredCache(Cache, ServedCache):
         super().reset()
         was = self._serving
         self._serving = Serving(was.attachment, was.store, was.method, was.options, collector)
+        self._serving.conversation = was.conversation
 
     def _fresh(self) -> Self:
         """One like this, empty."""

@@ -1,0 +1,185 @@
+"""A cache's part in its conversation: it alone goes on with it, and leaves a record of it when it is suspended."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from . import reasons
+from .errors import ConversationInUseError, StoreClosedError, StoreError, TieredCacheError
+from .geometry import HASH_TOKENS
+from .identity import Identity, differing_facts
+from .methods import Method, describe_method
+from .sequence import SequenceState
+from .storage import Storage
+from .store.catalogue import SegmentRow
+from .store.conversations import ConversationRecord
+
+if TYPE_CHECKING:
+    from .serving import Serving
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """What `TieredCache.suspend` has kept.
+
+    Args:
+        tokens: of the conversation that are stored: the next turn restores them.
+        left: that the cache held and that are not. The next turn computes them; below 16, unless `reason` says why.
+        bytes: that the segments with these tokens take on disk.
+        seconds: that it took.
+        reason: what could not be kept, and why, or "".
+    """
+
+    tokens: int
+    left: int
+    bytes: int
+    seconds: float
+    reason: str = ""
+
+
+class Conversation:
+    """The conversation of a cache.
+
+    Args:
+        storage: where it lies.
+        conversation_id: its name. An older cache of this process gives way.
+
+    Raises:
+        ConfigError: it is no id.
+        ConversationInUseError: another process goes on with it.
+    """
+
+    def __init__(self, storage: Storage, conversation_id: str) -> None:
+        self.id = conversation_id
+        self.turns = 0
+        """Prompts since it was last taken up."""
+        self.record: ConversationRecord | None = None
+        """What was known of it then."""
+        self._storage = storage
+        self._ownership = storage.conversations.ownership(conversation_id)
+        self._take(over=True)
+
+    def claim(self) -> None:
+        """The cache is used: go on with the conversation, as it is now. Raises ConversationInUseError: another does."""
+        if not self._ownership.held and self._storage.usable:
+            self._take(over=False)
+
+    def _take(self, over: bool) -> None:
+        self._ownership.take(over)
+        self.record = self._storage.conversations.read(self.id)
+
+    def release(self) -> None:
+        """Let others go on with it."""
+        self.turns = 0
+        self._ownership.release()
+
+    def why_nothing(self, identity: Identity, method: Method) -> str:
+        """Why nothing of it is restored, where nothing that is stored begins as the prompt does."""
+        record = self.record
+        if record is None:
+            return reasons.NOTHING
+        if record.fingerprint != identity.fingerprint:
+            return reasons.of_another_model(differing_facts(identity.facts, record.model))
+        if record.provenance != method.provenance:
+            return reasons.of_another_method(record.method)
+        there = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
+        return reasons.OTHER_HISTORY if there else reasons.EVICTED
+
+    def keep(self, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> str:
+        """Renew the record. Where nothing is stored, it stays as it was.
+
+        Args:
+            sequence: the tokens.
+            rows: the segments that they are stored in, in order.
+            tokens: how many are.
+
+        Returns:
+            Why it was not, or "".
+        """
+        if not tokens or not self.turns:
+            return ""
+        try:
+            self.claim()  # an older cache leaves the record to the newer one
+        except ConversationInUseError as error:
+            return str(error)
+        before, now = self.record, time.time()
+        record = ConversationRecord(
+            id=self.id,
+            fingerprint=sequence.identity.fingerprint,
+            provenance=sequence.method.provenance,
+            method=describe_method(sequence.method),
+            segments=tuple(row.id for row in rows),
+            tokens=tokens,
+            turns=self.turns + (0 if before is None else before.turns),
+            created=now if before is None else before.created,
+            suspended=now,
+            nbytes=sum(row.nbytes for row in rows),
+            model=sequence.identity.facts,
+        )
+        try:
+            self._storage.keep_conversation(record)
+        except StoreClosedError:
+            raise
+        except (StoreError, OSError) as error:
+            return f"the conversation's record was not written: {error}"
+        self.record = record
+        return ""
+
+
+def put_away(serving: Serving, held: int) -> Suspended:
+    """Store all that a cache has computed, tell its method, and note its conversation.
+
+    Args:
+        held: columns that the cache holds.
+
+    Raises:
+        StoreClosedError: the store was closed.
+    """
+    started, storage, conversation = time.perf_counter(), serving.store, serving.conversation
+    storage.check_open()
+    sequence = serving.sequence or serving.ended
+    if sequence is None:
+        return Suspended(0, held, 0, time.perf_counter() - started, serving.bypass)
+    reason = ""
+    try:
+        serving.store_now()
+        storage.writer.flush()
+    except StoreClosedError:
+        raise
+    except StoreError as error:
+        reason = str(error)
+    rows, tokens = _stored(storage, sequence)
+    try:
+        if rows and sequence.method.compact(storage.disk, [row.id for row in rows]):
+            rows, tokens = _stored(storage, sequence)
+    except (TieredCacheError, OSError) as error:
+        reason = reason or f"the conversation was not laid out anew: {error}"
+    left = max(0, held - sequence.history.pads[0] - tokens)
+    if left >= HASH_TOKENS:
+        reason = reason or _why_left(serving, sequence)
+    if conversation is not None and serving.options.record:
+        reason = conversation.keep(sequence, rows, tokens) or reason
+    storage.note_uses()
+    if reason and not reasons.is_expected(reason):
+        storage.disk.warn(reason, reason)
+    return Suspended(tokens, left, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
+
+
+def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
+    """The segments that a later look-up finds of the first row's tokens, and how many tokens these are."""
+    prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
+    runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, asking=sequence.recorder)]
+    return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
+
+
+def _why_left(serving: Serving, sequence: SequenceState) -> str:
+    """Why tokens that could be stored are not."""
+    if not serving.options.record:
+        return reasons.NOT_RECORDED
+    if serving.bypass:
+        return serving.bypass
+    if sequence.recorder.enabled:
+        return reasons.NO_ROOM
+    return reasons.APPROXIMATE if sequence.approximate else serving.collector.stats.reason or reasons.NO_ROOM

@@ -1,0 +1,915 @@
+"""Conversations that come back by id: the same bits, one owner at a time, and nothing lost whoever dies when."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from families import build, prompt
+from reference import Remembering, prefilled
+
+from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
+from hf_tiered_cache.codecs import coded_provenance
+from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
+from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
+from hf_tiered_cache.store.ownership import lock_file
+
+HERE = os.path.dirname(__file__)
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+LOGITS = GREEDY | {"output_logits": True, "return_dict_in_generate": True}
+FIRST = 60
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root):
+    with KVStore(root) as opened:
+        yield opened
+
+
+def turn(model, cache, history, more=12, seed=5):
+    """The user says `more` tokens, the model answers: the history behind it, int `[1, n]`."""
+    asked = torch.cat([history, prompt(more, seed=seed)], dim=1)
+    return model.generate(asked, past_key_values=cache, **GREEDY)
+
+
+def begun(model, store, name="alice-42", **settings):
+    """A conversation of one turn, suspended: the history."""
+    with TieredCache(model, store, conversation=name, **settings) as cache:
+        return turn(model, cache, prompt(FIRST))
+
+
+def plain(model, ids):
+    return model.generate(ids, **GREEDY)
+
+
+def info(store, name="alice-42"):
+    (found,) = [each for each in store.conversations() if each.id == name]
+    return found
+
+
+def lock_path(root, name="alice-42"):
+    return Conversations(root).path(name, ".lock")
+
+
+# --- coming back
+
+OTHER_PROCESS = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+import torch
+torch.set_num_threads(1)
+from families import *
+from hf_tiered_cache import KVStore, TieredCache
+family, dtype, root = sys.argv[1:]
+model = build(family, getattr(torch, dtype))
+with KVStore(root) as store, TieredCache(model, store, conversation="alice-42") as cache:
+    model.generate(prompt({FIRST}), past_key_values=cache, do_sample=False, max_new_tokens=20)
+"""
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32")])
+def test_a_turn_in_another_process_has_the_bits_of_an_uninterrupted_one(root, family, dtype):
+    """Those of a DynamicCache that was filled by the same passes and cropped to what is stored."""
+    subprocess.run([sys.executable, "-c", OTHER_PROCESS, family, dtype, str(root)], check=True, timeout=240)
+    model = build(family, getattr(torch, dtype))
+    remembering = Remembering(model)
+    history = model.generate(prompt(FIRST), past_key_values=remembering, **GREEDY)
+    asked = torch.cat([history, prompt(9, seed=5)], dim=1)
+    with KVStore(root) as store:
+        cache = TieredCache(model, store, conversation="alice-42")
+        ours = model.generate(asked, past_key_values=cache, **LOGITS)
+        restored = cache.stats.tokens_restored
+    assert restored == (FIRST + 20 - 1) // 16 * 16  # the last token said was never computed with
+    theirs = model.generate(asked, past_key_values=prefilled(model, [remembering.all()], restored), **LOGITS)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+
+
+def test_turn_after_turn_each_with_a_cache_of_its_own(model, store):
+    history = prompt(FIRST)
+    for number in range(4):
+        with TieredCache(model, store, conversation="alice-42") as cache:
+            asked = torch.cat([history, prompt(12, seed=number)], dim=1)
+            before, history = history.shape[1], model.generate(asked, past_key_values=cache, **GREEDY)
+            assert torch.equal(history, plain(model, asked))
+            assert cache.stats.tokens_restored == ((before - 1) // 16 * 16 if number else 0)
+            assert cache.stats.reason == ("" if number else reasons.NOTHING)
+    assert info(store).turns == 4
+
+
+def test_suspend_says_what_it_kept_and_lets_memory_go(model, store):
+    cache = TieredCache(model, store, conversation="alice-42")
+    history = turn(model, cache, prompt(FIRST))
+    buffers = [weakref.ref(layer._keys) for layer in cache.layers]
+    held = cache.get_seq_length()
+    gc.disable()
+    try:
+        kept = cache.suspend()
+        assert [ref() for ref in buffers] == [None] * len(buffers)
+    finally:
+        gc.enable()
+    assert cache.get_seq_length() == 0
+    assert (kept.tokens, kept.left, kept.reason) == (held // 16 * 16, held % 16, "")
+    assert kept.bytes == sum(row.nbytes for row in store.segments()) and kept.seconds > 0
+    assert torch.equal(turn(model, cache, history, seed=8), plain(model, torch.cat([history, prompt(12, seed=8)], 1)))
+    assert cache.stats.tokens_restored == kept.tokens
+    again = cache.suspend()
+    assert again.tokens > kept.tokens
+    assert info(store).turns == 2 and info(store).tokens == again.tokens
+    assert cache.suspend().tokens == 0 and info(store).turns == 2  # nothing was said: nothing is noted
+
+
+def test_what_was_computed_is_durable_when_suspend_returns(model, root, monkeypatch):
+    synced = []
+    fdatasync = os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.fstat(fd).st_ino), fdatasync(fd)))
+    with KVStore(root) as store:
+        begun(model, store)
+        assert {(root / "segments" / f"{row.id}.kv").stat().st_ino for row in store.segments()} <= set(synced)
+
+
+@pytest.mark.parametrize("edit", [0, 5, 16, 40, 71])
+def test_an_edited_history_is_restored_up_to_the_edit(model, store, edit):
+    history = begun(model, store)
+    edited = history.clone()
+    edited[0, edit] = (edited[0, edit] + 1) % 100 + 3
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        assert torch.equal(turn(model, cache, edited), plain(model, torch.cat([edited, prompt(12, seed=5)], dim=1)))
+        assert cache.stats.tokens_restored == edit // 16 * 16
+        assert cache.stats.reason == ("" if edit >= 16 else reasons.OTHER_HISTORY)
+    assert info(store).turns == 2
+    with TieredCache(model, store, conversation="alice-42") as cache:  # the edited one is the conversation now
+        turn(model, cache, edited)
+        assert cache.stats.tokens_restored >= edited.shape[1] // 16 * 16
+
+
+def test_without_an_id_suspend_stores_and_lets_go_too(model, store):
+    with TieredCache(model, store) as cache:
+        turn(model, cache, prompt(FIRST))
+        held = cache.get_seq_length()
+    assert cache.conversation is None and cache.get_seq_length() == 0
+    assert cache.suspend().tokens == 0
+    assert sum(row.tokens for row in store.segments()) == held // 16 * 16
+    assert store.conversations() == []
+
+
+def test_conversations_share_what_is_exact(model, store):
+    begun(model, store, "alice-42")
+    with TieredCache(model, store, conversation="bob") as cache:
+        turn(model, cache, prompt(FIRST))
+        assert cache.stats.tokens_restored > 0
+    assert len(store.conversations()) == 2
+
+
+# --- with
+
+
+def test_an_exception_inside_with_comes_through_and_what_was_said_is_kept(model, store):
+    with pytest.raises(KeyError, match="mine"), TieredCache(model, store, conversation="alice-42") as cache:
+        history = turn(model, cache, prompt(FIRST))
+        raise KeyError("mine")
+    assert info(store).tokens == (history.shape[1] - 1) // 16 * 16
+    assert info(store).in_use_by is None
+
+
+class Stop(Exception):
+    pass
+
+
+class Stopping:
+    """A streamer that ends generate() in the middle of the answer."""
+
+    def __init__(self):
+        self.tokens = 0
+
+    def put(self, value):
+        self.tokens += 1
+        if self.tokens == 12:
+            raise Stop
+
+    def end(self):
+        pass
+
+
+def test_an_answer_that_is_cut_off_is_kept_as_far_as_it_went(model, store):
+    with pytest.raises(Stop), TieredCache(model, store, conversation="alice-42") as cache:
+        model.generate(prompt(FIRST), past_key_values=cache, streamer=Stopping(), **GREEDY)
+    assert info(store).tokens == 64
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        assert torch.equal(model.generate(prompt(FIRST), past_key_values=cache, **GREEDY), plain(model, prompt(FIRST)))
+        assert cache.stats.tokens_restored == 48
+
+
+def test_a_store_that_is_closed_under_way_raises_unless_something_else_did(model, root, caplog):
+    store = KVStore(root)
+    with pytest.raises(StoreClosedError), TieredCache(model, store, conversation="alice-42") as cache:
+        turn(model, cache, prompt(FIRST))
+        store.close()
+    assert cache.get_seq_length() == 0
+    store = KVStore(root)
+    with pytest.raises(KeyError, match="mine"), TieredCache(model, store, conversation="alice-42") as cache:
+        store.close()
+        raise KeyError("mine")
+    assert "was not suspended" in caplog.text
+    assert not lock_path(root).exists()
+
+
+# --- one conversation, not several
+
+
+def test_a_batch_of_several_prompts_is_refused(model, store):
+    cache = TieredCache(model, store, conversation="alice-42")
+    for ask in (model.generate, model):
+        with pytest.raises(ConfigError, match="an id of its own for each"):
+            ask(prompt(40, rows=2), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    turn(model, cache, prompt(FIRST))
+
+
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}])
+def test_beams_and_samples_are_one_conversation(model, store, mode):
+    torch.manual_seed(3)
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        said = model.generate(prompt(FIRST), past_key_values=cache, **GREEDY | mode)[:1]
+    assert info(store).tokens >= FIRST // 16 * 16
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        turn(model, cache, said)
+        assert cache.stats.tokens_restored == (FIRST + 20 - 1) // 16 * 16  # of whichever row
+
+
+def test_a_fork_goes_on_without_the_name(model, store):
+    cache = TieredCache(model, store, conversation="alice-42")
+    history = turn(model, cache, prompt(FIRST))
+    twin = cache.fork()
+    assert (twin.conversation, cache.conversation) == (None, "alice-42")
+    for seed, each in ((7, twin), (8, cache)):
+        asked = torch.cat([history, prompt(12, seed=seed)], dim=1)
+        assert torch.equal(model.generate(asked, past_key_values=each, **GREEDY), plain(model, asked))
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, 7, None, "\ud800", b"alice"])
+def test_what_can_be_no_id(model, store, name):
+    if name is None:
+        assert TieredCache(model, store, conversation=name).conversation is None
+        return
+    with pytest.raises(ConfigError, match="id"):
+        TieredCache(model, store, conversation=name)
+
+
+@pytest.mark.parametrize("name", ["x" * 200, "../../etc/passwd", "a\nb\x1b[31m", "ü 🙂", ".", "int8"])
+def test_any_other_text_is_an_id(model, store, root, name):
+    begun(model, store, name)
+    assert info(store, name).id == name
+    assert len(list((root / "conversations").iterdir())) == 1
+    assert store.remove_conversation(name) == 2  # what was asked, and what was said
+
+
+# --- one owner at a time
+
+HOLDER = f"""
+import sys, time
+sys.path.insert(0, {HERE!r})
+from families import *
+from hf_tiered_cache import KVStore, TieredCache
+store, model = KVStore(sys.argv[1]), build("llama")
+cache = TieredCache(model, store, conversation="alice-42")
+said = model.generate(prompt({FIRST}), past_key_values=cache, do_sample=False, max_new_tokens=20)
+print("ready", flush=True)
+sys.stdin.readline()
+cache.suspend()
+print("suspended", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(root):
+    """Another process with the conversation in its hands."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_second_process_is_told_and_nothing_is_lost(model, store, holder):
+    before = time.time()
+    with pytest.raises(
+        ConversationInUseError, match=f"in use by process {holder.pid} since .*suspend it there"
+    ) as told:
+        TieredCache(model, store, conversation="alice-42")
+    assert told.value.pid == holder.pid and before - 60 < told.value.since < before
+    with TieredCache(model, store, conversation="bob") as cache:  # others are free
+        turn(model, cache, prompt(FIRST, seed=9))
+    holder.stdin.write("\n")
+    holder.stdin.flush()
+    assert holder.stdout.readline() == "suspended\n"  # it lives on, and has let go
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        turn(model, cache, plain(model, prompt(FIRST)))
+        assert cache.stats.tokens_restored == (FIRST + 20 - 1) // 16 * 16
+    assert info(store).turns == 2
+
+
+def test_kill_9_frees_the_conversation(model, store, holder):
+    with pytest.raises(ConversationInUseError):
+        TieredCache(model, store, conversation="alice-42")
+    holder.kill()
+    holder.wait()
+    assert torch.equal(begun(model, store), plain(model, torch.cat([prompt(FIRST), prompt(12, seed=5)], dim=1)))
+
+
+def test_listings_say_who_goes_on_with_it(model, store, root):
+    begun(model, store)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        found = info(store)
+        assert found.in_use_by == process.pid and found.used == found.in_use_since
+        with pytest.raises(ConversationInUseError):
+            store.remove_conversation("alice-42")
+        assert info(store).turns == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    assert info(store).in_use_by is None
+    cache = TieredCache(model, store, conversation="alice-42")
+    assert info(store).in_use_by == os.getpid()
+    del cache
+
+
+def test_a_newer_cache_takes_over_and_the_older_one_goes_on_when_it_is_suspended(model, store):
+    older = TieredCache(model, store, conversation="alice-42")
+    history = turn(model, older, prompt(FIRST))
+    newer = TieredCache(model, store, conversation="alice-42")
+    with pytest.raises(ConversationInUseError, match="a newer cache of this process"):
+        turn(model, older, history)
+    history = turn(model, newer, history)
+    assert newer.stats.tokens_restored == (FIRST + 12 + 20 - 1) // 16 * 16  # what the older one had not stored yet
+    newer.suspend()
+    asked = torch.cat([history, prompt(12, seed=6)], dim=1)
+    assert torch.equal(model.generate(asked, past_key_values=older, **GREEDY), plain(model, asked))
+    older.suspend()
+    assert info(store).turns == 3
+
+
+def test_an_answer_under_way_is_finished_though_another_cache_has_taken_over(model, store):
+    class TakingOver(Stopping):
+        def put(self, value):
+            self.tokens += 1
+            if self.tokens == 5:
+                self.newer = TieredCache(model, store, conversation="alice-42")
+
+    older, streamer = TieredCache(model, store, conversation="alice-42"), TakingOver()
+    said = model.generate(prompt(FIRST), past_key_values=older, streamer=streamer, **GREEDY)
+    assert torch.equal(said, plain(model, prompt(FIRST)))
+    with pytest.raises(ConversationInUseError, match="call its suspend"):
+        turn(model, older, said)
+    older.suspend()
+    with pytest.raises(ConversationInUseError):
+        model(prompt(FIRST), past_key_values=older)
+    del streamer.newer
+    model(prompt(FIRST), past_key_values=older)
+
+
+def test_suspending_the_older_of_two_leaves_the_record_to_the_newer(model, store):
+    older = TieredCache(model, store, conversation="alice-42")
+    turn(model, older, prompt(FIRST))
+    newer = TieredCache(model, store, conversation="alice-42")
+    kept = older.suspend()
+    assert "a newer cache of this process" in kept.reason and kept.tokens > 0
+    assert store.conversations() == [] and older.get_seq_length() == 0
+    turn(model, newer, prompt(FIRST))
+    assert newer.stats.tokens_restored == (FIRST + 12 - 1) // 16 * 16
+    newer.suspend()
+    assert info(store).turns == 1
+
+
+def test_an_older_cache_that_is_suspended_last_goes_on_from_the_newer_ones_record(model, store):
+    older = TieredCache(model, store, conversation="alice-42")
+    history = turn(model, older, prompt(FIRST))
+    with TieredCache(model, store, conversation="alice-42") as newer:
+        turn(model, newer, history)
+    before = info(store)
+    assert older.suspend().reason == ""
+    assert (info(store).turns, info(store).created) == (2, before.created)
+
+
+def test_a_newer_cache_through_another_store_takes_over_too(model, store, root):
+    older = TieredCache(model, store, conversation="alice-42")
+    with KVStore(root) as other:
+        newer = TieredCache(model, other, conversation="alice-42")
+        with pytest.raises(ConversationInUseError):
+            turn(model, older, prompt(FIRST))
+        del newer
+    turn(model, older, prompt(FIRST))
+
+
+@pytest.mark.parametrize("how", ["suspended", "collected", "closed"])
+def test_the_lock_is_free_when_its_cache_is(model, root, how):
+    store = KVStore(root)
+    cache = TieredCache(model, store, conversation="alice-42")
+    turn(model, cache, prompt(FIRST))
+    assert lock_file(lock_path(root)) is None
+    gc.disable()
+    try:
+        if how == "suspended":
+            cache.suspend()
+        elif how == "collected":
+            del cache
+        else:
+            store.close()
+        with lock_file(lock_path(root)) as free:
+            assert free is not None
+    finally:
+        gc.enable()
+    if how != "closed":
+        store.close()
+    with KVStore(root) as again:
+        cache = TieredCache(model, again, conversation="alice-42")
+        turn(model, cache, prompt(FIRST))
+        assert cache.stats.tokens_restored == (FIRST + 12 - 1) // 16 * 16  # stored, whichever way it ended
+        del cache
+
+
+def test_a_forked_child_leaves_the_lock_to_its_parent(model, store, root):
+    cache = TieredCache(model, store, conversation="alice-42")
+    child = os.fork()
+    if not child:
+        cache._serving.conversation.release()
+        del cache
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert lock_file(lock_path(root)) is None and lock_path(root).exists()
+    cache.suspend()
+
+
+def test_where_files_cannot_be_locked_it_goes_on_and_says_so(model, store, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fcntl.flock", refuse)
+        cache = TieredCache(model, store, conversation="alice-42")
+    assert "cannot be locked, so another process may go on with it, too" in caplog.text
+    turn(model, cache, prompt(FIRST))
+    assert cache.suspend().reason == ""
+    assert info(store).turns == 1
+
+
+def test_who_looks_does_not_keep_others_from_it(tmp_path):
+    conversations, stop = Conversations(tmp_path), threading.Event()
+
+    def look():
+        while not stop.is_set():
+            conversations.holder("alice-42")
+
+    lookers = [threading.Thread(target=look) for _ in range(3)]
+    for looker in lookers:
+        looker.start()
+    try:
+        for _ in range(200):
+            owned = conversations.ownership("alice-42")
+            owned.take(over=False)
+            owned.release()
+    finally:
+        stop.set()
+        for looker in lookers:
+            looker.join()
+
+
+# --- what cannot be kept
+
+
+def test_a_full_disk_is_said_and_the_turn_before_stays(model, store, monkeypatch, caplog):
+    history = begun(model, store)
+    before = info(store)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    cache = TieredCache(model, store, conversation="alice-42")
+    said = turn(model, cache, history, more=40)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full)
+        kept = cache.suspend()
+    assert (kept.tokens, kept.left) == (before.tokens, said.shape[1] - 1 - before.tokens)
+    assert "No space left" in kept.reason or kept.reason == reasons.NO_ROOM
+    assert info(store) == before
+    assert [path.suffix for path in (store.path / "conversations").iterdir()] == [".json"]
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        assert torch.equal(turn(model, cache, said), plain(model, torch.cat([said, prompt(12, seed=5)], dim=1)))
+        assert cache.stats.tokens_restored == before.tokens
+
+
+def test_a_quota_without_room_is_said(model, root):
+    with KVStore(root, disk_quota="300KiB") as store:
+        with TieredCache(model, store, conversation="alice-42") as cache:
+            turn(model, cache, prompt(900))
+            kept = cache.suspend()
+        assert (kept.tokens, kept.left > 800) == (0, True)
+        assert kept.reason == reasons.NO_ROOM
+        assert store.conversations() == []
+
+
+def test_a_store_that_cannot_be_written_restores_and_says_so(model, root, monkeypatch):
+    from hf_tiered_cache.store.folder import FolderBackend
+
+    with KVStore(root) as store:
+        history = begun(model, store)
+    monkeypatch.setattr(FolderBackend, "_make_folders", lambda self: False)
+    monkeypatch.setattr("hf_tiered_cache.store.ownership.open_file", lambda *_: os.open("/proc/nowhere", os.O_RDONLY))
+    with KVStore(root) as store:
+        before = info(store)
+        with TieredCache(model, store, conversation="alice-42") as cache:
+            turn(model, cache, history, more=40)
+            assert cache.stats.tokens_restored == before.tokens
+            kept = cache.suspend()
+        assert kept.tokens == before.tokens and kept.reason
+        assert info(store) == before
+
+
+def test_what_is_not_recorded_is_not_noted(model, store):
+    with TieredCache(model, store, conversation="alice-42", record=False) as cache:
+        turn(model, cache, prompt(FIRST))
+        kept = cache.suspend()
+    assert (kept.tokens, kept.reason) == (0, reasons.NOT_RECORDED)
+    assert store.conversations() == []
+
+
+def test_what_cannot_be_stored_is_said(store):
+    model = build("llama")
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        model(prompt(FIRST), past_key_values=cache, logits_to_keep=1)
+        mask = torch.ones(1, FIRST + 40, dtype=torch.long)
+        mask[0, 50] = 0
+        model(prompt(40, seed=2), attention_mask=mask, past_key_values=cache)
+        kept = cache.suspend()
+        assert (kept.tokens, kept.left, kept.reason) == (48, FIRST + 40 - 48, reasons.ODD_MASK)
+        assert info(store).tokens == 48
+        model.train()
+        model(prompt(FIRST), past_key_values=cache)
+        kept = cache.suspend()
+        assert (kept.tokens, kept.left, kept.reason) == (0, FIRST, reasons.TRAINING)
+        assert info(store).turns == 1
+
+
+# --- why nothing comes back
+
+
+def test_kv_that_was_evicted_has_its_reason_and_is_listed(model, store):
+    history = begun(model, store)
+    store.remove([row.id for row in store.segments()])
+    found = info(store)
+    assert (found.evicted, found.tokens_there, found.bytes) == (found.segments, 0, 0) and found.tokens > 0
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        assert torch.equal(turn(model, cache, history), plain(model, torch.cat([history, prompt(12, seed=5)], dim=1)))
+        assert cache.stats.reason == reasons.EVICTED
+    assert info(store).evicted == [] and info(store).turns == 2
+
+
+def test_another_model_leaves_the_record_until_it_is_suspended_in_its_place(store):
+    first, second = build("llama"), build("llama", seed=1)
+    history = begun(first, store)
+    before = info(store)
+    cache = TieredCache(second, store, conversation="alice-42")
+    turn(second, cache, history)
+    assert "for another state of the model, which differs in weights" in cache.stats.reason
+    assert info(store).fingerprint == before.fingerprint and info(store).turns == 1
+    cache.suspend()
+    assert info(store).fingerprint != before.fingerprint and info(store).turns == 2
+    assert info(store).created == before.created
+    begun(first, store, "bob")
+    store.remove([row.id for row in store.segments()])
+    with TieredCache(second, store, conversation="bob") as cache:
+        turn(second, cache, history)
+        assert "the conversation is stored for another state of the model" in cache.stats.reason
+
+
+# --- looking after them
+
+
+def test_what_is_listed(model, store):
+    started = time.time()
+    history = begun(model, store, method=Exact(decline=False))
+    found = info(store)
+    assert found.model["class"] == "LlamaForCausalLM"
+    assert (found.method, found.provenance) == ("exact:decline=False", "exact")
+    assert found.tokens == found.tokens_there == (history.shape[1] - 1) // 16 * 16
+    assert found.segments == [row.id for row in sorted(store.segments(), key=lambda row: row.position)]
+    assert started <= found.created <= found.used <= time.time()
+    assert json.loads(json.dumps(found.as_dict()))["id"] == "alice-42"
+
+
+def test_a_conversation_is_removed_with_what_is_its_own(model, store):
+    shared = prompt(48)
+    for name, seed in (("alice", 5), ("bob", 6)):
+        with TieredCache(model, store, conversation=name) as cache:
+            model(shared, past_key_values=cache, logits_to_keep=1)
+            cache.store_now()
+            turn(model, cache, shared, seed=seed)
+    both = set(info(store, "alice").segments) & set(info(store, "bob").segments)
+    assert both
+    assert store.remove_conversation("alice") == len(info(store, "bob").segments) - len(both)
+    assert [each.id for each in store.conversations()] == ["bob"]
+    assert info(store, "bob").evicted == []
+    with pytest.raises(ConfigError, match="no conversation is called 'alice'"):
+        store.remove_conversation("alice")
+    store.pin(info(store, "bob").segments[:1])
+    store.remove_conversation("bob")
+    assert len(store.segments()) == 1
+
+
+def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
+    begun(model, store, "alice")
+    begun(model, store, "bob")
+    store.remove(info(store, "bob").segments)
+    (folder := root / "conversations").joinpath("0" * 32 + ".json").write_text("{")
+    folder.joinpath("1" * 32 + ".partial").write_text("{")
+    folder.joinpath("2" * 32 + ".lock").write_text("{}")
+    newer = folder / ("3" * 32 + ".json")
+    newer.write_text(json.dumps({"format": 99}))
+    store.remove(row.id for row in store.segments())
+    held = TieredCache(model, store, conversation="alice")  # in use: it stays
+    assert store.gc(dry_run=True).conversations == 2
+    assert len(list(folder.iterdir())) == 7
+    assert store.gc().conversations == 2
+    assert [each.id for each in store.conversations()] == ["alice"]
+    assert len(list(folder.iterdir())) == 3 and newer.exists()  # and alice's record and lock
+    held.suspend()
+    assert store.gc().conversations == 1
+    assert list(folder.iterdir()) == [newer]
+
+
+def test_clearing_the_disk_forgets_conversations(model, store, root):
+    begun(model, store)
+    store.clear()
+    assert len(store.conversations()) == 1
+    store.clear(disk=True)
+    assert store.conversations() == [] and not list((root / "conversations").iterdir())
+
+
+def test_records_count_in_the_quota(model, store, root):
+    begun(model, store)
+    used = store._storage.disk.used_bytes()
+    (root / "conversations" / ("0" * 32 + ".json")).write_bytes(bytes(100_000))
+    assert store._storage.disk.used_bytes() - used >= 100_000
+    shutil.rmtree(root / "conversations")
+    assert store._storage.disk.used_bytes() - used < 50_000
+    begun(model, store)  # and the folder is made anew
+    assert len(store.conversations()) == 1
+
+
+def damaged(record, way):
+    facts = json.loads(record.encode())
+    facts |= {
+        "outside": {"segments": ["../../precious"]},
+        "no text": {"id": 7},
+        "no number": {"tokens": "many"},
+        "not finite": {"suspended": float("nan")},
+        "negative": {"turns": -1},
+        "another's": {"id": "bob"},
+    }.get(way, {})
+    if way == "a part":
+        del facts["segments"]
+    text = json.dumps(facts).encode()
+    return {"cut": text[:50], "garbage": b"\xff" * 40, "no object": b"[1]", "nested": b"[" * 100_000}.get(way, text)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "outside",
+        "no text",
+        "no number",
+        "not finite",
+        "negative",
+        "another's",
+        "a part",
+        "cut",
+        "garbage",
+        "no object",
+        "nested",
+    ],
+)
+def test_a_damaged_record_is_none(model, store, root, way):
+    history = begun(model, store)
+    conversations = Conversations(root)
+    record = conversations.read("alice-42")
+    assert ConversationRecord.decode(record.encode()) == record
+    conversations.path("alice-42").write_bytes(damaged(record, way))
+    assert store.conversations() == [] and conversations.read("alice-42") is None
+    with pytest.raises(ConfigError, match="no conversation"):
+        store.remove_conversation("alice-42")
+    with TieredCache(model, store, conversation="alice-42") as cache:  # KV is found by its tokens
+        turn(model, cache, history)
+        assert cache.stats.tokens_restored > 0
+    assert info(store).turns == 1
+
+
+# --- what is approximate, and a conversation's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Private(ContiguousKV):
+    """Restores a part, and stores what it computes behind that, under a name of each conversation's own."""
+
+    whose: str = ""
+
+    @property
+    def provenance(self):
+        return coded_provenance(" ".join(["private", *[self.whose] * bool(self.whose)]), self.geometry.codec)
+
+    def for_conversation(self, name):
+        return replace(self, whose=name)
+
+
+def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store):
+    method = Private(0.25, period=2, subperiod=2)
+    assert (
+        method.records_approximations
+        and not Exact().records_approximations
+        and not Exact(codec="int8").records_approximations
+    )
+    history = prompt(200)
+    restored = []
+    for seed in range(3):
+        with TieredCache(model, store, conversation="alice-42", method=method) as cache:
+            history = turn(model, cache, history, more=40, seed=seed)
+            restored.append(cache.stats.tokens_restored)
+            if seed:
+                assert 0 < cache.stats.tokens_attended < cache.stats.tokens_restored
+            kept = cache.suspend()
+        assert kept.tokens == (history.shape[1] - 1) // 16 * 16 and kept.reason == ""
+    assert restored == [0, 256, 304]
+    assert {row.provenance for row in store.segments()} == {info(store).provenance}
+    assert info(store).provenance.startswith("private ")
+    for other in (
+        {"method": Exact()},
+        {"method": method},
+        {"conversation": "bob", "method": method},
+        {"conversation": "alice-42", "method": Exact()},
+        {"method": ContiguousKV(0.25, period=2, subperiod=2)},
+    ):
+        cache = TieredCache(model, store, record=False, **other)
+        asked = torch.cat([history, prompt(12, seed=9)], dim=1)
+        assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), plain(model, asked))
+        assert cache.stats.tokens_restored == 0
+        if other.get("conversation") == "alice-42":
+            assert "stored by the method 'Private" in cache.stats.reason
+
+
+def test_methods_without_a_name_of_their_own_store_nothing_behind_a_choice(model, store):
+    method = ContiguousKV(0.25, period=2, subperiod=2)
+    history = begun(model, store, method=method)  # an empty store is filled exactly
+    stored = info(store).tokens
+    with TieredCache(model, store, conversation="alice-42", method=method) as cache:
+        history = turn(model, cache, history, more=40)
+        kept = cache.suspend()
+    assert kept.tokens == stored and kept.reason == reasons.APPROXIMATE
+
+
+def test_the_method_is_told_before_the_record_is_written(model, store):
+    told = []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Told(Exact):
+        def compact(self, disk, segments):
+            told.append((list(segments), store.conversations()))
+            return False
+
+    history = begun(model, store, method=Told())
+    ((segments, listed),) = told
+    assert segments == info(store).segments and listed == []
+
+    @dataclass(frozen=True, kw_only=True)
+    class Failing(Exact):
+        def compact(self, disk, segments):
+            raise OSError(5, "Input/output error")
+
+    with TieredCache(model, store, conversation="alice-42", method=Failing()) as cache:
+        turn(model, cache, history)
+        assert "was not laid out anew" in cache.suspend().reason
+    assert info(store).turns == 2
+
+
+@pytest.mark.parametrize(
+    "said", ["exact", "exact:codec=int8:decline=False", "contiguous_kv:budget=0.1", "kv_drive:window=3.0"]
+)
+def test_methods_in_words_are_what_make_method_takes(said):
+    method = make_method(said)
+    assert make_method(describe_method(method)) == method
+    assert set(describe_method(method).split(":")) == set(said.split(":"))
+
+
+# --- kill -9
+
+KILLED = f"""
+import fcntl, os, random, shutil, signal, sys
+sys.path.insert(0, {HERE!r})
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from families import *
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.store.catalogue import Catalogue
+
+root, draws = Path(sys.argv[1]), int(sys.argv[2])
+model, steps, last = build("llama"), 0, 0
+
+def dying(real):
+    def call(*args, **kwargs):
+        global steps
+        steps += 1
+        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
+        done = real(*args, **kwargs)
+        return done
+    return call
+
+def suspend(folder):
+    with KVStore(folder) as store:
+        cache = TieredCache(model, store, conversation="alice-42")
+        history = torch.load(root / "history.pt")
+        model.generate(history, past_key_values=cache, do_sample=False, max_new_tokens=20)
+        for name in "open pwrite link rename replace unlink fsync fdatasync posix_fallocate".split():
+            setattr(os, name, dying(getattr(os, name)))
+        fcntl.flock, Catalogue.add, Catalogue.touch = map(dying, (fcntl.flock, Catalogue.add, Catalogue.touch))
+        cache.suspend()
+    return steps
+
+def child(folder):
+    shutil.copytree(root / "first", folder)
+    pid = os.fork()
+    if pid: return os.waitpid(pid, 0)[1]
+    done = suspend(folder)
+    (root / "steps").write_text(str(done))
+    os._exit(0)
+
+assert child(root / "whole") == 0
+most = int((root / "steps").read_text())
+drawn = random.Random(7).sample(range(1, most - 12), draws - 12)
+for number, last in enumerate([*drawn, *range(most - 12, most)]):  # the record is written at the end
+    assert child(root / f"killed-{{number}}") == signal.SIGKILL, last
+print(most)
+"""
+
+
+def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path):
+    with KVStore(tmp_path / "first") as store:
+        history = begun(model, store)
+        first = info(store)
+    asked = torch.cat([history, prompt(40, seed=6)], dim=1)
+    torch.save(asked, tmp_path / "history.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), "18"], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
+    folders = [*tmp_path.glob("killed-*"), tmp_path / "whole"]
+    assert len(folders) == 19
+    turns = set()
+    expected = plain(model, asked)
+    for folder in folders:
+        with KVStore(folder) as store:
+            assert store.verify().ok
+            found = info(store)
+            turns.add(found.turns)
+            assert found.evicted == [] and found.tokens_there == found.tokens and found.in_use_by is None
+            assert found.tokens == first.tokens if found.turns == 1 else found.tokens > first.tokens
+            with TieredCache(model, store, conversation="alice-42") as cache:
+                assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), expected)
+                assert cache.stats.tokens_restored >= first.tokens
+            assert info(store).turns == found.turns + 1
+            store.gc()
+            assert [path.suffix for path in (folder / "conversations").iterdir()] == [".json"]
+            assert not list((folder / "tmp").iterdir())
+    assert turns == {1, 2}
