@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ import hf_tiered_cache
 from hf_tiered_cache import cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
+from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
 QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
@@ -192,10 +194,12 @@ assert not heavy, heavy
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["ls", "--help"], ["ls"], ["stat"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["ls"], ["stat"], ["conversations"]]
+)
 def test_torch_is_not_imported_to_list(store, arguments):
     root, headers = store
-    asked = [*arguments, str(root)] if arguments in (["ls"], ["stat"]) else arguments
+    asked = [*arguments, str(root)] if arguments in (["ls"], ["stat"], ["conversations"]) else arguments
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *asked], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -342,6 +346,92 @@ def test_rm_all_with_yes(run, store):
     assert json.loads(run("ls", root, "--json")[1]) == []
 
 
+# --- conversations
+
+
+@pytest.fixture
+def chats(store):
+    """Two conversations: one in two segments, one in the first of these and in one that is gone."""
+    root, headers = store
+    opened = open_store(root)
+    headers["d"], chain, blocks = segment(hashes(4, "d"), position=64, model=QWEN)
+    opened.publish(headers["d"], chain, blocks)
+    opened.close()
+    conversations = Conversations(root)
+    for name, segments in {"alice\x1b[31m 42": ["a", "d"], "bob": ["a", "gone"]}.items():
+        record = ConversationRecord(
+            id=name,
+            fingerprint="model",
+            provenance="exact",
+            method="exact",
+            segments=tuple(headers[one].id if one in headers else "0" * 32 for one in segments),
+            tokens=64 * len(segments),
+            turns=3,
+            created=1e9,
+            suspended=1e9 + len(name),
+            nbytes=7,
+            model=QWEN,
+        )
+        conversations.write(record, lambda nbytes: nullcontext())
+    return root, headers, conversations
+
+
+def test_conversations_are_listed(run, chats):
+    root, _, conversations = chats
+    status, out, _ = run("conversations", root)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["conversation", "model", "method", "turns", "tokens", "size", "last", "used", "notes"]
+    assert lines[1].startswith("bob") and lines[1].endswith("evicted: 64 of 128 tokens left")
+    assert lines[2].startswith("alice�[31m 42  Qwen/Qwen2.5-0.5B-Instruct  exact       3     128  120.0 KiB")
+    assert lines[-1] == "total: 2 conversations, 192 tokens"
+    owned = conversations.ownership("bob")
+    owned.take(over=False)
+    status, out, _ = run("conversations", root)
+    assert f"in use by process {os.getpid()}, evicted: " in out.splitlines()[2]  # used last
+    assert json.loads(run("conversations", root, "--json")[1])[1]["in_use_by"] == os.getpid()
+    status, _, err = run("conversations", root, "rm", "bob")
+    assert status == 2 and "the conversation 'bob' is in use" in err
+    owned.release()
+    assert json.loads(run("conversations", root, "--json")[1])[0]["evicted"] == ["0" * 32]
+
+
+def test_one_conversation_is_shown(run, chats):
+    root, headers, _ = chats
+    status, out, _ = run("conversations", root, "show", "bob")
+    assert status == 0
+    assert "Qwen2ForCausalLM" in out and "evicted: 64 of 128 tokens left" in out
+    assert [line.split()[0] for line in out.splitlines()[-2:]] == [headers["a"].id[:8], "00000000"]
+    assert json.loads(run("conversations", root, "show", "bob", "--json")[1])["segments"][0] == headers["a"].id
+
+
+def test_conversations_are_deleted_with_what_is_their_own(run, chats):
+    root, headers, conversations = chats
+    opened = open_store(root)
+    opened.pin([headers["a"].id], False)
+    opened.close()
+    alice = "alice\x1b[31m 42"
+    before = files(root)
+    asked = "conversations", root, "rm", alice, "--dry-run"
+    assert json.loads(run(*asked, "--json")[1])["segments"] == [headers["d"].id]
+    assert "would delete 1 conversation, 1 segment, " in run(*asked)[1]
+    assert files(root) == before and conversations.read(alice)
+    assert "would delete 2 conversations, 2 segments, " in run(*asked, "bob")[1]
+    assert "deleted 1 conversation, 1 segment, " in run("conversations", root, "rm", alice)[1]
+    assert files(root).keys() == before.keys() - {root / "segments" / f"{headers['d'].id}.kv"}
+    assert [one["id"] for one in json.loads(run("conversations", root, "--json")[1])] == ["bob"]
+    assert json.loads(run("conversations", root, "rm", "bob", "--json")[1])["removed"] == ["bob"]
+    assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
+
+
+def test_gc_says_which_conversations_are_over(run, chats):
+    root, headers, _ = chats
+    run("rm", root, headers["a"].id, headers["d"].id)
+    assert "nothing is left of 2 conversations" in run("gc", root, "--dry-run")[1]
+    assert "nothing is left of 2 conversations" in run("gc", root)[1]
+    assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
+
+
 # --- saying no
 
 
@@ -357,6 +447,13 @@ def test_rm_all_with_yes(run, store):
         (("rm", "{store}", "--model", ""), "no model is called ''"),
         (("rm", "{store}", "--model", "zz"), "no model is called 'zz'"),
         (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists them"),
+        (("conversations", "nowhere"), "no store at nowhere"),
+        (("conversations", "{store}", "sell"), "write show ID, or rm ID"),
+        (("conversations", "{store}", "rm"), "name a conversation"),
+        (("conversations", "{store}", "show", "a", "b"), "name one conversation"),
+        (("conversations", "{store}", "show", "zz"), "no conversation is called 'zz'"),
+        (("conversations", "{store}", "rm", "zz"), "no conversation is called 'zz'"),
+        (("conversations", "{store}", "--dry-run"), "--dry-run goes with rm"),
         (("gc", "{store}", "--quota", "banana"), "--quota='banana' is not a valid size"),
         (("gc", "{store}", "--quota", "10%"), "--quota='10%' is not a valid size"),
         (("calibrate", "{store}", "--model", "nowhere", "--memory", "10%"), "--memory='10%' is not a valid size"),
@@ -420,7 +517,7 @@ def test_ctrl_c_ends_it_with_130_and_no_traceback():
 # --- help
 
 
-@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm", "calibrate", "profile"])
+@pytest.mark.parametrize("command", ["ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "profile"])
 def test_help_teaches_by_example(run, command):
     status, out, _ = run(command, "--help")
     assert status == 0
@@ -432,7 +529,7 @@ def test_help_of_the_whole_names_every_command_and_typical_use(run):
     status, out, _ = run("--help")
     assert status == 0
     assert "..." not in out.split("Commands:")[1]  # what each does fits its line
-    commands = ("ls", "stat", "verify", "gc", "rm", "calibrate", "profile", "serve", "lm-eval")
+    commands = ("ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "profile", "serve", "lm-eval")
     assert all(f"\n  {command} " in out for command in commands)
     assert "hf-tiered-cache gc kv-store --quota 100GiB  make room\n" in out
 

@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, listing, lm_eval, maintain, profile, serve
+from . import calibrate, conversations, listing, lm_eval, maintain, profile, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,6 +50,7 @@ def _top(
       hf-tiered-cache verify kv-store             whether every byte is whole
       hf-tiered-cache gc kv-store --quota 100GiB  make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
+      hf-tiered-cache conversations kv-store      those that come back by their id
       hf-tiered-cache serve MODEL --store DIR     an OpenAI-compatible server
 
     All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
@@ -78,6 +79,13 @@ _add(
     "kv-store 1f3a9c02 77d0e1b4",
     "kv-store --model Qwen/Qwen2.5-0.5B --dry-run",
     "kv-store --all --yes",
+)
+_add(
+    "conversations",
+    conversations.conversations,
+    "kv-store",
+    "kv-store show alice-42",
+    "kv-store rm alice-42 --dry-run",
 )
 _add(
     "calibrate",

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 
 
 def ls(store: StorePath, as_json: AsJson = False) -> None:
-    """List the segments of a store, model by model, last used last.
+    """List the segments of a store, model by model.
 
-    A segment is a run of tokens whose KV lies in one file: a prompt, or what one prompt adds to another ("from" says
-    at which token it begins). The id is as long as it takes to tell it from the others; `stat` and `rm` take it so.
+    The one used last is at the end. A segment is a run of tokens whose KV lies in one file: a prompt, or what one
+    prompt adds to another ("from" says at which token it begins). The id is as long as it takes to tell it from the
+    others; `stat` and `rm` take it so.
     """
     contents = contents_of(store)
     if as_json:

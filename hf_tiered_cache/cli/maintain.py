@@ -55,8 +55,8 @@ def gc(
 ) -> None:
     """Delete what no request can use, and make room.
 
-    Expired and damaged segments go, and files that dead writers or deleted segments left. With --quota the least
-    recently used segments go too, until the store is well below it. Pinned ones stay.
+    Expired and damaged segments go, files that dead writers or deleted segments left, and conversations without any.
+    With --quota the least recently used segments go too, until the store is well below it. Pinned ones stay.
     """
     if quota is not None:
         parse_bytes(quota, "--quota")
@@ -68,6 +68,7 @@ def gc(
         f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
         f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
         f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}"
+        + (f"; nothing is left of {count(report.conversations, 'conversation')}" if report.conversations else "")
     )
 
 

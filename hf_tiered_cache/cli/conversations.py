@@ -1,0 +1,119 @@
+"""`conversations`: those that a store keeps under an id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..store.catalogue import SegmentRow
+from ..store.conversations import ConversationInfo, Conversations
+from ..units import format_bytes
+from .contents import contents_of, open_store, unique_length
+from .maintain import DryRun
+from .output import AsJson, Refused, StorePath, ago, count, date, facts, figures, print_json, printable, show
+
+
+def conversations(
+    store: StorePath,
+    action: Annotated[str, typer.Argument(metavar="show|rm", help="Without: list all.")] = "",
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Of conversations, in full.")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """List conversations, show one, or delete some.
+
+    A conversation is what TieredCache(model, store, conversation=ID) goes on with. `rm` deletes it, and the segments
+    that no other conversation lies in, but pinned ones. One that is in use is left alone.
+    """
+    if action not in ("", "show", "rm"):
+        raise Refused(f"{action!r} is not to be done with conversations: write show ID, or rm ID")
+    if action and not ids:
+        raise Refused(f"name a conversation: {action} ID")
+    if action == "rm":
+        return _remove(store, list(dict.fromkeys(ids or ())), dry_run, as_json)
+    if dry_run:
+        raise Refused("--dry-run goes with rm")
+    contents = contents_of(store)
+    found = Conversations(store).listed(contents.rows)
+    if not action:
+        return print_json([info.as_dict() for info in found]) if as_json else _list(found)
+    if ids is None or len(ids) != 1:
+        raise Refused("name one conversation: show ID")
+    chosen = [info for info in found if info.id == ids[0]]
+    if not chosen:
+        raise Refused(f"no conversation is called {ids[0]!r}; `hf-tiered-cache conversations {store}` lists them")
+    return print_json(chosen[0].as_dict()) if as_json else _show(chosen[0], contents.rows)
+
+
+def _list(found: list[ConversationInfo]) -> None:
+    notes = [_notes(info) for info in found]
+    fold = ("notes",) if any(notes) else ()
+    words, right = ("conversation", "model", "method"), ("turns", "tokens", "size", "last used")
+    table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
+    for info, note in zip(found, notes, strict=True):
+        named = printable(info.id), _model(info), printable(info.method)
+        cells = f"{info.turns:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.used)
+        table.add_row(*named, *cells, *[note] * len(fold))
+    if found:
+        show(table)
+        print()
+    print(f"total: {count(len(found), 'conversation')}, {sum(info.tokens_there for info in found):,} tokens")
+
+
+def _notes(info: ConversationInfo) -> str:
+    """As "in use by process 4711, evicted: 64 of 960 tokens left"."""
+    notes = []
+    if info.in_use_by is not None:
+        notes.append(f"in use by process {info.in_use_by}" if info.in_use_by else "in use")
+    if info.tokens_there < info.tokens:
+        notes.append(f"evicted: {info.tokens_there:,} of {info.tokens:,} tokens left")
+    return ", ".join(notes)
+
+
+def _model(info: ConversationInfo) -> str:
+    return printable(info.model.get("name") or info.model.get("class") or info.fingerprint[:8])
+
+
+def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
+    table = facts()
+    table.add_row("conversation", printable(info.id))
+    table.add_row("model", _model(info))
+    for name, value in sorted(info.model.items()):
+        if name != "name" and value:
+            table.add_row(f"  {printable(name)}", printable(value))
+    table.add_row("fingerprint", info.fingerprint)
+    table.add_row("method", printable(info.method))
+    table.add_row("computed", printable(info.provenance))
+    table.add_row("turns", f"{info.turns:,}")
+    table.add_row("tokens", f"{info.tokens_there:,}")
+    table.add_row("on disk", f"{format_bytes(info.bytes)} ({info.bytes:,} bytes)")
+    table.add_row("created", date(info.created))
+    table.add_row("last used", ago(info.used))
+    table.add_row("notes", _notes(info) or "none")
+    show(table)
+    print()
+    there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
+    segments = figures("segment", "tokens", "from", "size", "notes", right=("tokens", "from", "size"))
+    for name in info.segments:
+        if (row := there.get(name)) is None:
+            segments.add_row(name[:letters], "", "", "", "evicted")
+        else:
+            segments.add_row(name[:letters], f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), "")
+    show(segments)
+
+
+def _remove(store: Path, ids: list[str], dry_run: bool, as_json: bool) -> None:
+    from ..kvstore import storage_of
+
+    with open_store(store) as opened:
+        storage = storage_of(opened)
+        rows = storage.segments_of_conversations(ids)
+        if not dry_run:
+            storage.remove_conversations(ids)
+    nbytes = sum(row.nbytes for row in rows)
+    if as_json:
+        return print_json({"removed": ids, "segments": [row.id for row in rows], "bytes": nbytes, "dry_run": dry_run})
+    what = f"{count(len(ids), 'conversation')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+    print(f"{'would delete' if dry_run else 'deleted'} {what}")
