@@ -15,6 +15,7 @@ from hf_tiered_cache import KVStore, LostKVError, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import KVDrive, make_method
 from hf_tiered_cache.restore import grown, window
+from hf_tiered_cache.restore.micro_batches import MicroBatches
 from hf_tiered_cache.restore.window import WindowChoices
 from hf_tiered_cache.select import DECODE_INDEXES
 from hf_tiered_cache.select.by_index import ByIndex, Span
@@ -172,14 +173,14 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
         for row in rows[:2]:
             fill(store, model, row, METHOD)
         for size in (8, 2, 1):
-            monkeypatch.setattr(window, "MICRO_BATCH", size)
+            monkeypatch.setattr(MicroBatches, "of", lambda self, rows, size=size: size)
             cache = TieredCache(model, store, method=METHOD, record=False)
             found.append((model.generate(ids, past_key_values=cache, **GREEDY), cache.stats))
     for answer, stats in found[1:]:
         same(answer, found[0][0])
         assert stats.bytes_used == found[0][1].bytes_used > 0
     for size in (8, 2, 1):
-        monkeypatch.setattr(window, "MICRO_BATCH", size)
+        monkeypatch.setattr(MicroBatches, "of", lambda self, rows, size=size: size)
         with KVStore(tmp_path, engine="posix", host_memory="64MiB") as store:
             cache = TieredCache(model, store, method=replace(METHOD, ahead=2), record=False)
             same(model.generate(ids, past_key_values=cache, **GREEDY), found[0][0])

@@ -8,6 +8,7 @@ since every key carries its position. Nothing that is attended to depends on whe
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,10 +31,7 @@ from .grown import INDEXED_TOKENS, GrownChunks, grown
 from .indexes import RowIndexes
 from .live import LayerAhead, Rotate
 from .lookahead import FetchAhead
-
-MICRO_BATCH = 8
-"""Rows that are ranked together, before their blocks are asked for (the paper's Section 6.1). Fewer overlap more with
-the reads of others, and cost more of the CPU, by batch."""
+from .micro_batches import MicroBatches
 
 
 @dataclass(eq=False)
@@ -68,6 +66,7 @@ class WindowedSelection:
         prefixes: what is restored of each group of rows.
         indexes: of their chunks, and the selector that goes by them.
         columns: restored ones that a layer holds of each row.
+        micro_batches: how many rows are ranked together.
     """
 
     residency: Residency
@@ -75,6 +74,7 @@ class WindowedSelection:
     prefixes: Sequence[RowPrefix]
     indexes: RowIndexes
     columns: int
+    micro_batches: MicroBatches = field(default_factory=MicroBatches)
     every: int = 1
     may_stay: bool = False
 
@@ -124,6 +124,7 @@ class WindowedSelection:
 
     def begin(self, collector: StatsCollector) -> WindowChoices:
         """The choices of one pass."""
+        self.micro_batches.begin()
         return WindowChoices(self, collector)
 
 
@@ -201,10 +202,11 @@ class WindowChoices:
     ) -> Sequence[WindowRow | None]:
         """Put what is chosen for a layer's queries into its columns. See `Choices`."""
         steps: list[_Step] = []
-        units = self._ahead.take(layer)
-        for first in range(0, len(rows), MICRO_BATCH):  # while blocks of some are on their way, others are ranked
+        units, started = self._ahead.take(layer), time.perf_counter()
+        size = self._live.micro_batches.of(len(rows))
+        for first in range(0, len(rows), size):  # while blocks of some are on their way, others are ranked
             with self._collector.timing("select_seconds"):
-                some = self._plan(layer, first, rows[first : first + MICRO_BATCH], query, rotate_, scaling)
+                some = self._plan(layer, first, rows[first : first + size], query, rotate_, scaling)
             self._ahead.complete([wanted for step in some for wanted in self._find(step, layer, units)])
             steps += some
         self._ahead.drop_others(units)
@@ -213,6 +215,7 @@ class WindowChoices:
         for step in steps:
             self._move(step, layer, keys[step.row], values[step.row], rotate_)
         self._fetcher.finish(units.values())
+        self._live.micro_batches.took(time.perf_counter() - started)
         return rows
 
     def prepare(self, ahead: LayerAhead) -> None:
@@ -240,7 +243,9 @@ class WindowChoices:
                 if held.grown is not None:
                     indexes, span = [*indexes, *held.grown.indexes], replace(span, grown=held.grown.numbers)
                 ranked.append((row, held, span, live.selector.rank(indexes, query[row], scaling, span)))
-        steps = []
+        steps: list[_Step] = []
+        if not ranked:  # these rows hold all that they have
+            return steps
         for (row, held, span, _), on_host in zip(ranked, to_host(*(one[3] for one in ranked)), strict=True):
             pool = live.selector.candidates(on_host, span)
             if live.selector.trace is not None:
