@@ -127,6 +127,8 @@ def attend(
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
+    if scope.observer is not None and _unbiased(attention_mask, kwargs):
+        scope.observer.observe(module.layer_idx, query, kwargs.get("scaling"))
     if scope.selects:
         attended = scope.attend(module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling"))
         if isinstance(attended, torch.Tensor):
@@ -144,6 +146,11 @@ def attend(
         )
         return output.transpose(1, 2).contiguous(), None
     return base(module, query, key, value, attention_mask, **kwargs)
+
+
+def _unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
+    """Whether attention is by queries and keys alone, and by what a mask hides."""
+    return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
 
 
 def _repeats_for_nothing(

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_module
 from transformers import Cache
 
 from .rotary import RotaryTap
-from .scope import Scope, current, entered
+from .scope import QueryObserver, Scope, current, entered
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -93,9 +93,9 @@ class LookAhead:
         if not _runs_unnoticed(module):
             return None
         args, kwargs = _again(args, kwargs)
-        peek = _Peek(self._scope.cache, RotaryTap())
+        peek = _Peek()
         try:
-            with torch.no_grad(), entered(peek):
+            with torch.no_grad(), entered(Scope(self._scope.cache, RotaryTap(), observer=peek)):
                 module.forward(*args, **kwargs)
         except _Asked:
             return peek.found
@@ -109,22 +109,12 @@ class _Asked(Exception):
     """A layer has got as far as its attention."""
 
 
-@dataclass(eq=False)
-class _Peek(Scope):
-    """A scope in which attention keeps the queries, and ends there."""
+class _Peek(QueryObserver):
+    """Keeps the queries, and ends the layer there."""
 
-    selects: bool = True
     found: PredictedQuery | None = None
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
         self.found = PredictedQuery(query, scaling)
         raise _Asked
 

@@ -6,12 +6,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from .rotary import RotaryTap
+
+
+class QueryObserver(Protocol):
+    """Is told the queries of one pass, layer by layer, before they attend; it changes nothing.
+
+    Told are layers that attend through the registered function, by queries and keys alone: a mask that adds to logits,
+    or a bias by position, would make their attention another.
+    """
+
+    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
+        """A layer's queries, `[batch, heads, n, dim]`, rotated, of the columns that it computes.
+
+        Args:
+            scaling: of the logits; None for dim ** -0.5.
+        """
 
 
 @dataclass(eq=False)
@@ -34,6 +49,8 @@ class Scope:
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     selects: bool = False
     """Whether `attend` says what queries attend to."""
+    observer: QueryObserver | None = None
+    """Who wants to see the queries, if anybody."""
 
     def attend(
         self,
