@@ -1,0 +1,183 @@
+"""How alike the attention of layers is, and how much of it goes to a context's two ends (Krul, Sections 4.2 and 5).
+
+The distance of two layers is Euclidean, over all attention weights of a head, and its mean over the heads is taken. It
+is a function of sums of products over rows and keys, |a - b|² = a·a + b·b - 2 a·b. So each row of attention, that of
+one query, is made, added up and dropped, and no matrix of tokens × tokens is ever held.
+
+Differs from the paper in what the ends of a context are. There they are the first and last tenth of the whole sequence,
+which is not known before it ends; here those of what the row itself sees, at least one token each. Attention spread
+evenly gives 0.2 whatever the length. (The paper's would be 0.335, most of it from rows near the beginning, which
+see nothing but the first tenth.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from ..transfers import to_device
+
+END = 0.1
+"""Share of a row's context that counts as its beginning, and as its end (Algorithm 1)."""
+_LARGEST = 1 << 24
+"""Attention weights held at a time: 64 MiB of float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSums:
+    """Sums over rows of attention, for each sequence of a batch.
+
+    Args:
+        products: float32 `[batch, heads, layers, layers]`, of two layers' weights, over keys and rows.
+        ends: float32 `[batch, layers]`, of the weights at both ends of the context, mean over the heads.
+        rows: float32 `[batch]`, how many rows they stand for.
+    """
+
+    products: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+
+    def __add__(self, other: AttentionSums) -> AttentionSums:
+        return AttentionSums(self.products + other.products, self.ends + other.ends, self.rows + other.rows)
+
+    def times(self, weight: float) -> AttentionSums:
+        """The same rows, each standing for `weight`."""
+        return AttentionSums(self.products * weight, self.ends * weight, self.rows * weight)
+
+    def select(self, rows: torch.Tensor) -> AttentionSums:
+        """Those of other sequences: the i-th is what `rows[i]` was, or the only one that there is."""
+        rows = rows.to(self.rows.device)
+        if len(self.rows) == 1:
+            rows = torch.zeros_like(rows)
+        return AttentionSums(*(each.index_select(0, rows) for each in (self.products, self.ends, self.rows)))
+
+    def to(self, device: torch.device) -> AttentionSums:
+        """On this device."""
+        return AttentionSums(*(each.to(device) for each in (self.products, self.ends, self.rows)))
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRows:
+    """Queries of some columns in every layer.
+
+    Args:
+        columns: int64 `[n]`, ascending, on the host.
+        pads: columns of left padding of each sequence.
+        queries: for each layer `[batch, heads, n, dim]`, rotated.
+        scalings: of the logits, for each layer; None for dim ** -0.5.
+    """
+
+    columns: np.ndarray
+    pads: Sequence[int]
+    queries: Sequence[torch.Tensor]
+    scalings: Sequence[float | None]
+
+    def first(self, count: int) -> QueryRows:
+        """The first `count` columns."""
+        return replace(self, columns=self.columns[:count], queries=[query[:, :, :count] for query in self.queries])
+
+    def select(self, rows: torch.Tensor) -> QueryRows:
+        """Of other sequences: the i-th is what `rows[i]` was."""
+        queries = [query.index_select(0, rows.to(query.device)) for query in self.queries]
+        return replace(self, pads=[self.pads[row] for row in rows.tolist()], queries=queries)
+
+
+def attention_sums(
+    rows: QueryRows, keys: Sequence[torch.Tensor], device: torch.device, at_once: int
+) -> list[AttentionSums]:
+    """The sums of `at_once` rows after another.
+
+    Args:
+        rows: whose attention it is.
+        keys: for each layer `[batch, kv_heads, columns, dim]`, rotated, from column 0 on.
+        device: where they are computed: what lies elsewhere is brought there, one kv head after another.
+    """
+    batch, heads, _, _ = rows.queries[0].shape
+    kv_heads, count = keys[0].shape[1], len(rows.columns)
+    group, layers = heads // kv_heads, len(keys)
+    # [batch, kv_heads, group, n, dim]; float32, as kernels of attention make their logits
+    queries = [
+        query.to(device).float().mul(query.shape[-1] ** -0.5 if scaling is None else scaling).unflatten(1, (-1, group))
+        for query, scaling in zip(rows.queries, rows.scalings, strict=True)
+    ]
+    visible = _Visible(rows, device)
+    products = torch.zeros(-(-count // at_once), batch, heads, layers, layers, device=device)
+    ends = torch.zeros(len(products), batch, layers, device=device)
+    columns = int(rows.columns[-1]) + 1
+    some_heads = min(kv_heads, max(1, _LARGEST // (layers * batch * group * columns)))
+    for head in range(0, kv_heads, some_heads):
+        kv = slice(head, head + some_heads)
+        own = [layer[:, kv, :columns].to(device).float().transpose(2, 3) for layer in keys]  # [batch, kv, dim, columns]
+        width = group * own[0].shape[1]  # query heads
+        at_a_time = min(at_once, max(1, _LARGEST // (layers * batch * width * columns)))
+        for number in range(len(products)):
+            stop = min(count, (number + 1) * at_once)
+            for first in range(number * at_once, stop, at_a_time):
+                some = slice(first, min(stop, first + at_a_time))
+                weights = visible.attention([query[:, kv, :, some] for query in queries], own, some)
+                flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * columns]
+                found = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
+                products[number, :, head * group : head * group + width] += found
+                ends[number] += visible.at_ends(weights, some).mT / heads
+    return [
+        AttentionSums(products[number], ends[number], visible.rows(slice(number * at_once, (number + 1) * at_once)))
+        for number in range(len(products))
+    ]
+
+
+class _Visible:
+    """What each row sees of the columns: those up to its own, but for padding."""
+
+    def __init__(self, rows: QueryRows, device: torch.device) -> None:
+        self._columns, self._pads = rows.columns, rows.pads
+        self._padded = any(rows.pads)
+        self._device = device
+
+    def rows(self, some: slice) -> torch.Tensor:
+        """How many of these rows are no padding, float32 `[batch]`."""
+        count = [(self._columns[some] >= pad).sum() for pad in self._pads]
+        return to_device(np.array(count, np.float32), self._device)
+
+    def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], some: slice) -> torch.Tensor:
+        """float32 `[layers, batch, kv_heads * group, n, columns]`, 0 for rows of padding."""
+        columns = int(self._columns[some][-1]) + 1
+        batch, kv_heads, group, count, _ = queries[0].shape
+        weights = torch.empty(len(keys), batch, kv_heads, group * count, columns, device=self._device)
+        for layer, (query, own) in enumerate(zip(queries, keys, strict=True)):
+            torch.matmul(query.flatten(2, 3), own[..., :columns], out=weights[layer])
+        weights = weights.view(len(keys), batch, kv_heads * group, count, columns)
+        if count > 1 or self._padded:
+            weights.masked_fill_(self._hidden(some, columns), -torch.inf)
+        weights = weights.softmax(-1)
+        return weights.nan_to_num_() if self._padded else weights
+
+    def _hidden(self, some: slice, columns: int) -> torch.Tensor:
+        """bool `[batch or 1, 1, n, columns]`."""
+        own, place = to_device(self._columns[some], self._device), torch.arange(columns, device=self._device)
+        hidden = place > own.view(1, 1, -1, 1)
+        if not self._padded:
+            return hidden
+        return hidden | (place < to_device(np.array(self._pads), self._device).view(-1, 1, 1, 1))
+
+    def at_ends(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
+        """What the two ends of each row's context get, summed over rows and heads, `[layers, batch]`."""
+        own = self._columns[some]
+        if len(own) == 1 and not self._padded:
+            width = _width(own)[0]
+            ends = weights[..., :width].sum((2, 3, 4))
+            return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
+        place = np.arange(weights.shape[-1])
+        near = []  # of each sequence, [n, columns]
+        for pad in self._pads if self._padded else (0,):
+            width = _width(own - pad)[:, None]
+            near.append((place < pad + width) | (place > own[:, None] - width))
+        mask = to_device(np.stack(near).astype(np.float32), self._device)  # [batch or 1, n, columns]
+        return (weights.flatten(3) @ mask.flatten(1).unsqueeze(-1)).sum((2, 3))
+
+
+def _width(last: np.ndarray) -> np.ndarray:
+    """Columns at each end of contexts, given the place of their last column."""
+    return np.maximum(1, np.ceil(END * (last + 1))).astype(np.int64)
