@@ -25,6 +25,7 @@ from .record import Recorder
 from .restore.fetch import Fetcher
 from .restore.indexes import KeptIndexes
 from .restore.live import Choices, LayerAhead, Live
+from .restore.observe import CacheObserver, ComputedColumns, PassObserver
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
 from .restore.selective import SelectiveRestore
@@ -51,6 +52,8 @@ class ForwardPass(Scope):
         recorder: takes what is computed, if not None.
         first: column of the sequence that is computed first.
     """
+
+    observer: PassObserver | None
 
     def __init__(
         self,
@@ -83,6 +86,23 @@ class ForwardPass(Scope):
             stack.enter_context(self.attachment.running_eagerly())
             stack.enter_context(entered(self))
             return forward(**kwargs)
+
+    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+        """Let an observer see its queries.
+
+        Args:
+            stop: the column behind the last one of the pass.
+            pads: columns of left padding of each row.
+        """
+        self.observer = observer.begin(self.kv_sources, self._computed_columns(stop, pads))
+
+    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
+        return ComputedColumns(self._first, stop, pads)
+
+    def end_watching(self) -> None:
+        """The pass is whole: what an observer has seen counts."""
+        if self.observer is not None:
+            self.observer.end()
 
     def close(self) -> None:
         """End it, where a Ctrl-C on the way out kept it from ending."""
@@ -257,6 +277,14 @@ class RestoringForward(ForwardPass):
                 self._predict(stack, selector, [source.index for source in self.kv_sources if source.selects])
             self.selection.start()
         self.prefetch.start()
+
+    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
+        base, computed = self.plan.base, self.plan.computed
+        if self.plan.suffix is not None:
+            return super()._computed_columns(stop, pads)
+        return ComputedColumns(
+            self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
+        )
 
     def _drop_with_depth(self, plan: Plan) -> None:
         self.rows.clear()

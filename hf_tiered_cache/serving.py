@@ -32,6 +32,7 @@ from .sequence import SequenceState, asks_for_all
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
+from .suitability import cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -80,6 +81,10 @@ class Serving:
         """Whether a prompt has begun of which nothing was said yet."""
         self.forward_pass: ForwardPass | None = None
         """The pass under way."""
+        self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
+        """Sees the queries of understood passes, if the method wants one to."""
+        if self.observer is not None and (why := cannot_observe(attachment.model)):
+            self.observer.cannot_see(why)
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
 
@@ -169,14 +174,18 @@ class Serving:
         records = recorder.enabled and knows and (plan is None or plan.suffix is not None)
         first = sequence.columns + (0 if plan is None else plan.suffix or 0)
         own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
+        pads, kwargs = sequence.history.pads, request.kwargs
         if plan is None:
-            return self._run(cache, ForwardPass(*own), forward, request.kwargs)
-        for geometry in {reader.shape.geometry for reader in plan.readers}:
-            if said := self.method.misfit(geometry):
-                self.store.disk.warn(said, said)
-        restoring = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
-        pads, suffix = sequence.history.pads, plan.suffix is not None
-        return self._run(cache, restoring, forward, request.only(plan.computed[0], plan.base, pads, suffix))
+            forward_pass = ForwardPass(*own)
+        else:
+            for geometry in {reader.shape.geometry for reader in plan.readers}:
+                if said := self.method.misfit(geometry):
+                    self.store.disk.warn(said, said)
+            forward_pass = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
+            kwargs = request.only(plan.computed[0], plan.base, pads, plan.suffix is not None)
+        if self.observer is not None:
+            forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
+        return self._run(cache, forward_pass, forward, kwargs)
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a pass; one that fails leaves no trace."""
@@ -186,7 +195,9 @@ class Serving:
         snapshots = [source.snapshot() for source in sources]
         self.forward_pass = forward_pass
         try:
-            return forward_pass.run(forward, kwargs)
+            output = forward_pass.run(forward, kwargs)
+            forward_pass.end_watching()
+            return output
         except BaseException as error:
             forward_pass.close()
             leave(cache)
@@ -194,13 +205,15 @@ class Serving:
                 source.rollback(snapshot)
             if self.sequence is not None:
                 self.sequence.recorder.abandon()
+            if forward_pass.observer is not None:
+                forward_pass.observer.undo()
             if not cache.get_seq_length():
                 self.bypass = ""  # the next prompt may be another
             if isinstance(error, LostKVError) and isinstance(error.__cause__, RestoreError):
                 self.store.disk.report(error.segment, error.__cause__.__cause__ or error.__cause__)
             raise
         finally:
-            self.forward_pass = None
+            forward_pass.observer = self.forward_pass = None
 
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
         """What a pass restores, or None if that is nothing."""
@@ -376,11 +389,15 @@ class Serving:
         """The cache forgets its last `columns` columns."""
         if self.sequence is not None:
             self.sequence.recorder.crop(columns)
+            if self.observer is not None:
+                self.observer.crop(self.sequence.columns)
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i becomes what row `rows[i]` was."""
         if self.sequence is not None:
             self.sequence.recorder.select(rows)
+            if self.observer is not None:
+                self.observer.select(rows)
 
     def finish(self) -> None:
         """The cache forgets all it holds; what was computed is stored now, so that the next look-up finds it."""

@@ -15,7 +15,7 @@ from .patches.attach import Attachment, ServedCache, attach, attachment_of, base
 from .patches.scope import current
 from .restore.plan import Plan
 from .serving import CacheOptions, Serving
-from .sources import DenseSource, sources_for
+from .sources import DenseSource, kv_sources, sources_for
 from .stats import RequestStats, StatsCollector
 from .storage import Storage
 from .suitability import check_causal, check_depth, check_suits
@@ -164,6 +164,8 @@ class StoredCache(Cache, ServedCache):
         twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
         if mine.sequence is not None:
             twin._serving.follow(twin, mine.sequence.fork(twin._serving.collector))
+        if mine.observer is not None:
+            twin._serving.observer = mine.observer.fork(kv_sources(twin.layers))
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

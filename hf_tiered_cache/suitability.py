@@ -56,6 +56,19 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
         raise needs_attention(method, model, WRAPPED)
 
 
+def cannot_observe(model: PreTrainedModel) -> str:
+    """Why nobody sees the queries of this model, or ""."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if not shows_queries(model):
+        return f"{name} attends to other keys than it hands to its cache, or bypasses the registered attention function"
+    if not can_select(config):
+        needed = " or ".join(map(repr, SELECTING))
+        return (
+            f"queries are seen with attention of the kind {needed}, and the model has {config._attn_implementation!r}"
+        )
+    return ""
+
+
 def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "

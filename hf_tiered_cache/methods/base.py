@@ -10,6 +10,7 @@ import numpy as np
 
 from ..codecs import RAW, coded_provenance
 from ..geometry import Geometry
+from ..restore.observe import CacheObserver, Later
 from ..restore.plan import PlanContext
 from ..select.by_index import WindowSizes
 from ..select.decode_index import DecodeIndex
@@ -179,6 +180,14 @@ class Method:
     def select_deviating(self, deviation: np.ndarray) -> np.ndarray:
         """Which reusable tokens the layers behind `compare_layer` compute, by how far their values have changed."""
         raise TypeError(f"{type(self).__name__} compares nothing")
+
+    def observer(self, later: Later | None) -> CacheObserver | None:
+        """Who watches the queries of a cache's passes, as long as the cache lives; nobody, by default.
+
+        Args:
+            later: runs something behind the requests; None where that would take the model's own processor from it.
+        """
+        return None
 
     def selector(self) -> Selector:
         """Who chooses these tokens, where they are fewer."""

@@ -1,0 +1,113 @@
+"""Which layers of real models share, and that the choice follows the conversation."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from eval.data import Data
+from eval.reference.asking import language_of, load
+from eval.tasks.ruler.haystack import sentences
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import Exact
+from hf_tiered_cache.restore.distances import AttentionDistances
+from hf_tiered_cache.select.sharing import ALIKE, calibrated_gamma, share_layers
+
+XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
+STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"
+KINDS = {"fact": 1.0, "alias": 1.0, "hop": 1.0, "shot": 1.0}
+EVERY_ROW = {"every": 1, "prompt_every": 1, "prompt_rows": 1 << 30}
+
+
+class Watched(Exact):
+    """Exact reuse, with somebody who watches."""
+
+    def observer(self, later):
+        return AttentionDistances()
+
+
+@lru_cache
+def xs():
+    return load(XS), language_of(XS)
+
+
+def observed(model, ids, **options):
+    with TemporaryDirectory() as folder, KVStore(folder, engine="posix") as store:
+        cache = TieredCache(model, store, method=Watched(), record=False)
+        if options:
+            cache._serving.observer = AttentionDistances(**options)
+        with torch.no_grad():
+            model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        return cache._serving.observer.result()
+
+
+def conversation(number, tokens=500):
+    """Even ones are text of books, odd ones statements among it."""
+    _, language = xs()
+    if number % 2 == 0:
+        return language.text[number * 500 :][:tokens].tolist()
+    context = language.context(np.random.default_rng(number), tokens, 4, KINDS)
+    return [token for document in context.documents for token in document]
+
+
+@lru_cache
+def distances_of(number):
+    return observed(xs()[0], conversation(number), **EVERY_ROW)
+
+
+def neighbours(distances):
+    return np.diagonal(distances.relative, 1)
+
+
+def test_shared_layers_of_the_reference_model_are_alike_and_the_outer_ones_are_not():
+    for number in range(6):
+        near = neighbours(distances_of(number))
+        assert near[2:6].max() < 0.45 and near[0] > ALIKE < near[6]
+
+
+def test_strategies_differ_between_conversations():
+    gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)])
+    chosen = [share_layers(distances_of(number), gamma) for number in range(8)]
+    assert len({frozenset(each.pairs) for each in chosen}) > 1
+    for each in chosen:
+        paired = {layer for pair in each.pairs for layer in pair}
+        assert paired <= set(each.initial_recent) and not paired & {0, 7}
+    assert sum(len(each.pairs) == 2 for each in chosen) >= 6
+
+
+def test_gamma_holds_for_conversations_it_was_not_calibrated_on():
+    gamma = calibrated_gamma([distances_of(number).initial_recent for number in range(8)], 0.75)
+    found = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8, 14)]
+    assert np.mean(found) == pytest.approx(0.75, abs=0.125)  # a layer of eight
+    exact = [(distances_of(number).initial_recent >= gamma).mean() for number in range(8)]
+    assert np.mean(exact) == 0.75
+
+
+@pytest.mark.parametrize("tokens", [250, 1000])
+def test_the_estimate_is_near_and_chooses_alike(tokens):
+    """Of one row in four, and at most 128."""
+    for number in range(3):
+        ids = conversation(number, tokens)
+        every, sampled = observed(xs()[0], ids, **EVERY_ROW), observed(xs()[0], ids)
+        assert every.rows == tokens and sampled.rows <= 128
+        assert np.abs(sampled.relative - every.relative).max() < 0.1
+        assert np.abs(neighbours(sampled) - neighbours(every))[2:6].max() < 0.07
+        assert np.abs(sampled.initial_recent - every.initial_recent).max() < 0.1
+        assert all(every.relative[pair] < ALIKE for pair in share_layers(sampled, 0.0).pairs)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="needs stories260K beside the repository")
+def test_a_model_without_alike_layers_shares_nothing_and_says_so():
+    model = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(STORIES)(" ".join(sentences(Data(None))[:200]))["input_ids"]
+    for at, tokens in ((0, 150), (0, 500), (500, 500)):
+        distances = observed(model, ids[at : at + tokens])
+        assert neighbours(distances).min() > ALIKE + 0.1
+        found = share_layers(distances, 0.0, layers_shared=1.0)
+        assert found.pairs == () and "no layers share" in found.why_fewer

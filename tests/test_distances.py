@@ -1,0 +1,736 @@
+"""Distances of attention, gathered while a model runs: those of its weights, and nothing of what is undone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+import weakref
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from test_plans import Chosen
+from torch.utils.flop_counter import FlopCounterMode
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.forward_pass import ForwardPass
+from hf_tiered_cache.methods import Exact
+from hf_tiered_cache.restore.distances import AttentionDistances
+from hf_tiered_cache.restore.stretches import Stretch, Stretches
+from hf_tiered_cache.select.attention_sums import AttentionSums
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from steps import Operations
+
+ALL = {"every": 1, "prompt_every": 1, "prompt_rows": 1 << 30}
+"""Every row is sampled."""
+TOKENS = 100
+FULL = {"qwen2_sliding": (0, 1, 2), "gemma3": (2, 5)}
+"""The layers with full attention, where not all six have it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched(Exact):
+    """Exact reuse, with somebody who watches."""
+
+    options: dict = field(default_factory=lambda: dict(ALL), hash=False)
+
+    def observer(self, later):
+        return AttentionDistances(**self.options)
+
+
+class Pyramid(Chosen):
+    """A plan with depth, watched."""
+
+    def observer(self, later):
+        return AttentionDistances(**ALL)
+
+
+@lru_cache
+def model_of(family, **changes):
+    """A model whose heads attend to few tokens, so that layers differ."""
+    model = build(family, **changes)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "query_key_value", "qkv_proj")):
+                parameter.mul_(6)
+    return model
+
+
+@pytest.fixture
+def model():
+    return model_of("qwen2")
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "kv", engine="posix") as opened:
+        yield opened
+
+
+def observer_of(cache):
+    return cache._serving.observer
+
+
+def weights(model, ids, layers=None):
+    """The attention weights of one row, float64 `[layers, heads, n, n]`, by the model's own eager attention."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            found = model(input_ids=ids[None], use_cache=False, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
+    return torch.stack([found[layer][0] for layer in layers or range(len(found))]).double()
+
+
+def direct(attention, rows=slice(None)):
+    """Euclidean and relative distances and shares at the ends, of some rows, by their definitions."""
+    attention = attention[:, :, rows]
+    flat = attention.flatten(2)
+    apart = (flat[:, None] - flat[None]).square().sum(-1)  # [layers, layers, heads]
+    norms = flat.square().sum(-1)
+    euclidean = (apart / attention.shape[2]).sqrt().mean(-1)
+    relative = (apart / (norms[:, None] + norms[None])).sqrt().mean(-1)
+    every = np.arange(attention.shape[-1])
+    own = every[rows][:, None]
+    width = np.maximum(1, np.ceil((own + 1) / 10))
+    near = torch.from_numpy((every < width) | ((every > own - width) & (every <= own)))
+    ends = (attention * near).sum(-1).mean((1, 2))
+    return euclidean.numpy(), relative.numpy(), ends.numpy()
+
+
+def assert_same(result, expected, rows):
+    assert result.missing == "" and result.rows == rows
+    for found, wanted in zip((result.euclidean, result.relative, result.initial_recent), expected, strict=True):
+        assert wanted.max() > 0.05, "or there is nothing to compare"
+        np.testing.assert_allclose(found, wanted, atol=2e-4)
+
+
+def generate(model, ids, cache, tokens=6):
+    return model.generate(
+        input_ids=ids, past_key_values=cache, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False
+    )
+
+
+def step(model, cache, ids):
+    with torch.no_grad():
+        return model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits
+
+
+# --- what is counted
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen2", "qwen3", "phi3", "gpt_neox", "opt", "granite", "smollm3", "qwen2_sliding", "gemma3"],
+)
+def test_every_row_equals_the_direct_computation(family, store):
+    """Prompt and decoded tokens; grouped heads, scalings, layers without RoPE, and sliding layers left out."""
+    model, ids = model_of(family), prompt(60)
+    cache = TieredCache(model, store, method=Watched())
+    said = generate(model, ids, cache)
+    result = observer_of(cache).result()
+    assert result.layers == FULL.get(family, tuple(range(6)))
+    assert_same(result, direct(weights(model, said[0, :-1], result.layers)), said.shape[1] - 1)
+
+
+def test_watching_changes_no_bit(model, store):
+    ids = prompt(60)
+    plain, watched = TieredCache(model, store, record=False), TieredCache(model, store, method=Watched(), record=False)
+    for part in (ids[:, :50], ids[:, 50:51], ids[:, 51:]):
+        assert torch.equal(step(model, plain, part), step(model, watched, part))
+
+
+def test_bfloat16_is_compared_in_float32(store):
+    model = build("qwen2", torch.bfloat16)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, prompt(60))
+    result = observer_of(cache).result()
+    assert result.rows == 60 and result.missing == "" and np.isfinite(result.relative).all()
+
+
+def test_of_a_restored_prefix_the_computed_rows_count(model, store):
+    ids = prompt(TOKENS)
+    store.precompute(model, ids[:, :64], progress=False)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids)
+    assert cache.stats.tokens_restored == 64
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(64, None)), TOKENS - 64)
+
+
+def test_rows_of_a_pyramid_count_where_every_layer_computes_them(model, store):
+    ids = prompt(TOKENS)
+    store.precompute(model, ids[:, :96], progress=False)
+    first, gone = frozenset(range(40)), (frozenset(), frozenset(range(20, 40)), frozenset(range(12, 20)))
+    cache = TieredCache(model, store, method=Pyramid(first=first, dropped=gone))
+    step(model, cache, ids)
+    assert cache.stats.tokens_restored == 56
+    rows = [*range(12), *range(96, TOKENS)]
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), rows), len(rows))
+
+
+def test_rows_of_a_padded_batch_are_those_of_each_alone(model, store):
+    short, long = prompt(40, seed=3)[0], prompt(60, seed=4)[0]
+    ids = torch.stack([torch.cat([torch.zeros(20, dtype=torch.long), short]), long])
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0
+    cache = TieredCache(model, store, method=Watched())
+    said = model.generate(
+        input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=5, min_new_tokens=5, do_sample=False
+    )
+    observer = observer_of(cache)
+    for row, pad in enumerate((20, 0)):
+        assert_same(observer.result(row), direct(weights(model, said[row, pad:-1])), 64)
+
+
+@pytest.mark.parametrize("at_once", [1 << 7, 1 << 13])
+def test_blocks_of_any_size_give_the_same(at_once, model, store, monkeypatch):
+    """From a head and a row at a time on."""
+    monkeypatch.setattr("hf_tiered_cache.select.attention_sums._LARGEST", at_once)
+    ids = prompt(60)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids)
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 60)
+
+
+def test_sampled_rows_are_spread_and_stand_for_the_others(model, store):
+    ids = prompt(600)
+    cache = TieredCache(model, store, method=Watched(options={"every": 8, "prompt_every": 4, "prompt_rows": 50}))
+    step(model, cache, ids[:, :400])  # one of 8, so that there are 50
+    for token in range(400, 440):
+        step(model, cache, ids[:, token : token + 1])
+    result = observer_of(cache).result()
+    rows = [*range(4, 400, 8), *range(404, 440, 8)]
+    assert_same(result, direct(weights(model, ids[0, :440]), rows), len(rows))
+    assert float(observer_of(cache)._counted.total().sums.rows) == 440
+
+
+def test_layers_can_be_named(model, store):
+    ids = prompt(60)
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"layers": (1, 3, 4)}))
+    step(model, cache, ids)
+    result = observer_of(cache).result()
+    assert result.layers == (1, 3, 4)
+    assert_same(result, direct(weights(model, ids[0], (1, 3, 4))), 60)
+
+
+# --- what is undone
+
+
+def test_columns_that_are_taken_back_do_not_count(model, store):
+    ids, other = prompt(80), prompt(80, seed=5)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :60])
+    for token in range(60, 72):
+        step(model, cache, ids[:, token : token + 1])
+    cache.crop(-4)
+    result = observer_of(cache).result()
+    kept = result.rows
+    assert 60 <= kept <= 68
+    assert_same(result, direct(weights(model, ids[0, :68]), slice(kept)), kept)
+    mixed = torch.cat([ids[:, :68], other[:, :4]], dim=1)
+    for token in range(68, 72):
+        step(model, cache, mixed[:, token : token + 1])
+    rows = [*range(kept), *range(68, 72)]
+    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0]), rows), len(rows))
+
+
+@pytest.mark.parametrize("left", [70, 37])
+def test_waiting_rows_that_are_taken_back_do_not_count(left, model, store):
+    """Before anybody has reduced them, and with other tokens in their columns since."""
+    mixed = torch.cat([prompt(100)[:, :left], prompt(20, seed=6)], dim=1)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, prompt(100))
+    cache.crop(left - 100)
+    step(model, cache, mixed[:, left:])
+    assert_same(observer_of(cache).result(), direct(weights(model, mixed[0])), left + 20)
+
+
+def test_a_pass_that_fails_does_not_count(model, store, monkeypatch):
+    ids = prompt(60)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :40])
+    for failing in (0, 3, 5):
+
+        def append(self, layer, keys, values, failing=failing, real=ForwardPass.append):
+            if layer == failing:
+                raise RuntimeError("on purpose")
+            return real(self, layer, keys, values)
+
+        with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="on purpose"):
+            patched.setattr(ForwardPass, "append", append)
+            step(model, cache, ids[:, 40:])
+    assert observer_of(cache).result().rows == 40
+    step(model, cache, ids[:, 40:])
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 60)
+
+
+def test_an_interrupt_behind_a_pass_leaves_nothing_of_it(model, store, monkeypatch):
+    ids = prompt(60)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :59])
+    observer_of(cache).result()
+
+    def interrupted(self, real=ForwardPass.end_watching):
+        real(self)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ForwardPass, "end_watching", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(model, cache, ids[:, 59:])
+    assert observer_of(cache).result().rows == 59
+
+
+def damage(store):
+    """The last block of the only segment."""
+    (file,) = (path for path in Path(store.path).rglob("*") if path.is_file() and path.stat().st_size > 64 << 10)
+    content = bytearray(file.read_bytes())
+    content[-5000:] = bytes(5000)
+    file.write_bytes(content)
+
+
+def test_a_restore_that_fails_is_counted_once(model, store):
+    ids = prompt(TOKENS)
+    store.precompute(model, ids[:, :64], progress=False)
+    damage(store)
+    with KVStore(store.path, engine="posix") as fresh:
+        cache = TieredCache(model, fresh, method=Watched())
+        step(model, cache, ids)
+        assert cache.stats.recomputed == 1 and cache.stats.tokens_restored == 48
+        assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(48, None)), TOKENS - 48)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_rows_follow_beams(reduced, model, store):
+    ids = prompt(70, rows=2)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :50])
+    if reduced:
+        observer_of(cache).result()
+    step(model, cache, ids[:, 50:51])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = ids[[1, 0]]
+    step(model, cache, swapped[:, 51:52])
+    cache.reorder_cache(torch.tensor([1, 1]))
+    step(model, cache, ids[[0, 0], 52:53])
+    for row in (0, 1):
+        assert_same(observer_of(cache).result(row), direct(weights(model, ids[0, :53])), 53)
+
+
+def test_beams_that_come_of_one_prompt_have_its_rows(model, store):
+    ids = prompt(60)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :50])
+    cache.batch_repeat_interleave(3)
+    step(model, cache, ids[:, 50:51].repeat(3, 1))
+    for row in range(3):
+        assert_same(observer_of(cache).result(row), direct(weights(model, ids[0, :51])), 51)
+
+
+def test_in_inference_mode_and_out_of_it(model, store):
+    ids = prompt(70)
+    cache = TieredCache(model, store, method=Watched(), record=False)
+    with torch.inference_mode():
+        for part in (ids[:, :60], ids[:, 60:61]):
+            model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+    step(model, cache, ids[:, 61:])
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 70)
+
+
+def test_beam_search_and_assistants_run_watched(model, store):
+    ids = prompt(60)
+    for options in ({"num_beams": 3}, {"prompt_lookup_num_tokens": 4}):
+        plain, watched = (TieredCache(model, store, method=method, record=False) for method in (None, Watched()))
+        said = [
+            model.generate(input_ids=ids, past_key_values=cache, max_new_tokens=8, do_sample=False, **options)
+            for cache in (plain, watched)
+        ]
+        assert torch.equal(*said)
+        result = observer_of(watched).result()
+        assert result.missing == "" and 60 <= result.rows <= watched.get_seq_length()
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_forks_go_their_own_ways(reduced, model, store):
+    ids, other = prompt(70), prompt(70, seed=8)
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, ids[:, :50])
+    if reduced:
+        observer_of(cache).result()
+    twin = cache.fork()
+    mixed = torch.cat([ids[:, :40], other[:, :20]], dim=1)
+    twin.crop(-10)
+    step(model, twin, mixed[:, 40:])
+    step(model, cache, ids[:, 50:])
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 70)
+    result = observer_of(twin).result()
+    lost = 60 - result.rows  # stretches of 8 rows, where they were added up before
+    assert lost == 0 or (reduced and lost <= 16)
+    rows = [*range(40 - lost), *range(40, 60)]
+    assert_same(result, direct(weights(model, mixed[0]), rows), 60 - lost)
+
+
+def test_a_cache_that_starts_over_counts_anew(model, store):
+    ids, other = prompt(60), prompt(50, seed=9)
+    cache = TieredCache(model, store, method=Watched(), record=False)
+    step(model, cache, ids)
+    cache.reset()
+    assert observer_of(cache).result().missing == "no attention has been seen"
+    step(model, cache, other)
+    assert_same(observer_of(cache).result(), direct(weights(model, other[0])), 50)
+
+
+# --- somebody who reduces prompts behind the requests
+
+
+class Queue:
+    """Runs what it is given when it is told to."""
+
+    def __init__(self):
+        self.actions = []
+
+    def __call__(self, action):
+        self.actions.append(action)
+
+    def run(self):
+        for action in self.actions:
+            action()
+        self.actions.clear()
+
+
+def test_keys_of_a_prompt_are_those_of_its_pass_whatever_comes_since(model, store):
+    """Buffers have grown, lost columns to other tokens, and changed rows."""
+    ids, other, queue = prompt(300, rows=2), prompt(300, seed=10, rows=2), Queue()
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
+    step(model, cache, ids[:, :100])
+    assert len(queue.actions) == 1
+    step(model, cache, ids[:, 100:250])  # more than the first buffers have room for
+    cache.crop(-200)
+    mixed = torch.cat([ids[:, :50], other[:, :60]], dim=1)
+    step(model, cache, mixed[:, 50:])
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert not len(observer_of(cache)._counted)
+    queue.run()
+    assert len(observer_of(cache)._counted) and not observer_of(cache)._waiting
+    for row in (0, 1):
+        result = observer_of(cache).result(row)
+        assert result.rows == 110
+        assert_same(result, direct(weights(model, mixed[1 - row])), 110)
+
+
+def test_a_thread_that_reduces_while_the_model_decodes(model, store):
+    threads = []
+
+    def later(action):
+        threads.append(threading.Thread(target=action))
+        threads[-1].start()
+
+    ids = prompt(500)
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": later}), record=False)
+    step(model, cache, ids[:, :400])
+    for token in range(400, 430):
+        step(model, cache, ids[:, token : token + 1])
+        if token == 410:
+            cache.reorder_cache(torch.tensor([0]))
+    for thread in threads:
+        thread.join()
+    assert len(threads) == 1 and not observer_of(cache)._waiting
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0, :430])), 430)
+
+
+def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, monkeypatch):
+    import hf_tiered_cache.restore.distances as distances
+
+    ids, queue = prompt(100), Queue()
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
+    step(model, cache, ids)
+
+    def cropped(*args, real=distances._reduced):
+        found = real(*args)
+        cache.crop(-60)
+        return found
+
+    monkeypatch.setattr(distances, "_reduced", cropped)
+    queue.run()
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0]), slice(40)), 40)
+
+
+def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatch):
+    import hf_tiered_cache.restore.distances as distances
+
+    ids, queue, real = prompt(130, rows=2), Queue(), distances._reduced
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
+    step(model, cache, ids[:, :60])
+
+    def meanwhile(*args):
+        monkeypatch.setattr(distances, "_reduced", real)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for token in range(60, 129):  # buffers are full, and grow
+            step(model, cache, ids[[1, 0], token : token + 1])
+        return real(*args)
+
+    monkeypatch.setattr(distances, "_reduced", meanwhile)
+    queue.run()
+    for row in (0, 1):
+        assert_same(observer_of(cache).result(row), direct(weights(model, ids[1 - row, :129])), 129)
+
+
+def test_who_waits_for_a_result_waits_for_whoever_reduces(model, store, monkeypatch):
+    import hf_tiered_cache.restore.distances as distances
+
+    ids, queue, begun, go_on = prompt(60), Queue(), threading.Event(), threading.Event()
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
+    step(model, cache, ids)
+
+    def slow(*args, real=distances._reduced):
+        begun.set()
+        assert go_on.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(distances, "_reduced", slow)
+    worker = threading.Thread(target=queue.run)
+    worker.start()
+    assert begun.wait(30)
+    threading.Timer(0.1, go_on.set).start()
+    assert_same(observer_of(cache).result(), direct(weights(model, ids[0])), 60)
+    worker.join()
+
+
+def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
+    queue = Queue()
+    cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
+    step(model, cache, prompt(60))
+    gc.disable()
+    try:
+        kept = weakref.ref(cache.layers[0]._keys), weakref.ref(observer_of(cache))
+        del cache
+        assert kept[0]() is None and kept[1]() is None
+    finally:
+        gc.enable()
+    queue.run()
+
+
+def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, caplog):
+    def broken(*args):
+        raise MemoryError("no room")
+
+    ids = prompt(61)
+    expected = generate(model, ids, TieredCache(model, store, record=False))
+    monkeypatch.setattr("hf_tiered_cache.restore.distances.attention_sums", broken)
+    cache = TieredCache(model, store, method=Watched(), record=False)
+    assert torch.equal(generate(model, ids, cache), expected)
+    assert "no room" in observer_of(cache).result().missing
+    assert "no room" in caplog.text
+
+
+# --- what goes on in another process
+
+
+def test_sums_go_on_from_json(model, store):
+    ids = prompt(TOKENS)
+    first = TieredCache(model, store, method=Watched())
+    step(model, first, ids[:, :70])
+    text = json.dumps(observer_of(first).to_json())
+    first.store_now()
+    store.flush()
+    second = TieredCache(model, store)
+    second._serving.observer = AttentionDistances.from_json(json.loads(text), **ALL)
+    assert_same(observer_of(second).result(), direct(weights(model, ids[0, :70])), 70)
+    step(model, second, ids)
+    assert second.stats.tokens_restored == 64  # so 6 are computed again, and do not count again
+    assert_same(observer_of(second).result(), direct(weights(model, ids[0])), TOKENS)
+    assert len(json.dumps(observer_of(second).to_json())) < 10 * 4 * 6 * 6 * 3  # heads × layers² × stretches
+
+
+def test_a_restore_that_fails_costs_no_sums_that_were_kept(model, store):
+    ids = prompt(TOKENS)
+    first = TieredCache(model, store, method=Watched())
+    step(model, first, ids[:, :70])
+    state = observer_of(first).to_json()
+    first.store_now()
+    store.flush()
+    damage(store)
+    with KVStore(store.path, engine="posix") as fresh:
+        second = TieredCache(model, fresh)
+        second._serving.observer = AttentionDistances.from_json(state, **ALL)
+        step(model, second, ids)
+        assert second.stats.recomputed == 1
+        assert_same(observer_of(second).result(), direct(weights(model, ids[0])), TOKENS)
+
+
+def test_sums_of_one_conversation_are_those_of_its_beams(model, store):
+    ids = prompt(TOKENS)
+    first = TieredCache(model, store, method=Watched())
+    step(model, first, ids[:, :70])
+    cache = TieredCache(model, store)
+    cache._serving.observer = AttentionDistances.from_json(observer_of(first).to_json(), every=1000)
+    step(model, cache, ids[:, :72].repeat(2, 1))  # no column of it is sampled
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert_same(observer_of(cache).result(1), direct(weights(model, ids[0, :70])), 70)
+
+
+def test_an_edited_history_keeps_the_sums_before_the_edit(model, store):
+    ids = prompt(TOKENS)
+    first = TieredCache(model, store, method=Watched())
+    step(model, first, ids)
+    observer = AttentionDistances.from_json(observer_of(first).to_json(), **ALL)
+    observer.crop(90)
+    result = observer.result()
+    assert 40 <= result.rows <= 90
+    assert_same(result, direct(weights(model, ids[0]), slice(result.rows)), result.rows)
+
+
+def test_sums_of_another_model_are_dropped(model, store):
+    other = build("qwen2", num_hidden_layers=4)
+    first = TieredCache(other, store, method=Watched(), record=False)
+    step(other, first, prompt(60))
+    cache = TieredCache(model, store, record=False)
+    cache._serving.observer = AttentionDistances.from_json(observer_of(first).to_json(), **ALL)
+    step(model, cache, prompt(90))
+    result = observer_of(cache).result()
+    assert result.layers == tuple(range(6)) and result.rows == 30
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("layers"),
+        lambda state: state["layers"].pop(),
+        lambda state: state.update(stretches=3),
+        lambda state: state["stretches"][0].update(products="????"),
+        lambda state: state["stretches"][0].pop("stop"),
+    ],
+)
+def test_what_is_no_json_of_sums_is_refused(change, model, store):
+    cache = TieredCache(model, store, method=Watched())
+    step(model, cache, prompt(60))
+    state = observer_of(cache).to_json()
+    change(state)
+    with pytest.raises(ValueError, match="no sums of attention"):
+        AttentionDistances.from_json(state)
+
+
+# --- who is not seen
+
+
+def test_models_that_show_no_queries_say_so(store):
+    for family, implementation, why in (
+        ("deepseek_v3", "sdpa", "other keys than it hands to its cache"),
+        ("falcon", "sdpa", "bypasses the registered attention function"),
+        ("qwen2", "eager", "'eager'"),
+    ):
+        model, ids = build(family), prompt(60)
+        model.set_attn_implementation(implementation)
+        cache = TieredCache(model, store, method=Watched(), record=False)
+        generate(model, ids, cache)
+        assert why in observer_of(cache).result().missing
+
+
+def test_an_implementation_that_changes_under_way_is_noticed(store):
+    model = build("qwen2")
+    cache = TieredCache(model, store, method=Watched(), record=False)
+    step(model, cache, prompt(60))
+    assert observer_of(cache).result().rows == 60
+    model.set_attn_implementation("eager")
+    step(model, cache, prompt(10))
+    result = observer_of(cache).result()
+    assert result.missing or result.rows == 60  # another implementation makes other KV: the pass may run plain
+
+
+def test_a_bias_on_logits_is_not_seen(store):
+    """What such a layer attends to is not told by its queries and keys."""
+    model, ids = build("qwen2"), prompt(60)
+    for layer in model.model.layers:
+        attention = layer.self_attn
+        real = attention.forward
+        attention.forward = lambda *args, real=real, **kwargs: real(
+            *args, **kwargs, position_bias=torch.zeros(1, 1, 60, 60)
+        )
+    cache = TieredCache(model, store, method=Watched(), tag="biased", record=False)
+    step(model, cache, ids)
+    assert "not by queries and keys alone" in observer_of(cache).result().missing
+
+
+# --- what it costs
+
+
+def operations(run):
+    with Operations() as counted:
+        run()
+    return counted.kernels
+
+
+def test_tokens_that_are_not_sampled_cost_nothing(model, store):
+    ids = prompt(70)
+
+    def kernels(method):
+        cache = TieredCache(model, store, method=method, record=False)
+        step(model, cache, ids[:, :50])
+        return [operations(lambda at=at: step(model, cache, ids[:, at : at + 1])) for at in range(50, 66)]
+
+    plain, watched = kernels(None), kernels(Watched(options={}))
+    extra = [more - less for more, less in zip(watched, plain, strict=True)]
+    assert sorted(extra)[:15] == [0] * 15  # one of 16 is sampled
+    assert 0 < max(extra) <= 6 * 6 + 24  # six a layer, and some
+
+
+def test_decoding_does_at_most_two_percent_more_arithmetic(store):
+    """In layers of Qwen2.5-0.5B's shape, its output layer left out, and not counting what weights and keys weigh."""
+    shape = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+    model = build("qwen2", num_hidden_layers=3, max_position_embeddings=4096, **shape)
+    for tokens in (1024, 4000):
+        cache = TieredCache(model, store, method=Watched(options={}), record=False)
+        with FlopCounterMode(display=False) as prefill:
+            step(model, cache, prompt(tokens))
+        with FlopCounterMode(display=False) as reducing:
+            observer_of(cache).result()
+        assert reducing.get_total_flops() < 0.05 * prefill.get_total_flops()
+        flops = []
+        for token in range(16):
+            with FlopCounterMode(display=False) as decoding:
+                step(model, cache, prompt(1, seed=token))
+            flops.append(decoding.get_total_flops())
+        plain = min(flops)
+        assert plain < max(flops) and sum(flops) <= 1.02 * 16 * plain
+
+
+# --- stretches
+
+
+def of(value):
+    return AttentionSums(torch.full((1, 1, 1, 1), value), torch.full((1, 1), value), torch.tensor([value]))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=300), st.integers(0, 400))
+def test_few_stretches_are_held_and_a_crop_costs_about_twice_what_it_takes(steps, gone):
+    stops = np.cumsum(steps).tolist()
+    held = Stretches()
+    for stop in stops:
+        held.add([Stretch(stop, 1, 1, of(1.0))])
+    assert len(held) <= 2 * np.log2(len(stops) + 1) + 2
+    assert held.total().sampled == len(stops)
+    columns = max(0, stops[-1] - gone)
+    held.crop(columns)
+    total = held.total()
+    taken = sum(stop > columns for stop in stops)
+    left = 0 if total is None else total.sampled
+    assert (0 if total is None else total.stop) <= columns
+    assert len(stops) - 2 * taken - 2 <= left <= len(stops) - taken
+    assert left == 0 or float(total.sums.rows) == left
+
+
+def test_stretches_that_come_late_are_put_in_their_place():
+    held = Stretches()
+    held.add([Stretch(20, 1, 1, of(1.0)), Stretch(30, 1, 1, of(2.0))])
+    held.add([Stretch(10, 1, 1, of(4.0))])
+    held.crop(20)
+    assert float(held.total().sums.rows) == 5
