@@ -519,6 +519,27 @@ def test_rows_of_a_cache_that_is_gone_hold_no_memory(model, store):
     queue.run()
 
 
+def test_passes_that_were_watched_are_gone_when_they_are_over(model, store, monkeypatch):
+    """Also one that follows a plan, of which its observer asks what each layer computes."""
+    passes = []
+
+    def watch(self, *args, real=ForwardPass.watch):
+        passes.append(weakref.ref(self))
+        real(self, *args)
+
+    monkeypatch.setattr(ForwardPass, "watch", watch)
+    store.precompute(model, prompt(96), progress=False)
+    cache = TieredCache(model, store, method=Pyramid(first=frozenset(range(40))), record=False)
+    gc.disable()
+    try:
+        step(model, cache, prompt(TOKENS))
+        assert cache.stats.tokens_restored > 0
+        step(model, cache, prompt(1))
+        assert len(passes) == 2 and all(watched() is None for watched in passes)
+    finally:
+        gc.enable()
+
+
 def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, caplog):
     def broken(*args):
         raise MemoryError("no room")

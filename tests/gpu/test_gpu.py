@@ -21,7 +21,8 @@ from segments import read_back
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.codecs import CODECS
-from hf_tiered_cache.methods import make_method
+from hf_tiered_cache.methods import Exact, make_method
+from hf_tiered_cache.restore.distances import AttentionDistances
 from hf_tiered_cache.store.digest import block_digests, lin64
 from hf_tiered_cache.store.engines import open_engine
 
@@ -282,6 +283,31 @@ def test_layers_make_nobody_wait_for_anybody(tmp_path, record):
                 for hook in hooks:
                     hook.remove()
             assert cache.stats.tokens_restored > 0
+
+
+class _Watched(Exact):
+    """Exact reuse, watched: prompts are reduced on the host, decoded tokens where the keys lie."""
+
+    def observer(self, later):
+        return AttentionDistances(every=2, prompt_every=1, prompt_rows=1 << 30, later=later)
+
+
+def test_attention_is_compared_as_on_the_cpu(tmp_path):
+    model, ids = build("qwen2"), prompt(400)
+    found = []
+    for device in (torch.device("cpu"), DEVICE):
+        on_device, tokens = model.to(device), ids.to(device)
+        with KVStore(tmp_path / device.type) as store:
+            cache = TieredCache(on_device, store, method=_Watched(), record=False)
+            with torch.no_grad():
+                on_device(input_ids=tokens[:, :380], past_key_values=cache)
+                for at in range(380, 400):
+                    on_device(input_ids=tokens[:, at : at + 1], past_key_values=cache)
+            store.flush()
+            found.append(cache._serving.observer.result())
+    assert found[0].rows == found[1].rows == 390 and found[1].missing == ""
+    np.testing.assert_allclose(found[1].relative, found[0].relative, atol=1e-2)
+    np.testing.assert_allclose(found[1].initial_recent, found[0].initial_recent, atol=1e-3)
 
 
 def _set_waits(mode, *_):
