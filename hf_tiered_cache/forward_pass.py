@@ -16,10 +16,10 @@ from .errors import UnsupportedModelError
 from .geometry import LayerKV
 from .methods import Method
 from .patches.attach import Attachment
-from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select
+from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from .patches.layers import decoder_layers, dropping
 from .patches.lookahead import LookAhead
-from .patches.rotary import RotaryTap
+from .patches.rotary import PreRopeKV, RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
@@ -145,8 +145,12 @@ class ForwardPass(Scope):
         how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
         kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
         if self.recorder is not None:
-            self.recorder.catch(layer, kind, pre_rope.keys, pre_rope.values)
+            self.recorder.catch(layer, kind, *self._recorded(pre_rope))
         return source.append(kind, pre_rope, keys, values)
+
+    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the columns that are recorded, `[batch, heads, n, dim]` each."""
+        return pre_rope.keys, pre_rope.values
 
     def attend(
         self,
@@ -213,6 +217,7 @@ class RestoringForward(ForwardPass):
         self.plan, self.method = plan, method
         self._captures = True
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
         self.fetcher = Fetcher(store.residency, collector, attachment.device_of)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
@@ -262,7 +267,10 @@ class RestoringForward(ForwardPass):
         if plan.suffix is None:
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            self.positions = to_device(plan.computed[0] + plan.base, self.attachment.device_of(0))
+            told = plan.computed[0]
+            if plan.fronts and can_select(config) and shows_queries(self.attachment.model):
+                self.fronts, told = plan.fronts, told[plan.fronts[0] :]
+            self.positions = to_device(told + plan.base, self.attachment.device_of(0))
             self._drop_with_depth(plan)
             if self.rows:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
@@ -302,6 +310,24 @@ class RestoringForward(ForwardPass):
             return super().append(layer, keys, values)
         finally:
             self.assemble_seconds += time.perf_counter() - started
+
+    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.plan.suffix is not None:
+            return super()._recorded(pre_rope)
+        count = self.plan.columns - self.plan.restored_until
+        return pre_rope.keys[:, :, -count:], pre_rope.values[:, :, -count:]
+
+    def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        """See `Scope`."""
+        window, front = self.sources[layer].window, self.fronts[layer]
+        if not window or front <= window:
+            return None
+        key = window, device
+        if key not in self._front_masks:
+            columns = torch.arange(self.fronts[0], device=device)
+            distance = columns.unsqueeze(1) - columns
+            self._front_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
+        return self._front_masks[key][None, None, :front, :front]
 
     # --- what sources ask (see `RestoringPass`)
 

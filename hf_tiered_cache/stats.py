@@ -70,12 +70,15 @@ class RequestStats:
 
     `bytes_read` is what came from the disk; `bytes_used` is the part of it that went into attention.
     `io_seconds` is time during which at least one read was under way, `stall_seconds` the part of the request in
-    which the model waited for KV.
+    which the model waited for KV, and `load_idle_seconds` that in which no read was under way, but another one followed
+    in the same pass.
     """
 
     requests: int = 0
     """Prompts: 1, or more where a cache went on, and in sums."""
     tokens_restored: int = 0
+    tokens_recomputed: int = 0
+    """Of these, the ones that layers computed all the same because it was quicker: a mean over the layers."""
     tokens_computed: int = 0
     tokens_stored: int = 0
     """Handed to the store; what it then has no room for does not count."""
@@ -101,6 +104,7 @@ class RequestStats:
     """Blocks that decoding layers asked for and had to wait for from there on."""
     io_seconds: float = 0.0
     stall_seconds: float = 0.0
+    load_idle_seconds: float = 0.0
     match_seconds: float = 0.0
     select_seconds: float = 0.0
     """Choosing what to attend to, and waiting for what that takes."""
@@ -165,6 +169,9 @@ class RequestStats:
             ("assembly, stall included", _ms(self.assemble_seconds)),
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
         ]
+        if self.tokens_recomputed:
+            idle = _ms(self.load_idle_seconds)
+            rows.insert(2, ("tokens recomputed, of the restored / disk idle", self.tokens_recomputed, idle))
         if self.tokens_kept or self.tokens_dropped:
             rows.insert(2, ("tokens kept / dropped where a cache went on", self.tokens_kept, self.tokens_dropped))
         if self.tokens_attended != self.tokens_restored:
@@ -211,6 +218,8 @@ class StatsCollector:
         self._lock = threading.Lock()
         self._reads_under_way = 0
         self._reading_since = 0.0
+        self._more_to_read = False
+        self._idle_since: float | None = None  # no read is under way, and another one is to follow
 
     def add(self, **amounts: float) -> None:
         """Add to the named figures."""
@@ -241,10 +250,25 @@ class StatsCollector:
     def read_started(self) -> None:
         if self.total is not None:
             self.total.read_started()
+        idle = 0.0
         with self._lock:
             if self._reads_under_way == 0:
                 self._reading_since = time.perf_counter()
+                if self._idle_since is not None:
+                    idle, self._idle_since = self._reading_since - self._idle_since, None
             self._reads_under_way += 1
+        if idle:
+            self.add(load_idle_seconds=idle)
+
+    def expect_reads(self, more: bool) -> None:
+        """Note whether the pass under way has more to read than what was started."""
+        with self._lock:
+            self._more_to_read = more
+
+    def forget_reads(self) -> None:
+        """Note that the pass is over."""
+        with self._lock:
+            self._more_to_read, self._idle_since = False, None
 
     def read_done(self, nbytes: int) -> None:
         """Note that a read has ended, and how much it brought (0 if it failed)."""
@@ -254,7 +278,9 @@ class StatsCollector:
             self.stats.bytes_read += nbytes
             self._reads_under_way -= 1
             if self._reads_under_way == 0:
-                self.stats.io_seconds += time.perf_counter() - self._reading_since
+                now = time.perf_counter()
+                self.stats.io_seconds += now - self._reading_since
+                self._idle_since = now if self._more_to_read else None
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:

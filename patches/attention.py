@@ -103,6 +103,8 @@ def make_mask(
             return asked(batch, head, positions[query], key)
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
+        if scope.fronts:
+            kwargs["q_length"] = len(positions)
     return base(*args, mask_function=mask_function, **kwargs)
 
 
@@ -134,6 +136,26 @@ def attend(
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         key, value = attended
+    if scope.fronts and (front := scope.fronts[module.layer_idx]):
+        # the front sees itself alone: no mask as large as the prompt, and no time for what a mask would hide
+        mask = scope.front_mask(module.layer_idx, query.device)
+        mine, own_key, own_value = (tensor[:, :, :front] for tensor in (query, key, value))
+        output = _attend(base, module, mine, own_key, own_value, mask, kwargs)[0]
+        rest = _attend(base, module, query[:, :, front:], key, value, attention_mask, kwargs)[0]
+        return torch.cat([output, rest], dim=1), None
+    return _attend(base, module, query, key, value, attention_mask, kwargs)
+
+
+def _attend(
+    base: Callable[..., Any],
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See `attend`."""
     if _repeats_for_nothing(module, query, key, attention_mask, kwargs):
         output = torch.nn.functional.scaled_dot_product_attention(
             query,

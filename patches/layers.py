@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,23 @@ from torch import nn
 
 from ..errors import UnsupportedModelError
 from .scope import current, on
+
+_TAKEN = frozenset(
+    {
+        *(
+            "self",
+            "hidden_states",
+            "attention_mask",
+            "position_ids",
+            "position_embeddings",
+            "kwargs",
+            "flash_attn_kwargs",
+        ),
+        *("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position"),
+        *("output_attentions", "output_router_logits", "head_mask", "layer_head_mask"),
+    }
+)
+"""Arguments of decoder layers that are cut with the hidden states, or say nothing of single tokens."""
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
@@ -23,6 +41,16 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def can_drop(model: nn.Module, count: int) -> bool:
+    """Whether the model's layers are given nothing of each token that dropping leaves as it is.
+
+    Raises:
+        UnsupportedModelError: it has no list of `count` decoder layers.
+    """
+    forwards = {type(layer).forward for layer in decoder_layers(model, count)}
+    return all(inspect.signature(forward).parameters.keys() <= _TAKEN for forward in forwards)
 
 
 @contextmanager
@@ -48,7 +76,8 @@ def _drop_before(layer: int) -> Any:
         if layer in scope.kept:
             hidden_states = _rows(hidden_states, scope.kept[layer])
         # all but the hidden states is made once for the first layer's queries, and handed to every layer
-        changed = {name: _sliced(name, value, rows) for name, value in kwargs.items()}
+        masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
+        changed = {name: _sliced(name, value, rows, masks) for name, value in kwargs.items()}
         if args:
             return (hidden_states, *args[1:]), changed
         return args, changed | {"hidden_states": hidden_states}
@@ -56,14 +85,14 @@ def _drop_before(layer: int) -> Any:
     return hook
 
 
-def _sliced(name: str, value: Any, rows: torch.Tensor) -> Any:
+def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...]) -> Any:
     if value is None:
         return None
     if name == "position_ids":
         return _rows(value, rows)
     if name == "position_embeddings":
         return tuple(_rows(table, rows) for table in value)
-    if name == "attention_mask" and isinstance(value, torch.Tensor) and value.ndim == 4:
+    if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:
         return value[:, :, on(value.device, rows)]
     return value
 

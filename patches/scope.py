@@ -40,6 +40,8 @@ class Scope:
             of indices lie on the model's device.
         kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
         rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
+        fronts: for each layer how many of its queries, the first ones, stand at the first columns, one after the other;
+            masks and `positions` are of the others alone. () where no layer has such.
     """
 
     cache: object
@@ -47,6 +49,7 @@ class Scope:
     positions: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
+    fronts: tuple[int, ...] = ()
     selects: bool = False
     """Whether `attend` says what queries attend to."""
     observer: QueryObserver | None = None
@@ -66,6 +69,10 @@ class Scope:
         Or what they get of it, `[batch, heads, n, dim]`, where attention is done already.
         """
         return keys, values
+
+    def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        """The mask of a layer's front, bool `[1, 1, queries, columns]`; None where that is causal and no more."""
+        return None
 
 
 def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:

@@ -142,6 +142,19 @@ def test_of_sliding_layers_only_the_chunks_in_sight_are_fetched():
         assert chunks[block_group.index] == list(range(first, 20))
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 1 << 30])
+def test_behind_fronts_the_disk_never_pauses(ahead):
+    """Unless nothing is to come ahead at all."""
+    fronts = [320] * 4 + [160] * 4 + [0] * 4
+    fetch, residency = prefetch(plan().with_fronts(fronts), ahead)
+    assert [(group, len(chunks)) for _, group, chunks in residency.fetched] == ([(1, 10), (2, 20)] if ahead else [])
+    for layer in range(LAYERS):
+        assert [unit.block_group.index for unit in fetch.units(layer)] == ([layer // 4] if layer >= 4 else [])
+        fetch.done(layer)
+    assert len(residency.fetched) == 2
+    assert all(lease.released == 1 for lease in residency.leases)
+
+
 @pytest.mark.parametrize("method", [Exact(ahead_bytes=0), ContiguousKV(0.25, period=1, subperiod=1, ahead_bytes=0)])
 def test_memory_of_a_layer_is_free_when_it_was_copied(tmp_path, monkeypatch, method):
     """Without a tier, blocks travel in memory of the request's own: that of a few layers at a time."""

@@ -44,8 +44,11 @@ def restore_layer(
             if part.layer == layer:
                 gather.copy(part, (keys if part.tensor == "key" else values)[row])
     restored = plan.columns if plan.suffix is None else plan.suffix
+    low = 0
+    if plan.fronts:
+        low, restored = plan.restored_columns(layer, kind.window)
     for group in plan.groups:
-        begin = max(0, group.pad - plan.base - first_column)  # of the row's tokens in this pass
+        begin = max(0, group.pad - plan.base - first_column, low - first_column)  # of the row's tokens in this pass
         end = restored - first_column
         one = group.rows[0]
         if begin < end and kind.rotated:
@@ -59,7 +62,7 @@ def restore_layer(
 def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -> None:
     """Copy the columns `[begin, end)` of `tensor`, `[batch, heads, columns, dim]`, from the first row to the others.
 
-    The padding before them becomes zero: it is masked, but must be finite.
+    What stands before them, such as padding, becomes zero: it is masked, or computed, but must be finite.
     """
     for row in rows:
         if begin:

@@ -224,6 +224,7 @@ class Fetcher:
 
     def cancel(self) -> None:
         """Let everything go, at whatever point the pass has ended."""
+        self.collector.forget_reads()
         while self._users:
             lease, _ = self._users.popitem()
             lease.release()

@@ -6,7 +6,8 @@ reuse is the simplest plan: every layer computes the suffix.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -71,6 +72,9 @@ class Plan:
             what is computed is exact, and what the budget says is held for the tokens to come.
         compare_layer: the layer at which stored values of passages are compared with computed ones; the layers behind
             it then compute what the method says, at least what stands here.
+        fronts: for each layer how many columns, from the first on, it computes though they are stored, and loads what
+            lies behind them up to the suffix; () for none. `computed` holds them, too. The cache is empty then, and
+            rows have no padding.
     """
 
     base: int
@@ -80,6 +84,7 @@ class Plan:
     budget_tokens: int | None = None
     streamed: bool = False
     compare_layer: int | None = None
+    fronts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         before: np.ndarray | None = None
@@ -107,9 +112,26 @@ class Plan:
     @cached_property
     def suffix(self) -> int | None:
         """The first computed column if every layer computes just the suffix from there, else None."""
+        if self.fronts:
+            return None
         first = self.computed[0]
         whole = len(first) == self.columns - first[0]
         return int(first[0]) if whole and all(c is first or len(c) == len(first) for c in self.computed) else None
+
+    @cached_property
+    def restored_until(self) -> int:
+        """The first column from which on every layer computes all."""
+        last = self.computed[-1]  # no layer computes less
+        if self.fronts:
+            return self.columns - (len(last) - self.fronts[-1])
+        alone = np.flatnonzero(np.diff(last) > 1)
+        return int(last[alone[-1] + 1] if len(alone) else last[0])
+
+    def with_fronts(self, fronts: Sequence[int]) -> Plan:
+        """This plan, by which every layer computes just the suffix, with a front that each computes as well."""
+        suffix = self.computed[0]
+        made = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # layers may share one
+        return replace(self, computed=tuple(made[front] for front in fronts), fronts=tuple(fronts))
 
     def kept(self, layer: int) -> np.ndarray | None:
         """Which of the hidden states of the layer before `layer` keeps, or None for all."""
@@ -145,13 +167,23 @@ class Plan:
         start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
         low = max(piece.first, max(0, self.first_kept(block_group.window)) - start)
         high = piece.first + piece.count
-        if self.suffix is not None:
-            return np.arange(low, min(high, self.suffix - start))
-        tokens = np.arange(low, high)
         layers = block_group.layers if layer is None else (layer,)
+        if self.suffix is not None or self.fronts:
+            begin, end = self.restored_columns(layers[-1], block_group.window)
+            return np.arange(max(low, begin - start), min(high, end - start))
+        tokens = np.arange(low, high)
         if self.compare_layer in layers and not piece.exact:
             return tokens
         return tokens[~np.isin(tokens + start, self.computed[layers[-1]], assume_unique=True)]
+
+    def restored_columns(self, layer: int, window: int) -> tuple[int, int]:
+        """Between which columns those lie that a layer restores, under a plan of a suffix, and fronts or none.
+
+        Of a layer with a sliding window (0: none) those that the suffix sees: the front sees nothing but itself.
+        """
+        until = self.restored_until
+        front = self.fronts[layer] if self.fronts else 0
+        return (max(front, until - (window - 1)) if window else front), until
 
     @property
     def num_selected(self) -> int:
@@ -165,9 +197,16 @@ class Plan:
 
     @property
     def restored_tokens(self) -> int:
-        """Tokens, over all rows, that no layer computes."""
+        """Tokens, over all rows, that no layer computes, or that stand in a front."""
+        computed = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[0]
         total = 0
         for group in self.groups:
             start = max(0, group.pad - self.base)
-            total += (self.columns - start - int((self.computed[0] >= start).sum())) * len(group.rows)
+            total += (self.columns - start - int((computed >= start).sum())) * len(group.rows)
         return total
+
+    @property
+    def recomputed_tokens(self) -> float:
+        """Of these, those that a layer computes all the same, a mean over the layers."""
+        rows = sum(len(group.rows) for group in self.groups)
+        return rows * sum(self.fronts) / max(1, len(self.fronts))

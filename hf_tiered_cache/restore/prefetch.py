@@ -40,11 +40,12 @@ class Prefetch:
         plan: what to restore.
         fetcher: brings it.
         ahead_bytes: how far to run ahead of the layers: at least one unit, unless it is 0, which fetches what a layer
-            needs when it needs it.
+            needs when it needs it. A plan with fronts is fetched without a pause: its early layers compute long and
+            load little, and in that time the disk brings what the later ones load.
     """
 
     def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
-        self.fetcher, self._ahead_bytes = fetcher, ahead_bytes
+        self.fetcher = fetcher
         self.plan = plan
         """What is used of it: what a comparison under way adds is computed, though it was fetched."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
@@ -54,6 +55,8 @@ class Prefetch:
             for layer in unit.block_group.layers:
                 self._by_layer.setdefault(layer, []).append(unit)
         self._waiting = order[::-1]
+        unpaused = bool(plan.fronts and ahead_bytes)
+        self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
         self._under_way = 0
         self._layer = -1  # whose blocks are in use
         self._furthest = -1  # first layer of the last unit that was started
@@ -131,6 +134,7 @@ class Prefetch:
             due.append(unit)
         for _, batch in groupby(due, lambda unit: unit.block_group.layers[0]):  # a layer waits for its own batch alone
             self.fetcher.bring([(unit, unit.chunks) for unit in batch])
+        self.fetcher.collector.expect_reads(bool(self._waiting))
 
     def _may_start(self, unit: PlanUnit) -> bool:
         if unit.block_group.layers[0] <= self._layer:

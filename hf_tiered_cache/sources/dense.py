@@ -113,6 +113,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
             return self._visible(key_states.shape[2])
+        if plan.fronts:
+            front = plan.fronts[self.index]
+            for whole, computed in ((keys, key_states), (values, value_states)):
+                whole[:, :, :front] = computed[:, :, :front]
+                whole[:, :, plan.restored_until :] = computed[:, :, front:]
+            return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
         if self.index == plan.compare_layer:
             restoring.compare(self.index, values.index_select(2, columns), value_states)
