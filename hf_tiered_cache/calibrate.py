@@ -22,6 +22,7 @@ from .passages import precompute_passages
 from .precompute import precompute
 from .restore.recompute import LOWEST, Costs, fastest_ratio
 from .serving import CacheOptions
+from .stats import TIERS, RequestStats
 from .storage import Storage
 from .stored_cache import StoredCache
 
@@ -124,14 +125,14 @@ def calibrate_prefix(
 ) -> list[PrefixCosts]:
     """Measure what a token of a prefix costs, computed and restored from disk and memory, and keep it in the store.
 
-    `Exact()` then computes what is expected to be slower to restore. Random prefixes are stored, asked for, and removed
-    again. Memory is that tier which the store's budgets let a prefix come to: with device memory, the device; without
-    any, it is not measured.
+    `Exact()` then computes as much of a prefix as makes it come soonest, while the rest is loaded. Random prefixes are
+    stored, asked for, and removed again. Memory is that tier which the store's budgets let a prefix come to: with
+    device memory, the device; without any, it is not measured.
 
     Args:
         storage: whose disk and memory it is about.
         model: any causal LM.
-        tokens: lengths of prefixes; between them costs go from one to the other.
+        tokens: lengths of prefixes; between them costs go from one to the other. Two or more tell how computing grows.
         suffix: tokens behind each.
         repeats: of each measurement; the median counts.
         progress: whether to show a progress bar.
@@ -140,7 +141,7 @@ def calibrate_prefix(
         ConfigError: a length is below 16, or the model's positions end before.
     """
     storage.check_open()
-    method = Exact(decline=False).coded(storage.codec)
+    method = Exact(recompute=0.0, decline=False).coded(storage.codec)
     probe = StoredCache.over(model, storage, method, CacheOptions(record=False))
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     lengths = sorted(set(tokens))
@@ -167,28 +168,32 @@ def _prefix_costs(
     precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
     mine = [row.id for row in storage.segments() if row.id not in before]
 
-    def ask(restore: bool) -> tuple[float, str]:
-        """Seconds, and the slowest tier that something came from."""
+    def ask(restore: bool) -> tuple[float, RequestStats]:
+        """Seconds, and what was counted."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
         took = _seconds(
             lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
         )
-        return took, cache.stats.tier
+        return took, cache.stats
 
     try:
-        times: dict[str, list[float]] = {}
+        times: dict[str, list[float]] = {}  # by the slowest tier that something came from
+        reading: list[float] = []
         ask(True)  # what is done once only
         for _ in range(repeats):
             storage.residency.forget(mine)  # what held it stays, as where other prompts went through
-            for took, tier in (ask(True), ask(True), ask(False)):
-                times.setdefault(tier, []).append(took)
+            for took, stats in (ask(True), ask(True), ask(False)):
+                times.setdefault(stats.tier, []).append(took)
+                if stats.tier == TIERS[-1]:
+                    reading.append(stats.io_seconds)
         alone = statistics.median(
             _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
         )
     finally:
         storage.remove(mine)
     costs = {tier: max(statistics.median(taken) - alone, 0.0) / length for tier, taken in times.items()}
-    return PrefixCosts(length, costs.pop("none"), costs)
+    load = {TIERS[-1]: statistics.median(reading) / length} if reading else {}
+    return PrefixCosts(length, costs.pop("none"), costs, load, alone)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from .errors import ConfigError
 from .restore.recompute import Costs
 from .select.by_index import WindowSizes
+from .stats import TIERS
 from .storage import Storage
 from .tiers.window_sizes import WindowProfile, best_sizes
 
@@ -59,11 +60,32 @@ class PrefixCosts:
         tokens: of the prefix it was measured with.
         compute: seconds to compute one.
         restore: seconds to restore one, by the name of the tier.
+        load: of these, how long reading it keeps a tier busy, where that was measured.
+        least: seconds of a pass without a prefix, whose time is left out above.
+        growth: by how much `compute` grows with each token of the prefix; what was found for several lengths says it.
     """
 
     tokens: int
     compute: float
     restore: dict[str, float]
+    load: dict[str, float] = field(default_factory=dict)
+    least: float = 0.0
+    growth: float = 0.0
+
+    def computing(self, tokens: int | np.ndarray) -> np.ndarray:
+        """Seconds to compute a prefix of so many tokens."""
+        return tokens * np.maximum(self.compute + self.growth * (np.asarray(tokens) - self.tokens), 0.0)
+
+    def placing(self, tier: str) -> float:
+        """Seconds that a pass takes for a token of a tier when it has arrived: what those take that lie in memory."""
+        memory = [cost for name, cost in self.restore.items() if name != TIERS[-1]]
+        return min([*memory, self.restore[tier]]) if memory and tier in self.restore else 0.0
+
+    def loading(self, tier: str) -> float:
+        """Seconds in which a token of a tier arrives, while the pass may do other things."""
+        if tier in self.load:
+            return self.load[tier]
+        return self.restore.get(tier, 0.0) - (self.placing(tier) if tier != TIERS[-1] else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, JSON-ready."""
@@ -151,21 +173,42 @@ def prefix_costs(
 ) -> PrefixCosts | None:
     """What `calibrate_prefix` found for this model, device, engine and codec, for a prefix of so many tokens, or None.
 
-    A tier that was not measured is left out.
+    A tier that was not measured is left out. Beyond the longest prefix that was measured computing goes on to grow.
     """
     found = _read(storage).get(_prefix_name(storage, fingerprint, device, provenance), [])
     try:
         known = [PrefixCosts(**one) for one in found]
         compute = _between(tokens, {one.tokens: one.compute for one in known})
-        restore = {
-            tier: _between(tokens, {one.tokens: one.restore[tier] for one in known if tier in one.restore})
-            for tier in {tier for one in known for tier in one.restore}
-        }
+        restore, load = (
+            _by_tier(tokens, {one.tokens: costs for one, costs in zip(known, some, strict=True)})
+            for some in ([one.restore for one in known], [one.load for one in known])
+        )
+        least = _between(tokens, {one.tokens: one.least for one in known})
+        growth = _growth(known)
     except (TypeError, AttributeError, ValueError):  # damaged
         return None
-    if compute is None:
+    if compute is None or least is None:
         return None
-    return PrefixCosts(tokens, compute, {tier: cost for tier, cost in restore.items() if cost is not None})
+    beyond = max(0, tokens - max(one.tokens for one in known))
+    return PrefixCosts(tokens, compute + growth * beyond, restore, load, least, growth)
+
+
+def _by_tier(tokens: int, known: dict[int, dict[str, float]]) -> dict[str, float]:
+    """For each tier that is known for some lengths, the value for another."""
+    found = {}
+    for tier in {tier for costs in known.values() for tier in costs}:
+        cost = _between(tokens, {length: costs[tier] for length, costs in known.items() if tier in costs})
+        if cost is not None:
+            found[tier] = cost
+    return found
+
+
+def _growth(known: list[PrefixCosts]) -> float:
+    """Of the cost of computing a token with the length of the prefix, on the line that lies closest."""
+    if len({one.tokens for one in known}) < 2:
+        return 0.0
+    slope = float(np.polyfit([one.tokens for one in known], [one.compute for one in known], 1)[0])
+    return max(0.0, min(slope, *(one.compute / one.tokens for one in known)))
 
 
 def _between(tokens: int, known: dict[int, float]) -> float | None:

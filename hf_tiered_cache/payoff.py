@@ -1,35 +1,97 @@
-"""Whether restoring is expected to be quicker than computing, by what was measured and by where the blocks lie."""
+"""How a prefix is restored soonest, by what was measured and by where its blocks lie: load it, compute it, or both."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
+from typing import Literal
 
+import numpy as np
 import torch
 
 from .calibrations import PrefixCosts
 from .restore.plan import Plan
-from .restore.prefetch import units_of
+from .restore.prefetch import PlanUnit, units_of
+from .restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
 from .tiers.residency import Residency
 
 
-def pays(plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]) -> bool:
-    """Whether a plan is expected to take no longer than computing what it restores.
+def settle(
+    plan: Plan,
+    recompute: float | Literal["auto"],
+    decline: bool,
+    costs: PrefixCosts | None,
+    residency: Residency,
+    device_of: Callable[[int], torch.device],
+) -> Plan | None:
+    """The plan with the fronts with which the prompt is expected to be done first; None where that is to compute it.
 
     Blocks in a tier that was not measured count as free: what is not known to be slow is restored.
 
     Args:
-        plan: that restores whole tokens.
-        costs: of a token, for a prefix of this length.
+        plan: that restores whole tokens, and computes just the suffix.
+        recompute: share of the prefix to compute while the rest is loaded, or "auto" for what is quickest.
+        decline: whether all may be computed.
+        costs: of a token, for a prefix of this length; None where nothing was measured.
         residency: knows where blocks lie.
         device_of: gives the device of a layer.
     """
-    nbytes: Counter[str] = Counter()
-    for unit in units_of(plan):
-        size, device = unit.block_group.block_bytes, device_of(unit.block_group.layers[0])
-        for tier, blocks in residency.where(unit.reader.owner(unit.block_group.index), unit.chunks, device).items():
-            nbytes[tier] += blocks * size
+    ratio = 0.0 if recompute == "auto" else recompute
+    if costs is not None and (decline or recompute == "auto"):
+        tried = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
+        seconds = streams_of(plan, costs, residency, device_of).seconds(plan_fronts(plan, tried))
+        if recompute == "auto":
+            ratio = best_ratio(seconds, decline)
+        if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
+            return None
+    chosen = plan_fronts(plan, ratio)
+    return plan.with_fronts(chosen.tolist()) if chosen.any() else plan
+
+
+def plan_fronts(plan: Plan, ratio: float | np.ndarray) -> np.ndarray:
+    """See `fronts`, for what a plan restores: it is cut where blocks end."""
+    shapes = [reader.shape for reader in plan.readers]
+    groups = {group.layers for shape in shapes for group in shape.block_groups if not group.identifies}
+    step = max(shape.geometry.chunk_tokens for shape in shapes)
+    return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step)
+
+
+def streams_of(
+    plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]
+) -> Streams:
+    """What a plan without fronts gives the two streams to do. For the arguments see `settle`."""
+    layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
-    tokens = plan.restored_tokens * len(plan.groups) / rows  # rows that are alike are restored once
-    token = sum(costs.restore.get(tier, 0.0) * size for tier, size in nbytes.items()) / max(1, sum(nbytes.values()))
-    return tokens * token <= plan.restored_tokens * costs.compute
+    once = plan.restored_tokens * len(plan.groups) / rows  # tokens: rows that are alike are restored once
+    units = units_of(plan)
+    nbytes = max(1, sum(unit.nbytes for unit in units))
+    restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
+    for unit in units:
+        group = unit.block_group
+        ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
+        found = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
+        for tier, chunks in found.items():
+            share = once * group.block_bytes / nbytes  # tokens that a block stands for
+            took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)
+            restoring += len(chunks) * share * costs.placing(tier)
+        loads.setdefault(group.layers, []).append((ends, took))
+    ordered = []
+    for together, some in sorted(loads.items()):
+        ends, took = (np.concatenate(each) for each in zip(*some, strict=True))
+        order = np.argsort(ends, kind="stable")
+        ordered.append(Load(together, ends[order], took[order]))
+
+    def compute(front: np.ndarray) -> np.ndarray:
+        each = costs.computing(plan.base + front) - costs.computing(plan.base)
+        return plan.restored_tokens / max(1, tokens) / layers * each  # padding is not counted
+
+    suffix = max(costs.least, rows * float(costs.computing(plan.columns - tokens)))
+    return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
+
+
+def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:
+    """The column behind the last token that a plan wants of each of a unit's blocks, int64 `[chunks]`."""
+    ends = np.zeros(len(unit.chunks), np.int64)
+    for group, piece, tokens in unit.pieces:
+        at = np.searchsorted(unit.chunks, unit.chunk_of_each(tokens))
+        np.maximum.at(ends, at, tokens + (piece.at + group.pad - plan.base - piece.first + 1))
+    return ends

@@ -70,7 +70,7 @@ def precompute(
     """See `KVStore.precompute`."""
     storage.check_open()
     prompts, theirs = as_prompts(input_ids), make_method(method)
-    exact = Exact(geometry=theirs.geometry, codec=theirs.codec, decline=False)
+    exact = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:

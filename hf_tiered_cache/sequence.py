@@ -146,13 +146,14 @@ class SequenceState:
         before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
         collector.add(
             tokens_restored=restored - before,
+            tokens_recomputed=0 if plan is None else round(plan.recomputed_tokens),
             tokens_computed=rows * columns - padding - restored,
             tokens_attended=attended - min(before, attended),
         )
         approximations = self.method.records_approximations
         if plan is not None and not (plan.exact or approximations):
             self.recorder.enabled = False
-        computed = columns if plan is None else len(plan.computed[0])
+        computed = columns if plan is None else columns - plan.restored_until
         self.recorder.end(request.ids, computed, request.revocable)
         if request.text < columns:
             self.recorder.crop(columns - request.text)

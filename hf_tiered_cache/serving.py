@@ -22,7 +22,7 @@ from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
-from .payoff import pays
+from .payoff import settle
 from .prefill import can_be_cut, in_pieces
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
@@ -32,7 +32,7 @@ from .sequence import SequenceState, asks_for_all
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
-from .suitability import cannot_observe
+from .suitability import can_have_fronts, cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -114,8 +114,8 @@ class Serving:
             in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
-            if plan is not None and not self._pays(plan, sequence):
-                plan, reason = None, reasons.SLOWER
+            if plan is not None and (plan := self._settled(plan, sequence)) is None:
+                reason = reasons.SLOWER
             try:
                 output = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -171,8 +171,8 @@ class Serving:
         """Run the model on what the plan has computed."""
         recorder = sequence.recorder
         knows = plan is None or plan.exact or sequence.method.records_approximations
-        records = recorder.enabled and knows and (plan is None or plan.suffix is not None)
-        first = sequence.columns + (0 if plan is None else plan.suffix or 0)
+        records = recorder.enabled and knows
+        first = sequence.columns + (0 if plan is None else plan.restored_until)
         own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
         pads, kwargs = sequence.history.pads, request.kwargs
         if plan is None:
@@ -219,14 +219,24 @@ class Serving:
         """What a pass restores, or None if that is nothing."""
         return sequence.plan(request, self.collector)
 
-    def _pays(self, plan: Plan, sequence: SequenceState) -> bool:
-        """Whether a plan is not known to take longer than computing what it restores."""
+    def _settled(self, plan: Plan, sequence: SequenceState) -> Plan | None:
+        """A plan with what it computes beside loading; None where computing all is known to be quicker."""
         method, attachment = sequence.method, self.attachment
-        if not method.decline:
-            return True
+        if plan.suffix is None or not (method.decline or method.front):
+            return plan
         fingerprint, device = sequence.identity.fingerprint, attachment.model.device
-        costs = prefix_costs(self.store, fingerprint, device, method.provenance, plan.base + (plan.suffix or 0))
-        return costs is None or pays(plan, costs, self.store.residency, attachment.device_of)
+        tokens = plan.base + plan.suffix
+        costs = prefix_costs(self.store, fingerprint, device, method.provenance, tokens)
+        known = costs is not None or method.front != "auto"
+        front = method.front if known and self._may_have_fronts(plan, sequence) else 0.0
+        return settle(plan, front, method.decline, costs, self.store.residency, attachment.device_of)
+
+    def _may_have_fronts(self, plan: Plan, sequence: SequenceState) -> bool:
+        """Whether layers may compute a part of what a plan restores, and the model lets them."""
+        whole = plan.exact and plan.budget_tokens is None
+        plain = plan.base == 0 and not any(sequence.history.pads)
+        lossless = all(reader.shape.codec.lossless for reader in plan.readers)
+        return whole and plain and lossless and can_have_fronts(self.attachment)
 
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
@@ -236,7 +246,7 @@ class Serving:
         request, sequence = admitted
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
-        if plan is not None and not self._pays(plan, sequence):
+        if plan is not None and self._settled(plan, sequence) is None:
             plan, reason = None, reasons.SLOWER
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)

@@ -10,6 +10,7 @@ from .errors import ConfigError, TieredCacheError, UnsupportedModelError
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+from .patches.layers import can_drop
 
 
 def check_causal(model: PreTrainedModel) -> None:
@@ -67,6 +68,19 @@ def cannot_observe(model: PreTrainedModel) -> str:
             f"queries are seen with attention of the kind {needed}, and the model has {config._attn_implementation!r}"
         )
     return ""
+
+
+def can_have_fronts(attachment: Attachment) -> bool:
+    """Whether a layer can compute tokens before and behind those that it restores, and the next one fewer of them.
+
+    Then its masks can say where each query stands, and it takes of each token nothing but hidden state and position.
+    """
+    model, config = attachment.model, attachment.config
+    try:
+        one_position = model.config is config  # of a token; those of images have several
+        return one_position and can_scatter(config) and can_drop(model, attachment.depth)
+    except UnsupportedModelError:
+        return False
 
 
 def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:

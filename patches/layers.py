@@ -15,16 +15,8 @@ from .scope import current, on
 
 _TAKEN = frozenset(
     {
-        *(
-            "self",
-            "hidden_states",
-            "attention_mask",
-            "position_ids",
-            "position_embeddings",
-            "kwargs",
-            "flash_attn_kwargs",
-        ),
-        *("past_key_values", "past_key_value", "layer_past", "use_cache", "cache_position"),
+        *("self", "hidden_states", "attention_mask", "position_ids", "position_embeddings", "cache_position"),
+        *("past_key_values", "past_key_value", "layer_past", "use_cache", "kwargs", "flash_attn_kwargs"),
         *("output_attentions", "output_router_logits", "head_mask", "layer_head_mask"),
     }
 )

@@ -1,4 +1,7 @@
-"""The exact method restores what is not known to be slower than computing; what is known is planted here."""
+"""The exact method restores what is not known to be slower than computing; what is known is planted here.
+
+Without fronts (`recompute=0.0`), which would often be quicker than either: see test_pyramid.py.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ CPU = torch.device("cpu")
 DOCUMENT = prompt(160)
 ASKED = torch.cat([DOCUMENT, prompt(20, seed=5)], dim=1)
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
+WHOLE = Exact(recompute=0.0)
 SLOW_DISK = PrefixCosts(160, 1e-3, {"disk": 2e-3, "host": 1e-6})
 
 
@@ -40,7 +44,7 @@ def plant(store, model, *found, provenance="exact"):
     keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, provenance, list(found))
 
 
-def ask(model, store, method=None, ids=ASKED):
+def ask(model, store, method=WHOLE, ids=ASKED):
     cache = TieredCache(model, store, method=method)
     output = model.generate(ids, past_key_values=cache, **GREEDY)
     assert torch.equal(output, model.generate(ids, **GREEDY))
@@ -53,8 +57,8 @@ def test_what_is_slower_to_restore_is_computed_until_it_lies_in_memory(path, mod
         stats = ask(model, store)
         assert (stats.tokens_restored, stats.bytes_read, stats.reason) == (0, 0, reasons.SLOWER)
         assert stats.tokens_stored == 16  # what stands behind the document; that itself is there already
-        assert store.lookup(model, ASKED).reason == reasons.SLOWER
-        found = store.warm(model, ASKED, progress=False)  # which is asked for, whatever it takes
+        assert store.lookup(model, ASKED, method=WHOLE).reason == reasons.SLOWER
+        found = store.warm(model, ASKED, method=WHOLE, progress=False)  # which is asked for, whatever it takes
         assert (found.stored, found.reason) == (176, "")
         assert found.bytes["disk"] == 0 < found.bytes["host"]
         stats = ask(model, store)
@@ -73,7 +77,7 @@ def test_a_part_in_memory_counts_as_much_as_it_is(path, model):
         assert ask(model, store).tokens_restored == 176
 
 
-@pytest.mark.parametrize("forced", [Exact(decline=False), "exact:decline=false", AttentionStore()])
+@pytest.mark.parametrize("forced", [Exact(decline=False), "exact:recompute=0.0:decline=false", AttentionStore()])
 def test_it_can_be_forced_and_baselines_always_restore(path, model, forced):
     with KVStore(path, engine="posix") as store:
         plant(store, model, SLOW_DISK)
@@ -135,6 +139,7 @@ def pretend(monkeypatch, computed, restored, alone=1.0):
         if "cache" not in cells:
             return alone
         stats = cells["cache"].stats
+        stats.io_seconds = restored["disk"] - alone if stats.tier == "disk" else 0.0
         return restored[stats.tier] if stats.tokens_restored else computed
 
     monkeypatch.setattr(module, "_seconds", seconds)
@@ -148,6 +153,7 @@ def test_calibration_measures_each_tier_and_leaves_nothing(tmp_path, model, monk
         assert (first.tokens, first.compute) == (64, pytest.approx(0.01))
         assert first.restore == pytest.approx({"disk": 0.02, "host": 0.005})
         assert second.restore == pytest.approx({"disk": 0.01, "host": 0.0025})
+        assert second.load == pytest.approx({"disk": 0.01}) and second.least == 1.0
         kept = prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", 96)
         assert kept.compute == pytest.approx(0.0075)
         store.precompute(model, DOCUMENT, progress=False)
@@ -163,6 +169,7 @@ def test_a_real_calibration(tmp_path, model):
         (found,) = store.calibrate_prefix(model, tokens=(64,), repeats=1, progress=False)
     assert found.restore.keys() == {"disk", "host"}
     assert all(cost >= 0 for cost in (found.compute, *found.restore.values()))
+    assert found.load.keys() == {"disk"} and found.load["disk"] > 0 and found.least > 0
 
 
 def test_both_calibrations_are_kept_beside_one_another_and_damage_is_nothing(path, model):

@@ -92,9 +92,10 @@ def describe_method(method: Method) -> str:
 
 def _read(text: str, option: Field) -> Any:
     kind: Callable[[str], Any] = type(option.default)
-    if option.default is None:  # such as "float | None"
-        kind = {"float": float, "str": str}[str(option.type).partition(" ")[0]]
-    if repr(text) in str(option.type):  # one of a few words
+    said = str(option.type)
+    if option.default is None or said.startswith("float"):  # such as "float | None"
+        kind = {"float": float, "str": str}[said.partition(" ")[0]]
+    if repr(text) in said.replace('"', "'"):  # one of a few words
         return text
     if kind is bool:
         if text.lower() not in ("true", "false"):

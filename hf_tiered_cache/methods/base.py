@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
@@ -66,6 +66,11 @@ class Method:
 
     decline = False
     """Whether what was measured to be slower to restore than to compute is computed."""
+
+    @property
+    def front(self) -> float | Literal["auto"]:
+        """Share of a stored prefix that is computed while the rest is loaded, or "auto" for what is quickest."""
+        return 0.0
 
     compare_layer: ClassVar[int | None] = None
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""

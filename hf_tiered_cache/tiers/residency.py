@@ -255,14 +255,18 @@ class Residency:
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
         """How many of a block group's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
+        return {tier: len(found) for tier, found in self.find(owner, chunks, device).items()}
+
+    def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
+        """Which ones these are."""
         with self._lock, self._step:
-            counts = {}
+            found = {}
             gpu = self._gpus.get(device)
             for each in [self.host] if gpu is None else [gpu.tier, self.host]:
                 there = each.lookup(owner, chunks) >= 0
-                counts[each.name] = int(there.sum())
+                found[each.name] = chunks[there]
                 chunks = chunks[~there]
-            return counts | {"disk": len(chunks)}
+            return found | {"disk": chunks}
 
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone: so are their blocks, in use or not, and what was known of them."""
