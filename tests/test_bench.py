@@ -139,6 +139,23 @@ def test_steps_counts_functions_entered_once_however_often_a_generator_goes_on(m
     assert steps.counted(other) == {"calls": 2, "functions": 2, "changes_of_file": 0}
 
 
+def test_pyramid(tmp_path, monkeypatch):
+    import pyramid
+
+    once = ["--repeats", "1", "--calibrate-repeats", "1"]
+    options = ["--shape", "tiny", "--prefixes", "64,128", "--rates", "1,0", *once]
+    monkeypatch.setattr(sys, "argv", ["pyramid.py", *options, "--out", str(tmp_path)])
+    pyramid.main()
+    document = json.loads((tmp_path / "pyramid-tiny-float32-cpu.json").read_text())
+    assert document["disks"].keys() == {"1 MB/s", "the disk"}
+    for disk in document["disks"].values():
+        assert all(costs["restore"].keys() == costs["load"].keys() | {"host"} for costs in disk["costs"])
+        assert all(len(found["ttft_s"]["loaded"]) == 1 for found in disk["prefixes"].values())
+    slow = document["disks"]["1 MB/s"]["prefixes"]["128"]
+    assert slow["recomputed"] > 0  # at that rate computing 128 tokens is quicker than loading them
+    assert "auto ÷ better" in (tmp_path / "pyramid-tiny-float32-cpu.md").read_text()
+
+
 def test_rechoose(tmp_path, monkeypatch):
     import rechoose
 

@@ -1,0 +1,185 @@
+"""A prefix that is loaded, computed, or both at once: time to first token from disks of several speeds, cold.
+
+    python bench/pyramid.py                              # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/pyramid.py --shape tiny --prefixes 64,128 --rates 5 --repeats 1
+    python bench/pyramid.py --layers 6 --prefixes 512,2048 --rates 50,200,800,0
+
+`Exact()`, calibrated on each disk, against the same method that loads all and one that computes all. They are asked the
+same prompts in turns. A rate is that of an emulated disk, in MB/s; 0 is the real one, without the page cache. Weights
+are random. A bubble is time in which the model waits for KV, or no read is under way and one is still to come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import build, first_token, interleaved, machine, median, ratio, save, table
+from slow_disk import SlowDisk, SlowDiskEngine
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import Exact, Method, Recompute
+
+LATENCY_S = 100e-6
+"""Of a read from an emulated disk."""
+AUTO, LOADED, COMPUTED = "Exact, auto", "loaded", "computed"
+METHODS: dict[str, Method] = {
+    AUTO: Exact(),
+    LOADED: Exact(recompute=0.0, decline=False),
+    COMPUTED: Recompute(),
+}
+NEAR, BUBBLES = 1.05, 0.05
+"""Aims: at most so many times as long as the better of the two takes alone, and at most such a share of it waiting."""
+
+
+class Bench:
+    """A model and prefixes of several lengths, stored."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        device = torch.device(arguments.device)
+        self.model = build(arguments.shape, getattr(torch, arguments.dtype), device, layers=arguments.layers)
+        random = torch.Generator().manual_seed(7)  # other tokens than calibration takes
+        suffix = arguments.suffix
+        self.prompts = {
+            length: torch.randint(3, self.model.config.vocab_size, (1, length + suffix), generator=random).to(device)
+            for length in arguments.prefixes
+        }
+        with KVStore(folder, host_memory=0) as store:
+            store.precompute(self.model, [ids[0, :-suffix] for ids in self.prompts.values()], progress=False)
+            rows = store.segments()
+        self.kv_bytes = sum(row.nbytes for row in rows)
+        self.token_bytes = self.kv_bytes // sum(row.tokens for row in rows)
+
+    def ask(self, store: KVStore, method: Method, ids: torch.Tensor) -> dict[str, Any]:
+        """One cold request: what was counted, and the time to its first token."""
+        store.clear()
+        cache = TieredCache(self.model, store, method=method, record=False)
+        took = first_token(self.model, ids, lambda: cache)
+        return cache.stats.as_dict() | {"ttft_s": took}
+
+    def measure(self, rate: float) -> dict[str, Any]:
+        """What each method takes from a disk of so many MB/s, or the real one, for each length."""
+        engine: Any = SlowDiskEngine(SlowDisk(rate * 1e6, LATENCY_S)) if rate else "auto"
+        lengths = sorted(self.prompts)
+        with KVStore(self.folder, host_memory=2 * self.kv_bytes, engine=engine) as store:
+            measured = self.arguments.calibrate or sorted({lengths[0], min(lengths[-1], 4096)})
+            repeats = self.arguments.calibrate_repeats
+            costs = store.calibrate_prefix(self.model, tokens=measured, repeats=repeats, progress=False)
+            found = {}
+            for length in tqdm(lengths, unit="prefix", desc=name_of(rate)):
+                asked = {
+                    name: lambda method=method, length=length: self.ask(store, method, self.prompts[length])
+                    for name, method in METHODS.items()
+                }
+                found[length] = summarise(length, interleaved(asked, self.arguments.repeats))
+        return {"costs": [one.as_dict() for one in costs], "prefixes": found}
+
+
+def name_of(rate: float) -> str:
+    return f"{rate:g} MB/s" if rate else "the disk"
+
+
+def summarise(length: int, rows: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """What one length comes to: medians, and medians of ratios of what was measured side by side."""
+    times = {name: [row["ttft_s"] for row in some] for name, some in rows.items()}
+    better = min((LOADED, COMPUTED), key=lambda name: median(times[name]))
+
+    def share(figure: str) -> float:
+        return median(row[figure] / row["ttft_s"] for row in rows[AUTO])
+
+    return {
+        "ttft_s": times,
+        "better": better,
+        "auto_over_better": ratio(times[AUTO], times[better]),
+        "loaded_over_auto": ratio(times[LOADED], times[AUTO]),
+        "computed_over_auto": ratio(times[COMPUTED], times[AUTO]),
+        "recomputed": 1.0 if rows[AUTO][0]["reason"] else rows[AUTO][0]["tokens_recomputed"] / length,
+        "stall_share": share("stall_seconds"),
+        "load_idle_share": share("load_idle_seconds"),
+        "io_share": share("io_seconds"),
+    }
+
+
+def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
+    """The page of results, as Markdown."""
+    text = [
+        f"# A prefix loaded, computed, or both, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
+        f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
+        f"{measured_on['transformers']}; {measured_on['date']}. {result['layers']} layers, {result['token_bytes']} "
+        f"bytes of KV a token, {result['suffix']} tokens behind each prefix; medians of {result['repeats']} in turns, "
+        "ratios of what was measured side by side. Random weights.\n",
+    ]
+    headings = ["prefix", "loaded, s", "computed, s", "auto, s", "computed of it"]
+    headings += ["auto ÷ better", f"≤ {NEAR}", "waits for KV", "disk idle", "disk busy", f"bubbles ≤ {BUBBLES:.0%}"]
+    for disk, of in result["disks"].items():
+        rows = []
+        for length, found in of["prefixes"].items():
+            bubbles = found["stall_share"] + found["load_idle_share"]
+            rows.append(
+                [
+                    f"{length:,}",
+                    *(f"{median(found['ttft_s'][name]):.2f}" for name in (LOADED, COMPUTED, AUTO)),
+                    f"{found['recomputed']:.0%}",
+                    f"{found['auto_over_better']:.2f} ×",
+                    "yes" if found["auto_over_better"] <= NEAR else "no",
+                    *(f"{found[name]:.1%}" for name in ("stall_share", "load_idle_share", "io_share")),
+                    "yes" if bubbles <= BUBBLES else "no",
+                ]
+            )
+        text += [f"## {disk}\n", table(headings, rows)]
+    text += [
+        "\n*Computed of it*: the share of the prefix that `Exact()` computes, a mean over the layers. *Waits for KV*, "
+        "*disk idle* (with reads still to come) and *disk busy* are shares of its time to first token; the first two "
+        "are the bubbles. Where all is loaded the model waits, for there is nothing else to do.\n",
+    ]
+    return "\n".join(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=None, help="so many instead of all, which is faster")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--prefixes", type=_numbers, default=[512, 2048, 8192, 16384], help="tokens, by comma")
+    parser.add_argument("--suffix", type=int, default=32, help="tokens behind each prefix")
+    parser.add_argument("--rates", type=_rates, default=[2, 5, 20, 200, 0], help="MB/s, by comma; 0: the real disk")
+    parser.add_argument("--repeats", type=int, default=3, help="turns that are measured, after one that warms up")
+    parser.add_argument("--calibrate", type=_numbers, help="lengths; the least and the greatest, or 4096")
+    parser.add_argument("--calibrate-repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="where the store is made; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        bench = Bench(arguments, Path(folder))
+        result = {
+            "shape": arguments.shape,
+            "layers": bench.model.config.num_hidden_layers,
+            "dtype": arguments.dtype,
+            "suffix": arguments.suffix,
+            "repeats": arguments.repeats,
+            "token_bytes": bench.token_bytes,
+            "disks": {name_of(rate): bench.measure(rate) for rate in arguments.rates},
+        }
+        measured_on = machine(bench.model.device, Path(folder))
+    name = f"pyramid-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
+    page = report(result, measured_on)
+    save(arguments.out, f"{name}-{arguments.dtype}-{arguments.device}", {"machine": measured_on} | result, page)
+    print(page)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _rates(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
