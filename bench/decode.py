@@ -63,7 +63,7 @@ OFFLOADED, OFFLOAD = "full, offloaded by transformers", "full, layer by layer fr
 def methods(budget: float) -> dict[str, Method]:
     """Those that choose, and all KV by way of the store."""
     return {
-        "full, in memory, ours": Exact(decline=False),
+        "full, in memory, ours": Exact(recompute=0.0, decline=False),
         "Quest": KVDrive(budget, index="page_bounds", chunk_tokens=16, window=0),
         PEER: KVDrive(budget, index="chunk_means", window=1, eviction="lru"),
         "RetroInfer-like": KVDrive(budget, index="token_clusters", chunk_tokens=1, eviction="lru"),

@@ -106,7 +106,7 @@ class Contexts:
             ids = self.ids[row : row + 1, : self.tokens]
             if store.lookup(self.model, ids, method=method, tag=TAG).stored >= self.tokens - HASH_TOKENS:
                 continue
-            exact = Exact(geometry=method.geometry, decline=False)
+            exact = Exact(geometry=method.geometry, recompute=0.0, decline=False)
             serving = TieredCache(self.model, store, method=exact, tag=TAG)._serving
             identity = serving.identify(closely=True)
             assert isinstance(identity, Identity), identity
