@@ -218,8 +218,8 @@ class KVStore:
     def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
         """Measure what a token of a prefix costs here, computed and restored, for this model on this machine.
 
-        `Exact()` then computes what is expected to be slower to restore. For settings see
-        `hf_tiered_cache.calibrate.calibrate_prefix`.
+        `Exact()` then computes as much of a prefix, or all of it, as makes it come soonest, while the rest is loaded.
+        For settings see `hf_tiered_cache.calibrate.calibrate_prefix`.
         """
         return calibrate_prefix(self._storage, model, **settings)
 

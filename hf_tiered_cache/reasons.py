@@ -45,7 +45,7 @@ OTHER_HISTORY = "the history begins with other tokens than the conversation that
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
-    "Exact(decline=False) restores them all the same"
+    "Exact(recompute=0, decline=False) restores them all the same"
 )
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 

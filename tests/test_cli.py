@@ -575,7 +575,7 @@ def test_calibrate_prefixes(run, tmp_path):
     assert [one["tokens"] for one in json.loads(out)] == [32, 64]
     status, out, _ = run(*asked)
     assert status == 0
-    assert "from disk" in out and "from host" in out and "Exact(decline=False)" in out
+    assert "from disk" in out and "from host" in out and "Exact(recompute=0, decline=False)" in out
 
 
 def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):

@@ -50,7 +50,11 @@ def calibrate(
     between.
 
     With --prefix it measures, for prefixes of these lengths, how long they take to compute, and to restore from disk
-    and from memory. From then on Exact(), the default, computes a prompt where restoring it would take longer.
+    and from memory. From then on Exact(), the default, computes the first tokens of a stored prompt while it loads the
+    others, as many as make the answer come soonest: none where the disk is fast, all where it is very slow. What is
+    computed beside loading is exact up to the kernel's rounding, and not bit for bit what loading all would give;
+    Exact(recompute=0) computes all or nothing. Name two lengths or more, the longest you expect among them: they tell
+    how computing grows with length.
     """
     parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)
@@ -103,12 +107,13 @@ def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
     columns = ["computed", *(f"from {tier}" for tier in tiers)]
     table = figures("prefix", *columns, "", right=("prefix", *columns))
     for one in found:
-        slower = [tier for tier in tiers if one.restore.get(tier, 0.0) > one.compute]
+        shares = {tier: one.loading(tier) / max(one.loading(tier) + one.compute, 1e-12) for tier in tiers}
+        parts = [f"{share:.0%} computed, the rest from {tier}" for tier, share in shares.items() if share > 0.05]
         times = [one.compute, *(one.restore.get(tier) for tier in tiers)]
         shown = ["" if seconds is None else f"{1e3 * seconds * one.tokens:.0f} ms" for seconds in times]
-        table.add_row(f"{one.tokens:,}", *shown, f"computed, not restored from {' or '.join(slower)}" if slower else "")
+        table.add_row(f"{one.tokens:,}", *shown, "about " + "; ".join(parts) if parts else "")
     show(table)
-    print("kept for this model and device; Exact(decline=False) restores all the same")
+    print("kept for this model and device; Exact(recompute=0, decline=False) restores all the same")
 
 
 def load_model(name: str, dtype: str, device: str) -> nn.Module:

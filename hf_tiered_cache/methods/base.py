@@ -37,7 +37,8 @@ class Method:
     Args:
         geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
         ahead_bytes: how far blocks are fetched ahead of the layers that need them: enough to keep a fast disk busy,
-            little enough to bound what a request takes. 0 fetches them when they are needed.
+            little enough to bound what a request takes. 0 fetches them when they are needed. Where a front is computed
+            beside loading, all are fetched without a pause.
         codec: what stands between tensors and the bytes of blocks: "raw", or "int8" or "fp8", which halve what bfloat16
             takes and lose bits. It restores what was stored with this codec, and nothing else. None: the store's.
     """
