@@ -6,12 +6,14 @@ from ..errors import ConfigError
 from .base import Codec, Field
 from .fp8 import Fp8
 from .int8 import Int8
+from .pairs import Direction
 from .raw import Raw
 
 CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), Int8(), Fp8())}
 RAW = Raw.name
+_DIRECTION = Direction()
 
-__all__ = ["CODECS", "RAW", "Codec", "Field", "codec_in", "coded_provenance", "make_codec"]
+__all__ = ["CODECS", "RAW", "Codec", "Field", "codec_in", "coded_provenance", "make_codec", "merged_codec"]
 
 
 def make_codec(name: str) -> Codec:
@@ -19,6 +21,12 @@ def make_codec(name: str) -> Codec:
     if not isinstance(name, str) or name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}")
     return CODECS[name]
+
+
+def merged_codec(name: str) -> Codec:
+    """What stands, where the codec of this name does, between the vectors of two merged layers and their fields:
+    the direction that both share, and a factor of each (see `pairs.py`)."""
+    return _DIRECTION if name == RAW else make_codec(name)
 
 
 def coded_provenance(provenance: str, codec: str) -> str:
