@@ -43,7 +43,7 @@ def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     It is 0 where one of them is zero or not finite, since merging turns neither then.
     """
     (one, _), (other, _) = _directions(first, second)
-    return _angle(one, other).squeeze(-1)
+    return _angle(one, other).squeeze(-1).float()
 
 
 def merge(
@@ -67,7 +67,7 @@ def merge(
     sine = sine.masked_fill(parallel, 1)
     weight = torch.where(parallel, 1 - toward, ((1 - toward) * between).sin() / sine)
     weight_of_other = torch.where(parallel, toward, (toward * between).sin() / sine)
-    merged = weight * one + weight_of_other * other
+    merged = weight.float() * one + weight_of_other.float() * other
     length = torch.linalg.vector_norm(merged, dim=-1, keepdim=True)
     cancelled = length < _PARALLEL
     direction = torch.where(cancelled, other, merged / length.masked_fill(cancelled, 1))
@@ -136,6 +136,9 @@ def _unit(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _angle(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`[..., 1]`, between vectors of length 1; exact for small angles, too, which an arc cosine is not."""
+    """Between vectors of length 1, float64 `[..., 1]`; exact for small angles, too, which an arc cosine is not.
+
+    In float32 its last bit would depend on where in a tensor a vector stands: kernels take the last few numbers apart.
+    """
     apart, together = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (one - other, one + other))
-    return 2 * torch.atan2(apart, together)
+    return 2 * torch.atan2(apart.double(), together.double())
