@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from .codecs import CODECS, RAW, make_codec
+from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
 from .errors import ConfigError, FormatError, NewerFormatError
 
 ALIGNMENT = 4096
@@ -27,8 +27,8 @@ HASH_TOKENS = 16
 _MOST = 1 << 18
 """No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""
 
-_UNSAID = (None, 0, RAW)
-"""Index, solo layers and codec of a geometry whose JSON ends before them."""
+_UNSAID: tuple[Any, ...] = (None, 0, RAW, [])
+"""Index, solo layers, codec and pairs of a geometry whose JSON ends before them."""
 
 TensorName = Literal["key", "value"]
 
@@ -149,7 +149,7 @@ class FieldSlot:
 class Part:
     """One tensor of one layer, or some of its heads, inside every block of a block group: `[heads, chunk_tokens, dim]`.
 
-    It lies there as the fields that the codec makes of it, one behind the other.
+    It lies there as the fields that the codec makes of it. In a merged block group two layers' parts share the first.
     """
 
     layer: int
@@ -179,6 +179,8 @@ class BlockGroup:
     window: int
     identifies: bool = False
     """Whether these are keys once more, apart, for identification to read."""
+    merged: bool = False
+    """Whether these are two layers in one: a part is a direction that both share, and a factor of its own."""
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -224,6 +226,9 @@ class Geometry:
         index: keys that are stored once more, or None.
         solo_layers: the first layers without a window that have blocks, and an index, of their own.
         codec: the name of what stands between tensors and bytes (see `codecs`), of the index, too.
+        pairs: layers that are merged two by two, the shallower first (MiniCache; see `codecs.pairs`). Each layer has
+            block groups of its own, for what it holds by itself, and each pair others, for what its layers share; token
+            tables say which tokens these are. Such layers have full attention, and are alike. `layers_per_block` is 1.
     """
 
     chunk_tokens: int = 16
@@ -233,6 +238,7 @@ class Geometry:
     index: KeyIndex | None = None
     solo_layers: int = 0
     codec: str = RAW
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         make_codec(self.codec)
@@ -240,10 +246,22 @@ class Geometry:
             _check_count(name, getattr(self, name))
         if not isinstance(self.solo_layers, int) or self.solo_layers < 0:
             raise ConfigError(f"solo_layers is a number of layers, not {self.solo_layers!r}")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        layers = [layer for pair in self.pairs for layer in pair]
+        if any(type(layer) is not int or not 0 <= layer <= _MOST for layer in layers):
+            raise ConfigError(f"pairs are of numbers of layers, not {self.pairs!r}")
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in self.pairs) or len(set(layers)) < len(layers):
+            raise ConfigError(f"pairs are of two layers, the shallower first, and none is in two: {self.pairs!r}")
+        if self.pairs and (self.layers_per_block != 1 or self.index is not None):
+            raise ConfigError("with pairs layers_per_block is 1, and there is no index")
+        object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
 
     def to_json(self) -> list[Any]:
         cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
-        more = [None if self.index is None else [self.index.every, self.index.heads], self.solo_layers, self.codec]
+        index = None if self.index is None else [self.index.every, self.index.heads]
+        more = [index, self.solo_layers, self.codec, [list(pair) for pair in self.pairs]]
         while more and more[-1] == _UNSAID[len(more) - 1]:
             more.pop()
         return [*cut, *more]
@@ -253,10 +271,11 @@ class Geometry:
         try:
             chunk, layers, heads, split, *more = data
             said: list[Any] = [*more, *_UNSAID[len(more) :]]
-            index, solo_layers, codec = said
+            index, solo_layers, codec, said_pairs = said
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
-            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec)
+            pairs = tuple((first, second) for first, second in said_pairs)
+            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec, pairs)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
         if chunk > _MOST:
@@ -271,22 +290,32 @@ def _check_count(name: str, value: int | None) -> None:
 
 @lru_cache(maxsize=64)
 def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
-    """The block groups of a segment, in the order in which a forward pass needs them; those of an index last."""
+    """The block groups of a segment, in the order in which a forward pass needs them; those of an index last.
+
+    Raises:
+        FormatError: layers that cannot be merged are a pair.
+    """
     by_window: dict[int, list[int]] = {}
     for index, kept in enumerate(layout.layers):
         if kept is not None:
             by_window.setdefault(kept.window, []).append(index)
     step = geometry.layers_per_block
     tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
-    found: list[tuple[int, tuple[Part, ...]]] = []
+    found: list[tuple[int, tuple[Part, ...], bool]] = []
     for window, layers in by_window.items():
         for some in in_groups(layers, step, 0 if window else geometry.solo_layers):
             for names in tensors:
                 for head_range in _head_ranges(layout, some, geometry.heads_per_block):
                     if parts := tuple(_parts(layout, geometry, some, names, head_range)):
-                        found.append((window, parts))
+                        found.append((window, parts, False))
+    for pair in geometry.pairs:
+        _check_alike(layout, pair)
+        for names in tensors:
+            for head_range in _head_ranges(layout, [pair[0]], geometry.heads_per_block):
+                if parts := tuple(_merged_parts(layout, geometry, pair, names, head_range)):
+                    found.append((0, parts, True))
     found.sort(key=lambda block_group: block_group[1][0].layer)
-    made = [BlockGroup(number, parts, window) for number, (window, parts) in enumerate(found)]
+    made = [BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(found)]
     if geometry.index is not None:
         heads = None if geometry.index.heads is None else (0, geometry.index.heads)
         for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
@@ -302,11 +331,24 @@ def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]
     ]
 
 
+def _check_alike(layout: KVLayout, pair: tuple[int, int]) -> None:
+    """Raises FormatError unless two layers can be merged."""
+    first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
+    if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
+        raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
+
+
 def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
     if per_block is None:
         return [None]
     most = max(max(layout.layer(i).key_heads, layout.layer(i).value_heads) for i in layers)
     return [(first, first + per_block) for first in range(0, most, per_block)]
+
+
+def _heads_in(layer: LayerKV, name: TensorName, heads: tuple[int, int] | None) -> tuple[int, int]:
+    """The first of a layer's heads in a range of them, and how many these are: none or less beyond its last."""
+    first, stop = heads if heads is not None else (0, layer.heads(name))
+    return first, min(stop, layer.heads(name)) - first
 
 
 def _parts(
@@ -320,13 +362,38 @@ def _parts(
     for index in layers:
         layer = layout.layer(index)
         for name in names:
-            first, stop = heads if heads is not None else (0, layer.heads(name))
-            count = min(stop, layer.heads(name)) - first
-            if count <= 0:
-                continue
-            slots = []
-            for dtype, dim in codec.fields(layout.dtype, layer.dim(name)):
-                offset = aligned(offset, dtype.itemsize)
-                slots.append(FieldSlot(dtype, dim, offset, count * geometry.chunk_tokens * dim * dtype.itemsize))
-                offset += slots[-1].nbytes
-            yield Part(index, name, first, count, layer.dim(name), tuple(slots))
+            first, count = _heads_in(layer, name, heads)
+            if count > 0:
+                slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
+                offset = slots[-1].offset + slots[-1].nbytes
+                yield Part(index, name, first, count, layer.dim(name), slots)
+
+
+def _merged_parts(
+    layout: KVLayout,
+    geometry: Geometry,
+    pair: tuple[int, int],
+    names: tuple[TensorName, ...],
+    heads: tuple[int, int] | None,
+) -> Iterator[Part]:
+    """For each tensor the direction of both layers, the first one's factors, and the second one's."""
+    codec, offset, layer = merged_codec(geometry.codec), 0, layout.layer(pair[0])
+    for name in names:
+        first, count = _heads_in(layer, name, heads)
+        if count > 0:
+            slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
+            direction, factor = slots
+            more = replace(factor, offset=factor.offset + factor.nbytes)
+            offset = more.offset + more.nbytes
+            yield Part(pair[0], name, first, count, layer.dim(name), slots)
+            yield Part(pair[1], name, first, count, layer.dim(name), (direction, more))
+
+
+def _slots(codec: Codec, dtype: torch.dtype, dim: int, vectors: int, offset: int) -> tuple[FieldSlot, ...]:
+    """Where the fields of so many vectors lie in a block, from this offset on."""
+    slots = []
+    for field_dtype, field_dim in codec.fields(dtype, dim):
+        offset = aligned(offset, field_dtype.itemsize)
+        slots.append(FieldSlot(field_dtype, field_dim, offset, vectors * field_dim * field_dtype.itemsize))
+        offset += slots[-1].nbytes
+    return tuple(slots)

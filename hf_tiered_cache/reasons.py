@@ -43,6 +43,10 @@ OTHER_KEY = "what is stored of this model is encrypted with another key; open th
 EVICTED = "the conversation's KV is not stored any more (evicted, expired or removed), so its history is computed"
 OTHER_HISTORY = "the history begins with other tokens than the conversation that is stored, so it is computed"
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
+MERGED = (
+    "these tokens are stored with layers merged in pairs, which methods that choose among tokens cannot read; the "
+    "method that stored them restores them"
+)
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
     "Exact(recompute=0, decline=False) restores them all the same"

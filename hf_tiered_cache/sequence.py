@@ -72,7 +72,7 @@ class SequenceState:
         self.stored_in_pieces = 0
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
-        self._in_part = False  # whether something was found of which the method can use a part
+        self._unused = ""  # why the method cannot use all of what was found, if so
 
     @property
     def columns(self) -> int:
@@ -111,15 +111,17 @@ class SequenceState:
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
         usable = self.method.usable_hashes(shape)
-        self._in_part |= usable * HASH_TOKENS < shape.tokens
+        if usable * HASH_TOKENS < shape.tokens:
+            merged = self.method.selects and shape.geometry.pairs
+            self._unused = reasons.MERGED if merged else reasons.IN_PART
         return usable
 
     def why_nothing(self, request: Request) -> str:
         """Why a prompt that has no plan is not restored; "" where it goes on from what the cache holds."""
         if self.columns or not self.store.usable:
             return ""
-        if self._in_part:
-            return reasons.IN_PART
+        if self._unused:
+            return self._unused
         passages = (self.method.passages, sink_token(self.config)) if self.method.passages else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
         identity, codec = self.identity, self.method.geometry.codec

@@ -14,6 +14,7 @@ from transformers import Cache
 
 from . import reasons
 from .calibrations import calibrated_ratio, prefix_costs, profiled_windows
+from .codecs import make_codec
 from .conversation import Conversation
 from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
@@ -235,7 +236,7 @@ class Serving:
         """Whether layers may compute a part of what a plan restores, and the model lets them."""
         whole = plan.exact and plan.budget_tokens is None
         plain = plan.base == 0 and not any(sequence.history.pads)
-        lossless = all(reader.shape.codec.lossless for reader in plan.readers)
+        lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
         return whole and plain and lossless and can_have_fronts(self.attachment)
 
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:

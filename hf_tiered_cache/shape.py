@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from .codecs import Codec, make_codec
+from .codecs import Codec, make_codec, merged_codec
 from .errors import FormatError
 from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
 from .transfers import to_device
@@ -118,6 +118,45 @@ class TokenTables:
             of_group[group.index] = number
         return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
 
+    @classmethod
+    def by_pairs(
+        cls,
+        stored_from: Sequence[int],
+        retained: Mapping[tuple[int, int], np.ndarray],
+        groups: Sequence[BlockGroup],
+        tokens: int,
+    ) -> TokenTables:
+        """Which tokens lie in a layer's own block groups, and which in those that it shares, each in order.
+
+        A pair shares the tokens that both layers hold, but for those that are retained; each layer holds the rest by
+        itself.
+
+        Args:
+            stored_from: for each layer the first token that it holds.
+            retained: of each pair of the geometry int64 `[n]`, the tokens that stay unmerged; a pair that is not named
+                retains none.
+            groups: the segment's block groups. One of several layers holds what any of them does.
+            tokens: of the segment.
+        """
+        every, none = np.arange(tokens), np.empty(0, np.int64)
+        alone, shared = [every >= first for first in stored_from], {}  # bool [tokens] each
+        for pair in {group.layers for group in groups if group.merged}:
+            first, second = pair
+            shared[pair] = alone[first] & alone[second]
+            shared[pair][retained.get((first, second), none)] = False
+            alone[first], alone[second] = (alone[layer] & ~shared[pair] for layer in pair)
+        number_of: dict[bytes, int] = {}
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            held = shared[group.layers] if group.merged else np.any([alone[layer] for layer in group.layers], axis=0)
+            if held.all():
+                continue
+            number = of_group[group.index] = number_of.setdefault(held.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(np.where(held, np.cumsum(held) - 1, NOT_HELD).astype(np.uint32))
+        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
+
     def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
         """The reverse of `by_layer`: uint32 `[layers, tokens]`, or None where that does not say it all."""
         tokens = self.slot_of_token.shape[1]
@@ -163,10 +202,9 @@ class SegmentShape:
                 found.setdefault(layer, []).append(group)
         return found
 
-    @cached_property
-    def codec(self) -> Codec:
-        """What stands between tensors and the bytes of blocks."""
-        return make_codec(self.geometry.codec)
+    def codec_of(self, group: BlockGroup) -> Codec:
+        """What stands between tensors and the bytes of a block group's blocks."""
+        return (merged_codec if group.merged else make_codec)(self.geometry.codec)
 
     # --- blocks
 
@@ -231,6 +269,41 @@ class SegmentShape:
         found[slots[held]] = tokens[held]
         return found
 
+    def held_by(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """Those of `tokens`, int64, that a block group holds."""
+        return tokens if self.in_order(group) else tokens[self.slot_of_token(group, tokens) != NOT_HELD]
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """bool `[layers, tokens]`: which tokens a layer holds, in whichever of its block groups.
+
+        Raises:
+            FormatError: see `check_tables`.
+        """
+        every = np.arange(self.tokens)
+        of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads, and tensors, may lie apart
+        for group in self.block_groups:
+            mine = self.slot_of_token(group, every) != NOT_HELD
+            for part in group.parts if not group.identifies else ():
+                before = of_part.setdefault((part.layer, part.tensor, part.first_head), np.zeros(self.tokens, bool))
+                if (before & mine).any():
+                    raise FormatError(f"layer {part.layer} holds tokens twice: by itself, and in its pair")
+                before |= mine
+        held = np.ones((len(self.layout.layers), self.tokens), bool)
+        for (layer, *_), tokens in of_part.items():
+            held[layer] &= tokens
+        return held
+
+    def check_tables(self) -> None:
+        """Raises FormatError if a layer holds a token by itself, and once more in its pair."""
+        _ = self.held
+
+    @cached_property
+    def held_from(self) -> tuple[int, ...]:
+        """For each layer the token from which on it holds all: what stands before is for a method to compute."""
+        lacking = ~self.held[:, ::-1]  # from the last token on
+        return tuple(np.where(lacking.any(1), self.tokens - lacking.argmax(1), 0).tolist())
+
     def chunks_of(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
         """The chunks of a block group that hold `tokens`, ascending.
 
@@ -250,16 +323,19 @@ class SegmentShape:
 
     @cached_property
     def whole_hashes(self) -> int:
-        """How many of the segment's prefix hashes, from the first on, cover tokens that every block group holds."""
+        """How many of the segment's prefix hashes, from the first on, cover tokens of which nothing is missing."""
         if self.tables is None or not self._held_of_table.size:
             return self.tokens // HASH_TOKENS
-        missing = (self.tables.slot_of_token == NOT_HELD).any(axis=0)
+        if self.geometry.pairs:
+            missing = (~self.held).any(axis=0)
+        else:  # also in what stands beside the layers' own, such as an index
+            missing = (self.tables.slot_of_token == NOT_HELD).any(axis=0)
         return int(missing.argmax() if missing.any() else self.tokens) // HASH_TOKENS
 
     @property
     def whole(self) -> bool:
-        """Whether every block group holds all tokens."""
-        return self.whole_hashes * HASH_TOKENS == self.tokens
+        """Whether every block group holds all tokens. Those of pairs share them."""
+        return not self.geometry.pairs and self.whole_hashes * HASH_TOKENS == self.tokens
 
     def _table(self, group: BlockGroup) -> int:
         assert self.tables is not None
@@ -298,8 +374,13 @@ class SegmentShape:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
 
         Tokens that the block group does not hold are left out.
+
+        Raises:
+            ValueError: it is a merged one, which takes two layers (see `codecs.pairs`).
         """
-        self.pack_fields(blocks, group, part, self.codec.encode(source))
+        if group.merged:
+            raise ValueError(f"block group {group.index} is of two layers, and cannot be packed from one")
+        self.pack_fields(blocks, group, part, self.codec_of(group).encode(source))
 
     def pack_fields(
         self, blocks: torch.Tensor, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
@@ -317,7 +398,7 @@ class SegmentShape:
 
     def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
         """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
-        return self.codec.decode(self.unpack_fields(blocks, group, part), self.layout.dtype)
+        return self.codec_of(group).decode(self.unpack_fields(blocks, group, part), self.layout.dtype)
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
         """The reverse of `pack_fields`, a copy; zeros for tokens that the block group does not hold."""

@@ -212,3 +212,25 @@ def test_bytes_are_counted_once_for_each_token_head_and_layer(geometry, tokens, 
         )
         assert unit.bytes_used(chunks) == each
         assert unit.tokens_used().tolist() == np.flatnonzero(used.any((0, 1))).tolist()
+
+
+@given(first=st.integers(0, 69), seed=st.integers(0, 1000), split=st.booleans())
+def test_what_is_held_from_a_token_on_is_copied_in_runs(first, seed, split):
+    """As what is held in order is, though its slots are not the tokens' numbers."""
+    whole, kv, _ = made(70, Geometry(16, 1, split_kv=split), False, seed)
+    shape = SegmentShape(LAYOUT, whole.geometry, 70, TokenTables.by_pairs([first, 0, 70], {}, whole.block_groups, 70))
+    for block_group in shape.block_groups:
+        held = shape.tokens_by_slot(block_group)
+        blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
+        for part in block_group.parts:
+            shape.pack(blocks, block_group, part, kv[part.tensor][part.layer])
+        random = np.random.default_rng(seed)
+        wanted = held[int(random.integers(0, len(held))) :] if len(held) else held
+        gather = Gather(shape, block_group)
+        chunks = shape.chunks_of(block_group, wanted)
+        gather.add(shape, Blocks.alone(chunks, blocks[chunks]), wanted, np.arange(len(wanted)) + 3)
+        assert not gather._added
+        for part in block_group.parts:
+            target = torch.full((HEADS, len(wanted) + 3, DIM), -1.0)
+            gather.copy(part, target)
+            assert torch.equal(target[:, 3:], kv[part.tensor][part.layer][:, wanted]) and (target[:, :3] == -1).all()

@@ -19,7 +19,7 @@ from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
-from hf_tiered_cache.shape import SegmentShape
+from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.tiers.blocks import Blocks
 from hf_tiered_cache.tiers.lease import LeasedBlocks
@@ -225,3 +225,31 @@ def test_prefetching_or_not_gives_the_same_bits(tmp_path, family):
                 assert cache.stats.tokens_restored == 192
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0].logits, other.logits, strict=True))
+
+
+def test_what_waits_for_the_other_layer_of_its_pair_keeps_nobody_from_running_ahead():
+    """Pairs far apart, all of them open in the middle: beside these as much is ahead as without pairs."""
+    pairs = tuple((i, i + LAYERS // 2) for i in range(LAYERS // 2))
+    made = plan(geometry=Geometry(16, 1, pairs=pairs))
+    (piece,) = made.groups[0].pieces
+    shape = piece.reader.shape
+    tables = TokenTables.by_pairs(
+        [0] * LAYERS, {pair: np.arange(16) for pair in pairs}, shape.block_groups, shape.tokens
+    )
+    piece.reader.shape = replace(shape, tables=tables)
+    shape = piece.reader.shape
+    size = {group.index: shape.chunks_in(group) * group.block_bytes for group in shape.block_groups}
+    ahead = 2 * max(size.values())
+    fetch, residency = prefetch(made, ahead)
+    for layer in range(LAYERS):
+        units = list(fetch.units(layer))
+        assert sum(layer in unit.block_group.layers for unit in units) == len(units) == 2
+        later = {group for _, group, _ in residency.fetched if shape.block_groups[group].layers[0] > layer}
+        left = [group.index for group in shape.block_groups if group.layers[0] > layer]
+        assert later == set(left) or sum(size[group] for group in later) > ahead - 2 * max(size.values())
+        assert later or not left
+        assert fetch._under_way <= ahead + 2 * max(size.values())
+        fetch.done(layer)
+    assert len(residency.fetched) == len(shape.block_groups)
+    assert [lease.released for lease in residency.leases] == [1] * len(residency.leases)
+    assert fetch._under_way == 0

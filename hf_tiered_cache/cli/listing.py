@@ -135,6 +135,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
             {
                 "layers": list(block_group.layers),
                 "index": block_group.identifies,
+                "merged": block_group.merged,
                 "blocks": shape.chunks_in(block_group),
                 "tokens": shape.tokens_in(block_group),
                 "block_bytes": block_group.block_bytes,
@@ -191,7 +192,8 @@ def _held(block_group: BlockGroup) -> str:
         f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in block_group.parts)
     )
     heads = {part.first_head + number for part in block_group.parts for number in range(part.heads)}
-    return f"{'index of ' if block_group.identifies else ''}{tensors}, heads {_ranges(sorted(heads))}"
+    kind = "index of " if block_group.identifies else "merged " if block_group.merged else ""
+    return f"{kind}{tensors}, heads {_ranges(sorted(heads))}"
 
 
 def _cut(shape: SegmentShape) -> str:
@@ -208,9 +210,11 @@ def _cut(shape: SegmentShape) -> str:
     if geometry.index is not None:
         heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
         said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")
+    if geometry.pairs:
+        said.append(f"layers {', '.join(f'{first} with {second}' for first, second in geometry.pairs)} merged")
     if geometry.codec != RAW:
         said.append(f"coded as {geometry.codec}")
-    if shape.tables is not None:
+    if shape.tables is not None and not geometry.pairs:
         said.append("tokens in an order of their own")
     if not shape.whole:
         said.append("some groups hold a part of the tokens")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import numpy as np
 
 from ..codecs import RAW, coded_provenance
+from ..errors import ConfigError
 from ..geometry import Geometry
 from ..restore.observe import CacheObserver, Later
 from ..restore.plan import PlanContext
@@ -77,6 +78,8 @@ class Method:
     """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
 
     def __post_init__(self) -> None:
+        if self.geometry.pairs:
+            raise ConfigError("pairs of layers are a segment's (see `join_segments`), and of no method's geometry")
         if self.codec is not None:
             object.__setattr__(self, "geometry", replace(self.geometry, codec=self.codec))
 
@@ -129,9 +132,10 @@ class Method:
     def usable_hashes(self, shape: SegmentShape) -> int:
         """How many of a stored segment's prefix hashes, from the first on, a plan of this method can do with.
 
-        Those of tokens that every block group holds, unless a method computes what is missing.
+        Those of tokens of which nothing is missing, unless a method computes that. Who chooses among tokens reads them
+        layer by layer, each from one place, which tokens of merged layers do not have.
         """
-        return shape.whole_hashes
+        return 0 if self.selects and shape.geometry.pairs else shape.whole_hashes
 
     def token_budget(self, prefix_tokens: int) -> int:
         """How many of `prefix_tokens` restored tokens a layer with full attention attends to: all, by default."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, RestoreError
-from ..geometry import BlockGroup
+from ..geometry import BlockGroup, FieldSlot, Part
 from ..stats import StatsCollector
 from ..store.segment import SegmentReader
 from ..tiers.blocks import Blocks
@@ -74,14 +74,17 @@ class FetchUnit:
     def bytes_used(self, chunks: np.ndarray) -> int:
         """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
         shape, total = self.reader.shape, 0
+        sharing: dict[FieldSlot, list[Part]] = {}  # two layers that are merged share a field, which counts once
         for part in self.block_group.parts:
-            given = self.used.get(part.layer, [])
+            for slot in part.fields:
+                sharing.setdefault(slot, []).append(part)
+        for slot, parts in sharing.items():
+            part, given = parts[0], [sets for part in parts for sets in self.used.get(part.layer, [])]
             alike = [sets[0] for sets in given if len(sets) == 1]
             alone = [sets for sets in given if len(sets) > 1]
             heads = range(part.first_head, part.first_head + part.heads) if alone else range(1)
             each = sum(self._count_in(chunks, [*alike, *(sets[head] for sets in alone)]) for head in heads)
-            stored = sum(slot.nbytes for slot in part.fields)
-            total += each * (1 if alone else part.heads) * stored // (part.heads * shape.geometry.chunk_tokens)
+            total += each * (1 if alone else part.heads) * slot.nbytes // (part.heads * shape.geometry.chunk_tokens)
         return total
 
     def _count_in(self, chunks: np.ndarray, sets: Sequence[np.ndarray]) -> int:

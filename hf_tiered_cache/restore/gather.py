@@ -65,9 +65,9 @@ class Gather:
         """
         if not len(tokens):
             return
-        chunk_tokens = shape.geometry.chunk_tokens
-        if head < 0 and shape.in_order(self._block_group) and _is_run(tokens) and _is_run(columns):
-            low, high = int(tokens[0]), int(tokens[-1]) + 1
+        chunk_tokens, slots = shape.geometry.chunk_tokens, shape.slot_of_token(self._block_group, tokens)
+        if head < 0 and _is_run(slots) and _is_run(columns):
+            low, high = int(slots[0]), int(slots[-1]) + 1
             ends = low // chunk_tokens, (high - 1) // chunk_tokens + 1
             first, last = np.searchsorted(blocks.chunks, ends)
             if last - first != ends[1] - ends[0]:
@@ -79,7 +79,7 @@ class Gather:
                     count = min(high, (chunk + len(memory)) * chunk_tokens) - start
                     self._runs.append(_Run(memory, start - chunk * chunk_tokens, count, int(columns[0]) + start - low))
                 return
-        self._added.append((blocks, shape.slot_of_token(self._block_group, tokens), columns, head))
+        self._added.append((blocks, slots, columns, head))
 
     def copy(self, part: Part, target: torch.Tensor) -> None:
         """Copy one tensor of one layer, or some of its heads.
@@ -129,7 +129,7 @@ class Gather:
         return list(views) if heads == part.heads else [view[:, :heads] for view in views]
 
     def _decode(self, fields: Iterable[torch.Tensor]) -> torch.Tensor:
-        return self._shape.codec.decode(tuple(fields), self._shape.layout.dtype)
+        return self._shape.codec_of(self._block_group).decode(tuple(fields), self._shape.layout.dtype)
 
     def _pick(self) -> Iterator[_Picked]:
         """What was added, by slab."""
@@ -198,10 +198,11 @@ def gather_chunks(
         torch.index_select(memory, 0, rows, out=found[begin : begin + len(rows)])
         begin += len(rows)
     by_name = {part.tensor: shape.field_views(found, part) for part in block_group.parts}  # [n, 1, tokens, dim]
-    key, value = (shape.codec.decode(by_name[name], shape.layout.dtype).squeeze(1) for name in ("key", "value"))
+    codec, dtype = shape.codec_of(block_group), shape.layout.dtype
+    key, value = (codec.decode(by_name[name], dtype).squeeze(1) for name in ("key", "value"))
     return key, value, order
 
 
 def _is_run(numbers: np.ndarray) -> bool:
-    """Whether ascending `numbers` follow one another without a gap."""
-    return int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers)
+    """Whether `numbers` follow one another, each one more than the one before."""
+    return int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())

@@ -156,7 +156,7 @@ class Plan:
     ) -> np.ndarray:
         """The tokens of `piece`, counted in its segment, that a layer needs and does not compute.
 
-        Those that are needed only if they are chosen do not count.
+        Those that are needed only if they are chosen do not count, nor those that the block group does not hold.
 
         Args:
             block_group: whose blocks they are read from.
@@ -164,12 +164,17 @@ class Plan:
         """
         if block_group.identifies or (self.budget_tokens is not None and not block_group.window):
             return np.empty(0, np.int64)
-        start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
-        low = max(piece.first, max(0, self.first_kept(block_group.window)) - start)
-        high = piece.first + piece.count
         layers = block_group.layers if layer is None else (layer,)
+        tokens = self._needed_tokens(block_group.window, layers, group, piece)
+        return piece.reader.shape.held_by(block_group, tokens)
+
+    def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+        """The tokens of `piece`, counted in its segment, that one of `layers`, of this window, does not compute."""
+        start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
+        low = max(piece.first, max(0, self.first_kept(window)) - start)
+        high = piece.first + piece.count
         if self.suffix is not None or self.fronts:
-            begin, end = self.restored_columns(layers[-1], block_group.window)
+            begin, end = self.restored_columns(layers[-1], window)
             return np.arange(max(low, begin - start), min(high, end - start))
         tokens = np.arange(low, high)
         if self.compare_layer in layers and not piece.exact:
@@ -184,6 +189,18 @@ class Plan:
         until = self.restored_until
         front = self.fronts[layer] if self.fronts else 0
         return (max(front, until - (window - 1)) if window else front), until
+
+    def check_held(self, group: RowGroup, piece: SegmentSlice) -> None:
+        """Raises ValueError if a layer neither computes a token of `piece` nor finds it in its segment."""
+        shape = piece.reader.shape
+        if shape.whole:
+            return
+        for layer, kind in enumerate(shape.layout.layers):
+            if kind is None or (self.budget_tokens is not None and not kind.window):
+                continue
+            needed = self._needed_tokens(kind.window, (layer,), group, piece)
+            if not shape.held[layer][needed].all():
+                raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that a plan restores")
 
     @property
     def num_selected(self) -> int:

@@ -40,8 +40,9 @@ class Prefetch:
         plan: what to restore.
         fetcher: brings it.
         ahead_bytes: how far to run ahead of the layers: at least one unit, unless it is 0, which fetches what a layer
-            needs when it needs it. A plan with fronts is fetched without a pause: its early layers compute long and
-            load little, and in that time the disk brings what the later ones load.
+            needs when it needs it. What a pair of layers shares stays, beside that, until the second has had it. A plan
+            with fronts is fetched without a pause: its early layers compute long and load little, and in that time the
+            disk brings what the later ones load.
     """
 
     def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
@@ -106,9 +107,11 @@ class Prefetch:
 
     def done(self, layer: int) -> None:
         """Layer `layer` has its keys and values: let go what no later layer needs, and fetch on."""
-        over = [unit for unit in self._by_layer.get(layer, []) if unit.block_group.layers[-1] == layer]
+        units = self._by_layer.get(layer, [])
+        over = [unit for unit in units if unit.block_group.layers[-1] == layer]
+        # what waits for the other layer of its pair, maybe far behind, keeps nobody from running ahead
+        self._under_way -= sum(unit.nbytes for unit in units if _last_ahead(unit.block_group) == layer)
         for unit in over:
-            self._under_way -= unit.nbytes
             self._note_use(unit)
             for group, _, _ in unit.pieces:
                 self._gathers.pop((id(unit.block_group), group.rows[0]), None)
@@ -143,11 +146,21 @@ class Prefetch:
         return bool(self._ahead_bytes) and (not ahead or self._under_way + unit.nbytes <= self._ahead_bytes)
 
 
+def _last_ahead(block_group: BlockGroup) -> int:
+    """The layer with which a block group's blocks are no longer what runs ahead of the layers."""
+    return block_group.layers[0 if block_group.merged else -1]
+
+
 def units_of(plan: Plan) -> list[PlanUnit]:
-    """What a plan restores, in the order in which layers need it."""
+    """What a plan restores, in the order in which layers need it.
+
+    Raises:
+        ValueError: it restores what a segment does not hold.
+    """
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:
         for piece in group.pieces:
+            plan.check_held(group, piece)
             for block_group in piece.reader.shape.block_groups:
                 tokens = plan.wanted_tokens(block_group, group, piece)
                 if len(tokens):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs import RAW, codec_in
+from ..codecs import RAW, codec_in, coded_provenance
 from ..errors import ConfigError, FormatError, NewerFormatError
 from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from ..shape import SegmentShape, TokenTables
@@ -27,9 +27,10 @@ from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
-_CODED_VERSION, _ENCRYPTED_VERSION, _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 5, 4, 3, 2, 1
+_TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 6, 5, 4
+_RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
 CIPHER = "aes-256-gcm"
 KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
@@ -227,8 +228,10 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.tables.nbytes:
+    if header.shape.geometry.pairs:
         return FORMAT_VERSION
+    if header.tables.nbytes:
+        return _TABLES_VERSION
     if header.shape.geometry.codec != RAW:
         return _CODED_VERSION
     if header.seal is not None:
@@ -329,9 +332,11 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
 
 
 def _check_provenance(header: SegmentHeader) -> None:
-    """What a codec has lost bits of is nowhere taken for what was computed, whoever wrote the file."""
+    """What has lost bits, to a codec or by merging, is nowhere taken for what was computed, whoever wrote the file."""
     if (codec := header.shape.geometry.codec) != (said := codec_in(header.provenance)):
         raise FormatError(f"blocks are stored as {codec}, and the provenance {header.provenance!r} says {said}")
+    if header.shape.geometry.pairs and header.provenance == coded_provenance(EXACT, codec):
+        raise FormatError(f"layers are merged, and the provenance {header.provenance!r} says they are not")
 
 
 def _whole(value: Any, least: int, most: int) -> int:
@@ -378,6 +383,8 @@ def decode_tables(
     header = replace(header, shape=shape)
     if _extents(lay_out(header, num_hashes)) != _extents(header):
         raise FormatError("the header's offsets do not follow from its token tables")
+    if shape.geometry.pairs:
+        shape.check_tables()
     digests = np.frombuffer(found["digests"], DIGEST_DTYPE, shape.block_count)
     firsts = [shape.first_block(group.index) for group in shape.block_groups]
     return header, found["chain"][: num_hashes * HASH_BYTES], tuple(np.split(digests, firsts[1:]))
