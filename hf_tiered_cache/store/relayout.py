@@ -1,82 +1,242 @@
-"""Laying a segment out anew, in another geometry, without the model."""
+"""Laying segments out anew, without the model: in another geometry, several as one, layers merged in pairs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from ..geometry import Geometry, Part
+from ..codecs.pairs import encode
+from ..geometry import HASH_TOKENS, BlockGroup, Geometry, Part
 from ..shape import SegmentShape, TokenTables
 from .format import HASH_BYTES, SegmentHeader, segment_id
 from .memory import aligned_bytes
 from .segment import SegmentReader
 
+_SOON = 4
+"""What one of the next so many block groups is made of stays in memory; what a later one is made of is read again."""
+_RUN = 2048
+"""Tokens that are merged at a time: merging takes several times their bytes."""
+Fields = tuple[torch.Tensor, ...]
+"""Of keys or values as they are coded, `[heads, tokens, field's dim]` each."""
+Made = tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]
+"""What `SegmentStore.publish` takes: header, prefix hashes, and each block group's blocks, made when asked for."""
 
-def relayout_segment(
-    reader: SegmentReader, geometry: Geometry, tables: TokenTables | None = None
-) -> tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]:
-    """What `SegmentStore.publish` takes, for the same tokens in another geometry, or in other slots.
+
+def relayout_segment(reader: SegmentReader, geometry: Geometry, tables: TokenTables | None = None) -> Made:
+    """The same tokens in another geometry, or in other slots. See `join_segments`."""
+    return join_segments([reader], geometry, tables)
+
+
+def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: TokenTables | None = None) -> Made:
+    """One segment of several that follow one another.
 
     Blocks keep their codec: what lies in them is moved, and nothing is lost on the way. Another codec would be another
-    provenance, whose chain takes the tokens to hash.
+    provenance, whose chain takes the tokens to hash. A pair of layers of the new geometry is merged where it was not,
+    and moved where it was; layers that are in a pair no more, or in another, are what the old pair decodes to. No more
+    than a few block groups are in memory at a time.
 
     Args:
-        tables: of the new geometry's block groups. None: all tokens in order.
-
-    Returns:
-        Header, prefix hashes, and each block group's blocks, uint8 `[chunks, block_bytes]`: read as they are asked for.
+        readers: each goes on where the one before ends, or inside it, which is then cut there.
+        geometry: of the new segment.
+        tables: of its block groups (see `TokenTables.by_pairs`). None: all tokens in order.
 
     Raises:
-        ValueError: the segment does not hold all its tokens everywhere, so that another geometry's would be missing.
+        ValueError: they do not follow one another, or differ in model, layout or provenance; or the new segment is to
+            hold what is in none of them.
+        FormatError: these pairs, or tables, are none.
     """
-    prefix_hashes = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
-    geometry = replace(geometry, codec=reader.shape.geometry.codec)
-    old = reader.header
-    if not old.shape.whole:
-        raise ValueError(f"segment {old.id} holds a part of its tokens and cannot be laid out anew")
-    shape = SegmentShape(old.shape.layout, geometry, old.shape.tokens, tables)
-    name = segment_id(old.parent, prefix_hashes[-1], shape, old.provenance)
-    header = replace(old, id=name, shape=shape, created=time.time())
-    return header, prefix_hashes, _block_groups(reader, shape)
+    first, last = readers[0].header, readers[-1].header
+    pieces, prefix_hashes = _chain(readers)
+    geometry = replace(geometry, codec=first.shape.geometry.codec)
+    shape = SegmentShape(first.shape.layout, geometry, len(prefix_hashes) * HASH_TOKENS, tables)
+    if (lacking := _lacking(pieces, shape)) is not None:
+        raise ValueError(f"{lacking} holds a part of its tokens, and not all that are asked for")
+    name = segment_id(first.parent, prefix_hashes[-1], shape, first.provenance)
+    header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
+    return header, prefix_hashes, _Join(pieces, shape).block_groups()
 
 
-def _block_groups(reader: SegmentReader, shape: SegmentShape) -> Iterator[torch.Tensor]:
-    """The old segment's block groups are read as the new ones need them, and held as long as later ones do."""
-    held: dict[int, torch.Tensor] = {}
-    for number, block_group in enumerate(shape.block_groups):
-        blocks = torch.zeros(shape.chunks_in(block_group), block_group.block_bytes, dtype=torch.uint8)
-        for part in block_group.parts:
-            shape.pack_fields(blocks, block_group, part, _fields(reader, part, held))
-        yield blocks
-        later = {part.layer for after in shape.block_groups[number + 1 :] for part in after.parts}
-        for index in [index for index in held if later.isdisjoint(reader.shape.block_groups[index].layers)]:
-            del held[index]
+@dataclass(frozen=True)
+class _Piece:
+    """The first `count` tokens of a segment, which are those from `at` on of the new one."""
+
+    reader: SegmentReader
+    at: int
+    count: int
 
 
-def _fields(reader: SegmentReader, wanted: Part, held: dict[int, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The fields of one layer's keys or values, as they are coded, of the heads that `wanted` has."""
-    shape, stop = reader.shape, wanted.first_head + wanted.heads
-    found = tuple(torch.empty(wanted.heads, shape.tokens, slot.dim, dtype=slot.dtype) for slot in wanted.fields)
-    for block_group in shape.block_groups:
-        for part in block_group.parts if not block_group.identifies else ():
-            low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
-            if (part.layer, part.tensor) == (wanted.layer, wanted.tensor) and low < high:
-                if block_group.index not in held:
-                    held[block_group.index] = _read(reader, block_group.index)
-                for target, source in zip(
-                    found, shape.unpack_fields(held[block_group.index], block_group, part), strict=True
-                ):
-                    mine = source[low - part.first_head : high - part.first_head]
-                    target[low - wanted.first_head : high - wanted.first_head] = mine
-    return found
+def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]:
+    """Segments one behind the other, and their prefix hashes. Raises ValueError if they are no such."""
+    pieces: list[_Piece] = []
+    hashes: list[bytes] = []
+    first = readers[0].header
+    for number, reader in enumerate(readers):
+        header = reader.header
+        alike = (header.fingerprint, header.provenance, header.shape.layout)
+        if alike != (first.fingerprint, first.provenance, first.shape.layout):
+            raise ValueError(f"segments {first.id} and {header.id} differ in model, layout or provenance")
+        stop = header.position + header.shape.tokens
+        if number + 1 < len(readers):
+            following = readers[number + 1].header
+            stop = min(stop, following.position)
+        mine = [reader.chain[at : at + HASH_BYTES] for at in range(0, len(reader.chain), HASH_BYTES)]
+        pieces.append(_Piece(reader, header.position - first.position, stop - header.position))
+        hashes += mine[: max(0, stop - header.position) // HASH_TOKENS]
+        if number + 1 < len(readers) and (stop != following.position or hashes[-1:] != [following.parent]):
+            raise ValueError(f"segment {following.id} does not go on where segment {header.id} does")
+    return pieces, hashes
 
 
-def _read(reader: SegmentReader, block_group: int) -> torch.Tensor:
-    """All blocks of a block group, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
-    group = reader.shape.block_groups[block_group]
-    blocks = aligned_bytes(reader.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
-    reader.read(block_group, [(0, blocks)]).result()
-    return blocks
+def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
+    """Which segment lacks tokens that one of this shape is to hold, and where; None if none does."""
+    shape.check_tables()
+    for piece in pieces:
+        if piece.reader.shape.whole:
+            continue
+        held = piece.reader.shape.held
+        for group in shape.block_groups:
+            tokens = _inside(piece, shape.tokens_by_slot(group))
+            for layer in group.layers:
+                if not held[layer][tokens].all():
+                    return f"layer {layer} of segment {piece.reader.id}"
+    return None
+
+
+def _inside(piece: _Piece, tokens: np.ndarray) -> np.ndarray:
+    """Those of the new segment's tokens that a piece holds, counted in its segment."""
+    return tokens[(tokens >= piece.at) & (tokens < piece.at + piece.count)] - piece.at
+
+
+class _Join:
+    """Makes block groups of a shape from segments.
+
+    Args:
+        pieces: of these segments.
+        shape: of the new segment.
+    """
+
+    def __init__(self, pieces: Sequence[_Piece], shape: SegmentShape) -> None:
+        self._pieces, self._shape = pieces, shape
+        self._read: dict[tuple[int, int], torch.Tensor] = {}  # blocks of a piece's block group
+
+    def block_groups(self) -> Iterator[torch.Tensor]:
+        """One after the other."""
+        shape = self._shape
+        for number, group in enumerate(shape.block_groups):
+            blocks = torch.zeros(shape.chunks_in(group), group.block_bytes, dtype=torch.uint8)
+            if len(blocks):
+                for part, fields in self._merged(group) if group.merged else self._alone(group):
+                    shape.pack_fields(blocks, group, part, fields)
+            yield blocks
+            soon = {layer for after in shape.block_groups[number + 1 :][:_SOON] for layer in after.layers}
+            for piece, index in list(self._read):
+                if soon.isdisjoint(self._pieces[piece].reader.shape.block_groups[index].layers):
+                    del self._read[piece, index]
+
+    def _alone(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
+        """Each part's fields, as they are coded."""
+        codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
+        for part in group.parts:
+            found = self._empty(part)
+            for source in self._sources(part, tokens):
+                fields = source.fields()
+                source.put(found, codec.encode(source.decode(fields)) if source.group.merged else fields)
+            yield part, found
+
+    def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
+        """The same of two layers. What they share already is moved, so that it does not change time and again."""
+        codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
+        for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
+            found = [self._empty(part) for part in pair]
+            shared = np.zeros(self._shape.tokens, np.int64)  # how many heads of a token are merged already
+            moved = [
+                [s for s in self._sources(part, tokens) if s.group.merged and s.group.layers == group.layers]
+                for part in pair
+            ]
+            for source in moved[0]:
+                shared[source.to_tokens] += source.heads.stop - source.heads.start
+            new = np.sort(tokens[shared[tokens] < pair[0].heads])
+            for at in range(0, len(new), _RUN):
+                run = new[at : at + _RUN]
+                made = encode(self._numbers(pair[0], run), self._numbers(pair[1], run), codec)
+                for targets, fields in zip(found, made, strict=True):
+                    _put(targets, slice(None), run, fields)
+            for sources, targets in zip(moved, found, strict=True):
+                for source in sources:
+                    source.put(targets, source.fields())
+            yield from zip(pair, map(tuple, found), strict=True)
+
+    def _numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
+        """What ascending tokens of a part decode to, `[heads, n, dim]`."""
+        found = torch.empty(part.heads, len(tokens), part.dim, dtype=self._shape.layout.dtype)
+        for source in self._sources(part, tokens):
+            at = np.searchsorted(tokens, source.to_tokens)
+            _put((found,), source.to_heads, at, (source.decode(source.fields()),))
+        return found
+
+    def _empty(self, part: Part) -> Fields:
+        return tuple(torch.zeros(part.heads, self._shape.tokens, slot.dim, dtype=slot.dtype) for slot in part.fields)
+
+    def _sources(self, wanted: Part, tokens: np.ndarray) -> Iterator[_Source]:
+        """Where these tokens of a part come from."""
+        stop = wanted.first_head + wanted.heads
+        for number, piece in enumerate(self._pieces):
+            shape, mine = piece.reader.shape, _inside(piece, tokens)
+            for group in shape.block_groups:
+                for part in group.parts if not group.identifies else ():
+                    low, high = max(part.first_head, wanted.first_head), min(part.first_head + part.heads, stop)
+                    if (part.layer, part.tensor) != (wanted.layer, wanted.tensor) or low >= high:
+                        continue
+                    if len(held := shape.held_by(group, mine)):
+                        heads, to_heads = (slice(low - one, high - one) for one in (part.first_head, wanted.first_head))
+                        blocks = self._blocks(number, group)
+                        yield _Source(shape, group, part, blocks, heads, to_heads, held, held + piece.at)
+
+    def _blocks(self, piece: int, group: BlockGroup) -> torch.Tensor:
+        """All blocks of a block group, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+        if (piece, group.index) not in self._read:
+            reader = self._pieces[piece].reader
+            blocks = aligned_bytes(reader.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
+            reader.read(group.index, [(0, blocks)]).result()
+            self._read[piece, group.index] = blocks
+        return self._read[piece, group.index]
+
+
+@dataclass(frozen=True, eq=False)
+class _Source:
+    """Some tokens of some heads of a part, in a block group of an old segment, and where they go."""
+
+    shape: SegmentShape
+    group: BlockGroup
+    part: Part
+    blocks: torch.Tensor
+    heads: slice
+    to_heads: slice
+    tokens: np.ndarray  # int64 [n]
+    to_tokens: np.ndarray  # int64 [n]
+
+    def fields(self) -> Fields:
+        """As they are coded, `[heads, n, field's dim]`."""
+        slots = self.shape.slot_of_token(self.group, self.tokens)
+        chunk, inside = map(torch.from_numpy, np.divmod(slots, self.shape.geometry.chunk_tokens))
+        views = self.shape.field_views(self.blocks, self.part)  # [chunks, heads, chunk_tokens, field's dim] each
+        return tuple(view[chunk, self.heads, inside].transpose(0, 1) for view in views)
+
+    def decode(self, fields: Fields) -> torch.Tensor:
+        """`[heads, n, dim]`, in the layout's dtype."""
+        return self.shape.codec_of(self.group).decode(fields, self.shape.layout.dtype)
+
+    def put(self, targets: Fields, fields: Fields) -> None:
+        """Into tensors of all heads and tokens of the new part."""
+        _put(targets, self.to_heads, self.to_tokens, fields)
+
+
+def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> None:
+    """Copy tensors, `[heads, n, ...]` each, to some heads and tokens of others."""
+    columns = torch.from_numpy(tokens)
+    for target, field in zip(targets, fields, strict=True):
+        target[heads].index_copy_(1, columns, field)

@@ -1,0 +1,657 @@
+"""Segments whose layers are merged in pairs: their block groups, files, and how they are made out of others."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import struct
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segments import LAYOUT, hashes, open_store, read_back, read_file
+from test_forged import ODD, forge, page_of, places
+
+from hf_tiered_cache.codecs import CODECS, coded_provenance, make_codec, merged_codec
+from hf_tiered_cache.codecs.pairs import encode
+from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, NewerFormatError
+from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.methods import METHODS, ContiguousKV, Exact
+from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
+from hf_tiered_cache.store import maintain
+from hf_tiered_cache.store.digest import xxh3
+from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
+from hf_tiered_cache.store.relayout import join_segments
+
+MERGED = "paired"
+"""A provenance of its own, as whoever merges layers has one."""
+LAYERS = len(LAYOUT.layers)
+every_codec = pytest.mark.parametrize("codec", CODECS)
+few = settings(max_examples=settings.default.max_examples // 6)  # each writes files, for each codec
+pairings = st.permutations(range(LAYERS)).flatmap(
+    lambda order: st.integers(0, 2).map(
+        lambda count: tuple(sorted(tuple(sorted(order[2 * i : 2 * i + 2])) for i in range(count)))
+    )
+)
+
+
+def merging(**changes):
+    """Geometries, with pairs or without."""
+    return st.builds(
+        Geometry,
+        chunk_tokens=st.sampled_from([8, 16, 24]),
+        layers_per_block=st.just(1),
+        heads_per_block=st.sampled_from([None, 1]),
+        split_kv=st.booleans(),
+        pairs=pairings,
+        **changes,
+    )
+
+
+# --- block groups
+
+
+@every_codec
+@given(cut=merging())
+def test_two_parts_share_a_direction_and_nothing_else_overlaps(codec, cut):
+    cut = replace(cut, codec=codec)
+    groups = block_groups(LAYOUT, cut)
+    assert [group.index for group in groups] == list(range(len(groups)))
+    assert [group.layers[0] for group in groups] == sorted(group.layers[0] for group in groups)
+    plain = [group for group in groups if not group.merged]
+    assert [group.parts for group in plain] == [group.parts for group in block_groups(LAYOUT, replace(cut, pairs=()))]
+    for group in groups:
+        slots = {slot: None for part in group.parts for slot in part.fields}
+        ends = [0, *(slot.offset + slot.nbytes for slot in slots)]
+        assert all(end <= slot.offset < end + 8 for end, slot in zip(ends, slots, strict=False))
+        assert ends[-1] == group.payload_bytes <= group.block_bytes and group.block_bytes % ALIGNMENT == 0
+        if not group.merged:
+            assert len(slots) == sum(len(part.fields) for part in group.parts)
+            continue
+        assert group.layers in cut.pairs and group.window == 0
+        for first, second in zip(group.parts[::2], group.parts[1::2], strict=True):
+            assert (first.layer, second.layer) == group.layers
+            assert (first.tensor, first.first_head, first.heads) == (second.tensor, second.first_head, second.heads)
+            assert first.fields[0] == second.fields[0] and first.fields[1] != second.fields[1]
+    for pair in cut.pairs:
+        held = [
+            (p.layer, p.tensor, p.first_head + h)
+            for g in groups
+            if g.layers == pair
+            for p in g.parts
+            for h in range(p.heads)
+        ]
+        assert sorted(held) == sorted(itertools.product(pair, ("key", "value"), range(2)))
+
+
+def test_a_merged_block_takes_half_of_two_and_its_magnitudes():
+    layout = KVLayout((LayerKV(4, 128, 4, 128),) * 2, torch.bfloat16)
+    one, other, merged = (
+        group.payload_bytes
+        for group in sorted(block_groups(layout, Geometry(16, 1, pairs=((0, 1),))), key=lambda g: g.merged)
+    )
+    assert one == other == 16 * 4 * 128 * 2 * 2
+    assert merged == one + 16 * 4 * 2 * 2 * 4  # a factor of f32 for each layer, tensor, token and head
+    layout = replace(layout, dtype=torch.float32)
+    coded = block_groups(layout, Geometry(16, 1, codec="int8", pairs=((0, 1),)))
+    assert sorted(group.payload_bytes for group in coded) == [16 * 4 * (128 + 4) * 2] * 2 + [16 * 4 * (128 + 8) * 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [((1, 0),), ((1, 1),), ((0, 1), (1, 2)), ((-1, 0),), ((0, 1, 2),), ((0, 2.0),), ((False, True),), ((0, 1 << 20),)],
+)
+def test_meaningless_pairs_are_refused(wrong):
+    with pytest.raises(ConfigError, match="pairs"):
+        Geometry(16, 1, pairs=wrong)
+    with pytest.raises(FormatError):
+        Geometry.from_json([16, 1, None, 0, None, 0, "raw", [list(pair) for pair in wrong]])
+
+
+@pytest.mark.parametrize("wrong", [3, None, [3], [[0]], [[0, 1], 2], ["ab"], {"0": 1}, [[0, [1]]], "01"])
+def test_pairs_that_are_none_are_no_geometry(wrong):
+    with pytest.raises(FormatError):
+        Geometry.from_json([16, 1, None, 0, None, 0, "raw", wrong])
+
+
+def test_pairs_go_with_one_layer_a_block_and_no_index():
+    for changes in ({"layers_per_block": 2}, {"layers_per_block": 1, "index": KeyIndex()}):
+        with pytest.raises(ConfigError, match="with pairs"):
+            Geometry(16, pairs=((0, 1),), **changes)
+
+
+def test_layers_that_are_not_alike_cannot_be_merged():
+    kinds = (
+        LayerKV(2, 8, 2, 8),
+        LayerKV(2, 8, 2, 16),
+        LayerKV(2, 8, 2, 8, window=32),
+        None,
+        LayerKV(2, 8, 2, 8, window=32),
+    )
+    layout = KVLayout(kinds, torch.float32)
+    for pair in ((0, 1), (0, 2), (2, 4), (0, 3), (0, 9)):
+        with pytest.raises(FormatError, match="cannot be merged"):
+            block_groups(layout, Geometry(16, 1, pairs=(pair,)))
+
+
+@given(cut=merging())
+def test_pairs_go_through_json_and_nothing_else_has_changed_there(cut):
+    data = json.loads(json.dumps(cut.to_json()))
+    assert Geometry.from_json(data) == cut
+    assert len(data) == (8 if cut.pairs else 4)
+    assert Geometry(16, 1, pairs=[[2, 4], (0, 1)]) == Geometry(16, 1, pairs=((0, 1), (2, 4)))
+
+
+def test_a_method_has_no_pairs_and_one_layer_is_not_packed_as_two():
+    with pytest.raises(ConfigError, match="pairs"):
+        Exact(geometry=Geometry(16, 1, pairs=((0, 1),)))
+    shape = SegmentShape(LAYOUT, Geometry(16, 1, pairs=((0, 1),)), 16)
+    group = next(group for group in shape.block_groups if group.merged)
+    with pytest.raises(ValueError, match="two layers"):
+        shape.pack(torch.zeros(1, group.block_bytes, dtype=torch.uint8), group, group.parts[0], torch.zeros(2, 16, 8))
+
+
+# --- which tokens lie where
+
+
+@given(cut=merging(), data=st.data())
+def test_each_token_of_a_layer_lies_in_one_place(cut, data):
+    tokens = 16 * data.draw(st.integers(1, 6))
+    stored_from = data.draw(st.lists(st.integers(0, tokens), min_size=LAYERS, max_size=LAYERS))
+    retained = {pair: np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), np.int64) for pair in cut.pairs}
+    groups = block_groups(LAYOUT, cut)
+    shape = SegmentShape(LAYOUT, cut, tokens, TokenTables.by_pairs(stored_from, retained, groups, tokens))
+    shape.check_tables()
+    every = np.arange(tokens)
+    assert (shape.held == (every >= np.array(stored_from)[:, None])).all()
+    assert shape.held_from == tuple(stored_from)
+    assert shape.whole_hashes == (0 if any(stored_from) else tokens // 16)
+    assert shape.whole == (not cut.pairs and not any(stored_from))
+    for group in groups:
+        held = shape.tokens_by_slot(group)
+        assert (np.diff(held) > 0).all()
+        if group.merged:
+            expected = np.setdiff1d(
+                np.arange(max(stored_from[layer] for layer in group.layers), tokens), retained[group.layers]
+            )
+        else:
+            (layer,) = group.layers
+            expected = np.arange(stored_from[layer], tokens)
+            for pair in cut.pairs:
+                if layer in pair:
+                    front = max(stored_from[one] for one in pair)
+                    expected = np.union1d(np.arange(stored_from[layer], front), retained[pair])
+                    expected = expected[expected >= stored_from[layer]]
+        assert held.tolist() == expected.tolist()
+
+
+def test_a_layer_that_holds_a_token_by_itself_and_in_its_pair_is_no_shape():
+    cut = Geometry(16, 1, pairs=((1, 3),))
+    groups = block_groups(LAYOUT, cut)
+    right = TokenTables.by_pairs([0] * LAYERS, {(1, 3): np.array([5])}, groups, 32)
+    merged = next(group.index for group in groups if group.merged)
+    slots = right.slot_of_token.copy()
+    row = slots[right.of_group[merged]]
+    row[row != NOT_HELD], row[5] = np.arange(1, 32), 0  # the retained one, too
+    SegmentShape(LAYOUT, cut, 32, right).check_tables()
+    for wrong in (replace(right, slot_of_token=slots), None):
+        with pytest.raises(FormatError, match="twice"):
+            SegmentShape(LAYOUT, cut, 32, wrong).check_tables()
+
+
+# --- making them
+
+
+def kv_of(tokens, seed, dtype=torch.float32, layers=LAYERS):
+    """Keys and values, `[2, tokens, 8]` each, by layer and tensor; neighbours are alike."""
+    generator = torch.Generator().manual_seed(seed)
+    base = torch.randn(2, 2, tokens, 8, generator=generator)
+    return {
+        (layer, name): (base[number] + 0.5 * torch.randn(2, tokens, 8, generator=generator)).to(dtype)
+        for layer in range(layers)
+        for number, name in enumerate(("key", "value"))
+    }
+
+
+def put(store, kv, chain, first, last, cut, provenance=MERGED):
+    """Publish the tokens of the prefix hashes `[first, last)` of a chain as a segment; return its reader."""
+    provenance = coded_provenance(provenance, cut.codec)
+    shape = SegmentShape(LAYOUT, cut, 16 * (last - first))
+    parent = chain[first - 1] if first else bytes(16)
+    name = segment_id(parent, chain[last - 1], shape, provenance)
+    header = SegmentHeader(name, "model", shape, parent, 16 * first, created=1.0, provenance=provenance)
+    blocks = []
+    for group in shape.block_groups:
+        blocks.append(torch.zeros(shape.chunks_in(group), group.block_bytes, dtype=torch.uint8))
+        for part in group.parts:
+            heads = slice(part.first_head, part.first_head + part.heads)
+            shape.pack(blocks[-1], group, part, kv[part.layer, part.tensor][heads, 16 * first : 16 * last])
+    assert store.publish(header, chain[first:last], blocks)
+    return store.reader(name)
+
+
+def joined(store, readers, cut, stored_from=(0,) * LAYERS, retained=None):
+    """Publish one segment made of others; return its reader."""
+    groups, tokens = block_groups(LAYOUT, cut), sum(reader.shape.tokens for reader in readers)
+    tables = TokenTables.by_pairs(stored_from, retained or {}, groups, tokens)
+    header, chain, blocks = join_segments(readers, cut, tables)
+    assert store.publish(header, chain, blocks)
+    return store.reader(header.id)
+
+
+def read(store, reader):
+    """What each layer holds, `[2, tokens, 8]`, zeros where it holds nothing: of all of its block groups together."""
+    found = {
+        (layer, name): torch.zeros(2, reader.shape.tokens, 8) for layer in range(LAYERS) for name in ("key", "value")
+    }
+    for group, blocks in zip(reader.shape.block_groups, read_back(store, reader.id), strict=True):
+        for part in group.parts:
+            if not group.identifies:
+                heads = slice(part.first_head, part.first_head + part.heads)
+                found[part.layer, part.tensor][heads] += reader.shape.unpack(blocks, group, part)
+    return found
+
+
+def arithmetic(kv, cut, stored_from, retained, coded=True):
+    """The same, directly: what is merged of each pair, what each layer keeps by itself, and nothing in front.
+
+    Args:
+        coded: whether these numbers went through the codec before they were merged.
+    """
+    plain, found = make_codec(cut.codec), {}
+    tokens = np.arange(kv[0, "key"].shape[1])
+    for (layer, name), tensor in kv.items():
+        found[layer, name] = plain.decode(plain.encode(tensor), tensor.dtype)
+        found[layer, name][:, : stored_from[layer]] = 0
+    for pair in cut.pairs:
+        shared = np.setdiff1d(tokens[max(stored_from[layer] for layer in pair) :], retained.get(pair, []))
+        for name in ("key", "value"):
+            stored = [kv[layer, name] for layer in pair]
+            if coded:
+                stored = [plain.decode(plain.encode(tensor), tensor.dtype) for tensor in stored]
+            stored = [tensor[:, shared] for tensor in stored]
+            for layer, fields in zip(pair, encode(*stored, merged_codec(cut.codec)), strict=True):
+                found[layer, name][:, shared] = merged_codec(cut.codec).decode(fields, torch.float32)
+    return found
+
+
+def same(ours, theirs):
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+geometries = st.builds(
+    Geometry,
+    chunk_tokens=st.sampled_from([8, 16, 24]),
+    layers_per_block=st.integers(1, 6),
+    heads_per_block=st.sampled_from([None, 1]),
+    split_kv=st.booleans(),
+    index=st.none() | st.just(KeyIndex(2)),
+)
+
+
+@every_codec
+@few
+@given(before=st.lists(geometries, min_size=1, max_size=3), after=merging(), data=st.data())
+def test_segments_of_any_geometry_become_one_with_pairs(tmp_path_factory, codec, before, after, data):
+    """Bit for bit what the same arithmetic gives on the tensors themselves."""
+    store = open_store(tmp_path_factory.mktemp("store"))
+    counts = [data.draw(st.integers(1, 4)) for _ in before]
+    ends = [0, *itertools.accumulate(counts)]
+    tokens, chain = 16 * ends[-1], hashes(ends[-1])
+    kv = kv_of(tokens, data.draw(st.integers(0, 99)))
+    after = replace(after, codec=codec)
+    readers = [
+        put(store, kv, chain, first, last, replace(cut, codec=codec))
+        for cut, first, last in zip(before, ends, ends[1:], strict=False)
+    ]
+    stored_from = data.draw(st.lists(st.integers(0, tokens), min_size=LAYERS, max_size=LAYERS))
+    retained = {
+        pair: np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), np.int64) for pair in after.pairs
+    }
+    made = joined(store, readers, after, stored_from, retained)
+    same(read(store, made), arithmetic(kv, after, stored_from, retained))
+    assert (made.header.position, made.header.parent) == (0, bytes(16)) and made.chain == b"".join(chain)
+    assert made.header.provenance == coded_provenance(MERGED, codec) and made.shape.held_from == tuple(stored_from)
+    assert maintain.verify(store).ok
+    assert made.shape.blocks_bytes == sum(
+        -(-len(made.shape.tokens_by_slot(group)) // after.chunk_tokens) * group.block_bytes
+        for group in made.shape.block_groups
+    )
+
+
+@every_codec
+@few
+@given(before=geometries, count=st.integers(2, 5), data=st.data())
+def test_without_pairs_and_with_all_tokens_bytes_are_those_that_were_there(
+    tmp_path_factory, codec, before, count, data
+):
+    """In exact segments, too: of random bits, NaN among them, none changes."""
+    store = open_store(tmp_path_factory.mktemp("store"))
+    before = replace(before, codec=codec)
+    kv = {name: torch.randn_like(tensor).mul_(1e3) for name, tensor in kv_of(16 * count, 1).items()}
+    chain, cut = hashes(count), data.draw(st.integers(1, count - 1))
+    whole = put(store, kv, chain, 0, count, before, "exact")
+    blocks = read_back(store, whole.id)
+    store.remove([whole.id])
+    readers = [put(store, kv, chain, 0, cut, before, "exact"), put(store, kv, chain, cut, count, before, "exact")]
+    header, found, made = join_segments(readers, before)
+    assert (header.id, found) == (whole.id, chain)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(made, blocks, strict=True))
+
+
+@every_codec
+@few
+@given(data=st.data())
+def test_a_merged_segment_and_what_follows_it_become_one(tmp_path_factory, codec, data):
+    """Again and again: what is merged already is moved, so its bits stay; what is new is merged with the same bits."""
+    store = open_store(tmp_path_factory.mktemp("store"))
+    counts = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=4))
+    ends = [0, *itertools.accumulate(counts)]
+    tokens, chain = 16 * ends[-1], hashes(ends[-1])
+    kv, cut = kv_of(tokens, 3), replace(data.draw(merging()), codec=codec)
+    stored_from = sorted(data.draw(st.lists(st.integers(0, 16 * counts[0]), min_size=LAYERS, max_size=LAYERS)))[::-1]
+    retained = {pair: np.array(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), np.int64) for pair in cut.pairs}
+    made = None
+    for first, last in itertools.pairwise(ends):
+        reader = put(store, kv, chain, first, last, Geometry(16, data.draw(st.integers(1, 5)), codec=codec))
+        some = {pair: each[each < 16 * last] for pair, each in retained.items()}
+        made = joined(store, [reader] if made is None else [made, reader], cut, stored_from, some)
+    same(read(store, made), arithmetic(kv, cut, stored_from, retained))
+
+
+@every_codec
+def test_what_is_merged_already_is_moved(codec, tmp_path, monkeypatch):
+    store, kv, chain = open_store(tmp_path), kv_of(96, 11), hashes(6)
+    cut = Geometry(16, 1, codec=codec, pairs=((0, 3), (1, 2)))
+    once = joined(
+        store, [put(store, kv, chain, 0, 6, Geometry(codec=codec))], cut, [16, 16, 0, 0, 0], {(0, 3): np.arange(20, 30)}
+    )
+    expected = read(store, once)
+    monkeypatch.setattr("hf_tiered_cache.store.relayout.encode", None)
+    finer = replace(cut, chunk_tokens=8, heads_per_block=1, split_kv=True)
+    again = joined(store, [once], finer, [32, 16, 16, 0, 0], {(0, 3): np.arange(20, 30)})
+    for (layer, name), tensor in read(store, again).items():
+        first = [32, 16, 16, 0, 0][layer]
+        assert torch.equal(tensor[:, 32:], expected[layer, name][:, 32:]) and not tensor[:, :first].any()
+        # what layer 3 holds by itself now has a scale of its own again
+        torch.testing.assert_close(tensor[:, first:], expected[layer, name][:, first:], rtol=1e-5, atol=1e-6)
+
+
+@every_codec
+def test_other_pairs_are_made_of_what_the_old_ones_decode_to(codec, tmp_path):
+    store, kv, chain = open_store(tmp_path), kv_of(80, 4), hashes(5)
+    old, new = (Geometry(16, 1, codec=codec, pairs=pairs) for pairs in (((0, 1), (2, 4)), ((0, 2), (1, 3))))
+    first = joined(
+        store, [put(store, kv, chain, 0, 5, Geometry(16, 2, codec=codec))], old, retained={(0, 1): np.arange(9)}
+    )
+    decoded = read(store, first)
+    again = joined(store, [first], new, retained={(0, 2): np.arange(20, 30)})
+    expected = arithmetic(decoded, new, [0] * LAYERS, {(0, 2): np.arange(20, 30)}, coded=False)
+    parted = joined(store, [again], replace(new, pairs=()))
+    assert parted.shape.whole
+    for made, wanted in ((read(store, again), expected), (read(store, parted), expected)):
+        if codec == "raw":
+            same(made, wanted)
+        for name in wanted:  # a scale that is made anew may differ in its last bits
+            torch.testing.assert_close(made[name], wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_that_no_segment_holds_is_not_made_up(tmp_path):
+    store, kv, chain = open_store(tmp_path), kv_of(64, 5), hashes(4)
+    cut = Geometry(16, 1, pairs=((1, 3),))
+    first = joined(store, [put(store, kv, chain, 0, 3, Geometry())], cut, [40, 32, 16, 16, 0])
+    second = put(store, kv, chain, 3, 4, Geometry())
+    groups = block_groups(LAYOUT, cut)
+    for layer, stored_from in enumerate(
+        ([39, 32, 16, 16, 0], [40, 31, 16, 16, 0], [40, 32, 15, 16, 0], [40, 32, 16, 15, 0])
+    ):
+        for readers in ([first], [first, second]):
+            tokens = sum(reader.shape.tokens for reader in readers)
+            with pytest.raises(ValueError, match=f"layer {layer} of segment {first.id} holds a part of its tokens"):
+                join_segments(readers, cut, TokenTables.by_pairs(stored_from, {}, groups, tokens))
+    with pytest.raises(ValueError, match="holds a part of its tokens"):
+        join_segments([first], Geometry())
+    same(
+        read(store, joined(store, [first, second], cut, [40, 32, 16, 16, 0])),
+        arithmetic(kv, cut, [40, 32, 16, 16, 0], {}),
+    )
+
+
+def test_only_what_follows_is_joined(tmp_path):
+    store, kv, chain = open_store(tmp_path), kv_of(96, 6), hashes(6)
+    first, second, third = (put(store, kv, chain, *ends, Geometry()) for ends in ((0, 2), (2, 4), (4, 6)))
+    wrong = [[second, first], [first, third], [first, first]]
+    other = hashes(2, seed="b") + chain[2:]
+    wrong.append([put(store, kv, other, 0, 2, Geometry()), second])
+    wrong.append([first, put(store, kv, chain, 2, 4, Geometry(), "exact")])
+    for readers in wrong:
+        with pytest.raises(ValueError, match=r"does not go on|differ in"):
+            join_segments(readers, Geometry())
+    with pytest.raises(FormatError, match="cannot be merged"):
+        join_segments([first], Geometry(16, 1, pairs=((3, 5),)))
+    with pytest.raises(FormatError, match="twice"):
+        join_segments([first], Geometry(16, 1, pairs=((0, 1),)))
+
+
+def test_a_segment_that_is_left_in_the_middle_is_cut_there(tmp_path):
+    """A history that was edited: the new part goes on inside a segment."""
+    store, kv, chain = open_store(tmp_path), kv_of(80, 7), hashes(5)
+    first = put(store, kv, chain, 0, 4, Geometry())
+    edited = chain[:2] + hashes(3, seed="b", parent=chain[1])
+    changed = kv_of(80, 8)
+    for name, tensor in changed.items():
+        tensor[:, :32] = kv[name][:, :32]
+    second = put(store, changed, edited, 2, 5, Geometry())
+    header, found, blocks = join_segments([first, second], Geometry())
+    assert found == edited and store.publish(header, found, blocks)
+    same(read(store, store.reader(header.id)), changed)
+
+
+def test_a_join_holds_a_few_block_groups_in_memory(tmp_path, monkeypatch):
+    """Not more for 24 layers than for 12, in pairs far apart."""
+    import hf_tiered_cache.store.relayout as relayout
+
+    most = {}
+    for layers in (12, 24):
+        layout = KVLayout((LayerKV(2, 8, 2, 8),) * layers, torch.float32)
+        monkeypatch.setattr("test_pairs.LAYOUT", layout)
+        store, chain, kv = open_store(tmp_path / str(layers)), hashes(8), kv_of(128, 9, layers=layers)
+        first = put(store, kv, chain, 0, 8, Geometry(16, 1))
+        pairs = tuple((i, i + layers // 2) for i in range(layers // 2))
+        groups = block_groups(layout, Geometry(16, 1, pairs=pairs))
+        tables = TokenTables.by_pairs([0] * layers, {pair: np.arange(3) for pair in pairs}, groups, 128)
+        held = []
+        blocks_of = relayout._Join._blocks
+
+        def noting(self, *args, blocks_of=blocks_of, held=held):
+            found = blocks_of(self, *args)
+            held.append(len(self._read))
+            return found
+
+        monkeypatch.setattr(relayout._Join, "_blocks", noting)
+        list(join_segments([first], Geometry(16, 1, pairs=pairs), tables)[2])
+        monkeypatch.setattr(relayout._Join, "_blocks", blocks_of)
+        most[layers] = max(held)
+    assert most[24] == most[12] <= 8
+
+
+def test_long_segments_are_merged_in_runs_of_tokens(tmp_path, monkeypatch):
+    store, kv, chain = open_store(tmp_path), kv_of(96, 10), hashes(6)
+    cut, kept = Geometry(16, 1, pairs=((0, 3), (1, 2))), {(0, 3): np.array([2, 19, 20, 90])}
+    reader = put(store, kv, chain, 0, 6, Geometry())
+    monkeypatch.setattr("hf_tiered_cache.store.relayout._RUN", 20)
+    same(read(store, joined(store, [reader], cut, [33, 1, 0, 0, 0], kept)), arithmetic(kv, cut, [33, 1, 0, 0, 0], kept))
+
+
+# --- the file
+
+
+FORMAT_7 = {"raw": "bfb55b16b3b6e687", "int8": "65a6690a5c98a1f2"}
+"""sha256 of files of format 7, written when there were pairs first."""
+
+
+@pytest.mark.parametrize("codec", FORMAT_7)
+def test_files_of_format_7_are_what_they_were(tmp_path, codec):
+    """Numbers whose merging leaves nothing to rounding: what is not parallel is on axes, and opposite at that."""
+    store, chain, cut = open_store(tmp_path), hashes(4), Geometry(16, 1, codec=codec, pairs=((0, 3), (1, 2)))
+    axes = torch.eye(8)[torch.arange(64) % 8].expand(2, 64, 8)
+    kv = {(layer, name): axes * (2.0 + layer) for layer in range(LAYERS) for name in ("key", "value")}
+    made = joined(
+        store,
+        [put(store, kv, chain, 0, 4, Geometry(codec=codec))],
+        cut,
+        [32, 20, 16, 0, 0],
+        {(0, 3): np.array([40, 50])},
+    )
+    page = page_of(store.path(made.id))
+    forge_time(store.path(made.id), page)
+    data = store.path(made.id).read_bytes()
+    assert struct.unpack_from("<I", data, 8) == (7,) and page["geometry"][7] == [[0, 3], [1, 2]]
+    same(
+        read(store, made),
+        {name: tensor * (torch.arange(64) >= [32, 20, 16, 0, 0][name[0]])[:, None] for name, tensor in kv.items()},
+    )
+    assert hashlib.sha256(data).hexdigest()[:16] == FORMAT_7[codec]
+
+
+def forge_time(path, page):
+    page["created"] = 1.0
+    forge(path, page)
+
+
+def test_older_programs_leave_such_files_alone(tmp_path, monkeypatch):
+    store, kv, chain = open_store(tmp_path), kv_of(64, 1), hashes(4)
+    made = joined(store, [put(store, kv, chain, 0, 4, Geometry())], Geometry(16, 1, pairs=((0, 3),)))
+    page = store.path(made.id).read_bytes()[:HEADER_BYTES]
+    plain = joined(store, [made], Geometry(16, 1), [8] * LAYERS)
+    assert struct.unpack_from("<I", store.path(plain.id).read_bytes(), 8) == (6,)
+    monkeypatch.setattr("hf_tiered_cache.store.format.FORMAT_VERSION", 6)
+    with pytest.raises(NewerFormatError, match="upgrade"):
+        decode_header(page)
+
+
+def test_what_is_merged_is_not_written_as_exact(tmp_path):
+    store, kv, chain = open_store(tmp_path), kv_of(64, 1), hashes(4)
+    for codec in CODECS:
+        reader = put(store, kv, chain, 0, 4, Geometry(codec=codec), "exact")
+        with pytest.raises(FormatError, match="merged"):
+            joined(store, [reader], Geometry(16, 1, codec=codec, pairs=((0, 3),)))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The file of a segment with pairs, in a store that was closed."""
+    store = open_store(tmp_path_factory.mktemp("forged"))
+    kv, chain = kv_of(64, 2), hashes(4)
+    plain = put(store, kv, chain, 0, 4, Geometry())
+    reader = joined(
+        store, [plain], Geometry(16, 1, pairs=((0, 2), (1, 4))), [20, 16, 8, 0, 0], {(0, 2): np.arange(40, 44)}
+    )
+    store.remove([plain.id])
+    expected, whole = read(store, reader), store.path(reader.id).read_bytes()
+    store.close()
+    return store.backend.root, reader.id, whole, expected
+
+
+def without_catalogue(root):
+    for suffix in ("", "-wal", "-shm"):
+        (root / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.data())
+def test_any_value_anywhere_in_the_header_is_a_counted_miss(made, data):
+    root, name, whole, expected = made
+    path = root / "segments" / f"{name}.kv"
+    path.write_bytes(whole)
+    page = page_of(path)
+    every = list(places(page))
+    # half of them in the geometry
+    wanted = data.draw(st.sampled_from(every) | st.sampled_from([way for way in every if way[0] == "geometry"]))
+    holder = page
+    for key in wanted[:-1]:
+        holder = holder[key]
+    holder[wanted[-1]] = copy.deepcopy(data.draw(st.sampled_from(ODD) | st.integers(0, 9) | st.just([[0, 2]])))
+    forge(path, page)
+    without_catalogue(root)
+    store = open_store(root)
+    if store.find(hashes(4)):
+        with suppress(IntegrityError):  # other pairs cut other blocks out of it
+            same(read(store, store.reader(name)), expected)
+    else:
+        stats = store.counters.snapshot()
+        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.index.catalogue.ids() == {name}
+    store.close()
+
+
+@settings(max_examples=settings.default.max_examples // 2)
+@given(st.integers(0, 7 + 7 * 64), st.sampled_from([0, 1, 3, 5, 43, 63, 64, 2**31, 2**32 - 1]))
+def test_tables_that_say_something_else_are_refused_or_are_tables(made, number, value):
+    """With right checksums: nobody holds a token twice, and nothing is read that the file does not have."""
+    root, name, whole, _ = made
+    path = root / "segments" / f"{name}.kv"
+    header, _ = decode_header(whole[:HEADER_BYTES])
+    data = bytearray(whole)
+    struct.pack_into("<I", data, header.tables.offset + 4 * number, value)
+    path.write_bytes(data)
+    page = page_of(path)
+    start, size, _ = page["sections"]["tables"]
+    page["sections"]["tables"][2] = xxh3(bytes(data[start : start + size]))
+    forge(path, page)
+    try:
+        shape = read_file(path).header.shape
+    except FormatError:
+        return
+    assert shape.blocks_bytes == header.blocks.nbytes
+    for layer in range(LAYERS):
+        every = [shape.tokens_by_slot(group) for group in shape.block_groups if layer in group.layers]
+        assert len(np.unique(np.concatenate(every))) == sum(map(len, every))
+
+
+def test_a_file_that_holds_a_token_twice_is_refused(tmp_path):
+    """Everything else is right in it."""
+    store, kv, chain = open_store(tmp_path), kv_of(64, 2), hashes(4)
+    cut, kept = Geometry(16, 1, pairs=((1, 3),)), np.arange(30, 34)
+    reader = joined(store, [put(store, kv, chain, 0, 4, Geometry())], cut, retained={(1, 3): kept})
+    path, header = store.path(reader.id), reader.header
+    row = header.shape.tables.of_group[next(g.index for g in header.shape.block_groups if g.layers == (1,))]
+    at = header.tables.offset + 4 * (1 + len(header.shape.block_groups) + int(row) * 64)
+    data = bytearray(path.read_bytes())
+    data[at + 4 * 30 : at + 4 * 34] = struct.pack("<4I", *[NOT_HELD] * 4)
+    data[at : at + 16] = struct.pack("<4I", 0, 1, 2, 3)  # which lie in the pair
+    path.write_bytes(data)
+    page = page_of(path)
+    page["sections"]["tables"][2] = xxh3(bytes(data[header.tables.offset :][: header.tables.nbytes]))
+    forge(path, page)
+    with pytest.raises(FormatError, match="twice"):
+        read_file(path)
+
+
+def test_a_page_holds_the_pairs_of_126_layers(tmp_path):
+    kind = LayerKV(8, 128, 8, 128, rotated="key", rotary_dims=128)
+    cut = Geometry(16, 1, pairs=tuple((i, i + 63) for i in range(63)))
+    shape = SegmentShape(KVLayout((kind,) * 126, torch.bfloat16), cut, 16)
+    tables = TokenTables.by_pairs([0] * 126, {}, shape.block_groups, 16)
+    header = SegmentHeader("0" * 32, "f" * 32, replace(shape, tables=tables), bytes(16), 0, 1.0, MERGED)
+    from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums
+    from hf_tiered_cache.store.format import encode_head, lay_out
+
+    laid = lay_out(header, 1)
+    head = encode_head(laid, hashes(1), np.zeros(laid.shape.block_count, DIGEST_DTYPE), Checksums())
+    assert decode_header(head[:HEADER_BYTES])[0].shape.geometry == cut
+
+
+def test_methods_that_choose_use_no_segment_with_pairs():
+    shape = SegmentShape(LAYOUT, Geometry(16, 1, pairs=((0, 3),)), 64)
+    shape = replace(shape, tables=TokenTables.by_pairs([0] * LAYERS, {}, shape.block_groups, 64))
+    for name, kind in METHODS.items():
+        assert kind().usable_hashes(shape) == (0 if kind().selects else 4), name
+    assert ContiguousKV(budget=1.0).usable_hashes(shape) == 4
