@@ -25,6 +25,7 @@ from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, La
 from hf_tiered_cache.methods import METHODS, ContiguousKV, Exact
 from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.store import maintain
+from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
 from hf_tiered_cache.store.relayout import join_segments
@@ -489,6 +490,15 @@ def test_long_segments_are_merged_in_runs_of_tokens(tmp_path, monkeypatch):
     reader = put(store, kv, chain, 0, 6, Geometry())
     monkeypatch.setattr("hf_tiered_cache.store.relayout._RUN", 20)
     same(read(store, joined(store, [reader], cut, [33, 1, 0, 0, 0], kept)), arithmetic(kv, cut, [33, 1, 0, 0, 0], kept))
+
+
+def test_with_a_key(tmp_path):
+    store, kv, chain = open_store(tmp_path, cipher=StoreCipher(bytes(32))), kv_of(64, 12), hashes(4)
+    readers = [put(store, kv, chain, *ends, Geometry()) for ends in ((0, 3), (3, 4))]
+    cut, kept = Geometry(16, 1, pairs=((0, 3),)), {(0, 3): np.array([7])}
+    made = joined(store, readers, cut, [16, 0, 0, 0, 0], kept)
+    assert made.header.seal is not None and made.header.seal.salt not in {reader.header.seal.salt for reader in readers}
+    same(read(store, made), arithmetic(kv, cut, [16, 0, 0, 0, 0], kept))
 
 
 # --- the file

@@ -40,7 +40,8 @@ def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: 
     than a few block groups are in memory at a time.
 
     Args:
-        readers: each goes on where the one before ends, or inside it, which is then cut there.
+        readers: each goes on where the one before ends, or inside it, which is then cut there. Expiry, label and the
+            model's names are the last one's.
         geometry: of the new segment.
         tables: of its block groups (see `TokenTables.by_pairs`). None: all tokens in order.
 
