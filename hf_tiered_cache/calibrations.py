@@ -23,6 +23,8 @@ from .storage import Storage
 from .tiers.window_sizes import WindowProfile, best_sizes
 
 _FILE = "calibrations.json"
+_CONVERSATIONS = 64
+"""Of one model, of which it is noted where their attention went."""
 _KEPT = {"tokens", "ratio", "cold"}
 """What is read again of each `Calibration`."""
 
@@ -160,6 +162,26 @@ def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFin
 
 def _windows_name(fingerprint: str, name: str) -> str:
     return f"windows {fingerprint} {name}"
+
+
+def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:
+    """Keep how much attention each layer gave to the ends of its context in a conversation that this model has had.
+
+    Args:
+        shares: `LayerDistances.initial_recent`, float `[layers]`.
+
+    Returns:
+        Those of the last conversations that were noted, this one the last.
+    """
+    name = f"initial recent {fingerprint}"
+    try:
+        before = [np.array(one["shares"], float) for one in _read(storage).get(name, [])]
+    except (KeyError, TypeError, ValueError):  # damaged
+        before = []
+    found = [*(each for each in before if each.shape == shares.shape), shares][-_CONVERSATIONS:]
+    if storage.disk.backend.writable:
+        _write(storage, name, [{"shares": each.round(4).tolist()} for each in found])
+    return found
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:

@@ -6,15 +6,21 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from . import reasons
+from .calibrations import note_initial_recent
 from .errors import ConversationInUseError, StoreClosedError, StoreError, TieredCacheError
 from .geometry import HASH_TOKENS
 from .identity import Identity, differing_facts
-from .methods import Method, describe_method
+from .methods import IdleConversation, Method, describe_method
+from .payoff import idle_front
+from .restore.distances import AttentionDistances
 from .sequence import SequenceState
 from .storage import Storage
 from .store.catalogue import SegmentRow
 from .store.conversations import ConversationRecord
+from .suitability import can_have_fronts
 
 if TYPE_CHECKING:
     from .serving import Serving
@@ -152,7 +158,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
         reason = str(error)
     rows, tokens = _stored(storage, sequence)
     try:
-        if rows and sequence.method.compact(storage.disk, [row.id for row in rows]):
+        if rows and sequence.method.compact(_idle(serving, sequence, rows, tokens)):
             rows, tokens = _stored(storage, sequence)
     except (TieredCacheError, OSError) as error:
         reason = reason or f"the conversation was not laid out anew: {error}"
@@ -165,6 +171,29 @@ def put_away(serving: Serving, held: int) -> Suspended:
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)
     return Suspended(tokens, left, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
+
+
+def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> IdleConversation:
+    """What is known of a conversation that goes idle, in these segments."""
+    storage, observer, method = serving.store, serving.observer, sequence.method
+    readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
+    if len(readers) < len(rows):
+        raise StoreError("a segment of it cannot be read")
+    attention = observer.result() if isinstance(observer, AttentionDistances) else None
+    noted: list[np.ndarray] = []
+    if attention is not None and not attention.missing:
+        noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
+
+    def front(stored: float) -> float:
+        share, costs = method.front, serving.costs(sequence, tokens)
+        if not can_have_fronts(serving.attachment) or (share == "auto" and costs is None):
+            return 0.0
+        if share != "auto":
+            return share
+        assert costs is not None
+        return idle_front(tokens, serving.attachment.depth, costs, stored, method.geometry.chunk_tokens)
+
+    return IdleConversation(storage.disk, readers, front, attention, noted)
 
 
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -12,6 +13,8 @@ from .calibrations import PrefixCosts
 from .restore.plan import Plan
 from .restore.prefetch import PlanUnit, units_of
 from .restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
+from .stats import TIERS
+from .store.segment import SegmentReader
 from .tiers.residency import Residency
 
 
@@ -28,29 +31,68 @@ def settle(
     Blocks in a tier that was not measured count as free: what is not known to be slow is restored.
 
     Args:
-        plan: that restores whole tokens, and computes just the suffix.
+        plan: that restores whole tokens, and computes just the suffix. What is not stored of a front is computed.
         recompute: share of the prefix to compute while the rest is loaded, or "auto" for what is quickest.
         decline: whether all may be computed.
         costs: of a token, for a prefix of this length; None where nothing was measured.
         residency: knows where blocks lie.
         device_of: gives the device of a layer.
     """
-    ratio = 0.0 if recompute == "auto" else recompute
+    ratio, least = 0.0 if recompute == "auto" else recompute, least_fronts(plan)
     if costs is not None and (decline or recompute == "auto"):
         tried = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
-        seconds = streams_of(plan, costs, residency, device_of).seconds(plan_fronts(plan, tried))
+        tried_fronts = np.maximum(plan_fronts(plan, tried), least)
+        seconds = streams_of(with_least_fronts(plan), costs, residency, device_of).seconds(tried_fronts)
         if recompute == "auto":
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
-    chosen = plan_fronts(plan, ratio)
+    chosen = np.maximum(plan_fronts(plan, ratio), least)
     return plan.with_fronts(chosen.tolist()) if chosen.any() else plan
+
+
+def with_least_fronts(plan: Plan) -> Plan:
+    """A plan that computes just the suffix, and what is not stored."""
+    least = least_fronts(plan)
+    return plan.with_fronts(least.tolist()) if least.any() else plan
+
+
+def least_fronts(plan: Plan) -> np.ndarray:
+    """For each layer what it has to compute of a prefix, since it is not stored: int64 `[layers]`, never growing."""
+    least = np.zeros(len(plan.computed), np.int64)
+    for group in plan.groups:
+        for piece in group.pieces:
+            start = piece.at + group.pad - plan.base  # column of its first token
+            held_from = np.array(piece.reader.shape.held_from) - piece.first
+            least = np.maximum(least, np.where(held_from > 0, start + np.minimum(held_from, piece.count), 0))
+    least = np.minimum(least, plan.restored_until)
+    return np.maximum.accumulate(least[::-1])[::-1]
+
+
+def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
+    """The share of a conversation with which it comes back soonest from disk, if its front is computed.
+
+    Args:
+        tokens: that it has.
+        layers: of the model.
+        costs: of a token, for so many.
+        stored: bytes that its KV takes, as a share of those that the costs are of.
+        step: fronts are a multiple of this.
+    """
+    disk = TIERS[-1]
+    ends = np.minimum(np.arange(step, tokens + step, step), tokens)
+    seconds = np.diff(ends, prepend=0) * costs.loading(disk) * stored / layers
+    loads = tuple(Load((layer,), ends, seconds) for layer in range(layers))
+    restoring = costs.placing(disk) / layers
+    streams = Streams(tokens, costs.least / layers, lambda n: costs.computing(n) / layers, restoring, loads)
+    return best_ratio(streams.seconds(fronts(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
 def plan_fronts(plan: Plan, ratio: float | np.ndarray) -> np.ndarray:
     """See `fronts`, for what a plan restores: it is cut where blocks end."""
     shapes = [reader.shape for reader in plan.readers]
-    groups = {group.layers for shape in shapes for group in shape.block_groups if not group.identifies}
+    every = (group for shape in shapes for group in shape.block_groups)
+    groups = {group.layers for group in every if not (group.identifies or group.merged)}
     step = max(shape.geometry.chunk_tokens for shape in shapes)
     return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step)
 
@@ -58,12 +100,12 @@ def plan_fronts(plan: Plan, ratio: float | np.ndarray) -> np.ndarray:
 def streams_of(
     plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]
 ) -> Streams:
-    """What a plan without fronts gives the two streams to do. For the arguments see `settle`."""
+    """What a plan gives the two streams to do, with no longer fronts than it must have. For arguments see `settle`."""
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
     once = plan.restored_tokens * len(plan.groups) / rows  # tokens: rows that are alike are restored once
     units = units_of(plan)
-    nbytes = max(1, sum(unit.nbytes for unit in units))
+    nbytes = max(1, round(sum(unit.nbytes for unit in units) / stored_share(plan.readers)))
     restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
     for unit in units:
         group = unit.block_group
@@ -86,6 +128,14 @@ def streams_of(
 
     suffix = max(costs.least, rows * float(costs.computing(plan.columns - tokens)))
     return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
+
+
+def stored_share(readers: Sequence[SegmentReader]) -> float:
+    """The bytes of segments, as a share of what they would take with all tokens of all layers, unmerged."""
+    whole = sum(
+        replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes for r in readers
+    )
+    return sum(reader.shape.blocks_bytes for reader in readers) / max(1, whole)
 
 
 def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:

@@ -43,6 +43,10 @@ OTHER_KEY = "what is stored of this model is encrypted with another key; open th
 EVICTED = "the conversation's KV is not stored any more (evicted, expired or removed), so its history is computed"
 OTHER_HISTORY = "the history begins with other tokens than the conversation that is stored, so it is computed"
 IN_PART = "of these tokens a part is stored, which the method that stored them restores, and this one does not"
+NO_FRONT = (
+    "the first of these tokens are not stored: they are computed while the others are loaded, which cannot be done "
+    "with this model, in a batch with padding, or behind tokens that the cache holds already"
+)
 MERGED = (
     "these tokens are stored with layers merged in pairs, which methods that choose among tokens cannot read; the "
     "method that stored them restores them"

@@ -803,8 +803,8 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
 
     @dataclass(frozen=True, kw_only=True)
     class Told(Exact):
-        def compact(self, disk, segments):
-            told.append((list(segments), store.conversations()))
+        def compact(self, idle):
+            told.append(([reader.id for reader in idle.readers], store.conversations()))
             return False
 
     history = begun(model, store, method=Told())
@@ -813,7 +813,7 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
 
     @dataclass(frozen=True, kw_only=True)
     class Failing(Exact):
-        def compact(self, disk, segments):
+        def compact(self, idle):
             raise OSError(5, "Input/output error")
 
     with TieredCache(model, store, conversation="alice-42", method=Failing()) as cache:

@@ -7,12 +7,13 @@ from dataclasses import Field, fields
 from typing import Any
 
 from ..errors import ConfigError
-from .base import Method
+from .base import IdleConversation, Method
 from .baselines import H2O, AttentionStore, Recompute
 from .cache_tune import CacheBlend, CacheTune, Epic, Passages
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
+from .krul import Krul, MiniCache
 from .kv_drive import KVDrive
 
 METHODS: dict[str, type[Method]] = {
@@ -26,6 +27,8 @@ METHODS: dict[str, type[Method]] = {
     "epic": Epic,
     "cache_blend": CacheBlend,
     "kv_drive": KVDrive,
+    "krul": Krul,
+    "mini_cache": MiniCache,
 }
 
 __all__ = [
@@ -37,9 +40,12 @@ __all__ = [
     "ContiguousKV",
     "Epic",
     "Exact",
+    "IdleConversation",
     "Impress",
     "KVDrive",
+    "Krul",
     "Method",
+    "MiniCache",
     "Passages",
     "Recompute",
     "describe_method",

@@ -21,12 +21,33 @@ from ..sources import DenseSource, SelectedSource
 from ..store.format import EXACT
 
 if TYPE_CHECKING:
+    from ..select.sharing import LayerDistances
     from ..store.disk import SegmentStore
+    from ..store.segment import SegmentReader
 
 DEFAULT_BUDGET = 0.25
 """Share of the prefix that methods with a budget attend to, unless told otherwise."""
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
+
+
+@dataclass(frozen=True, eq=False)
+class IdleConversation:
+    """A conversation that goes idle, and what is known of it.
+
+    Args:
+        disk: where its segments lie.
+        readers: of these, in order.
+        front: gives the share of it to compute when it comes back, if its KV takes a share of what it does unmerged.
+        attention: how alike the layers' attention was; None if nobody has watched it.
+        initial_recent: for conversations of this model, this one among them, `LayerDistances.initial_recent`.
+    """
+
+    disk: SegmentStore
+    readers: Sequence[SegmentReader]
+    front: Callable[[float], float]
+    attention: LayerDistances | None = None
+    initial_recent: Sequence[np.ndarray] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +122,8 @@ class Method:
         """
         return self
 
-    def compact(self, disk: SegmentStore, segments: Sequence[str]) -> bool:
-        """A conversation goes idle: lay the segments that hold it, in order, out anew, as it is to come back.
+    def compact(self, idle: IdleConversation) -> bool:
+        """A conversation goes idle: lay its segments out anew, as it is to come back.
 
         The old ones stay until the new ones are whole on disk: the process may be killed at any moment.
 

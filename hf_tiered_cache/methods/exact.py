@@ -29,11 +29,7 @@ class Exact(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = self.recompute
-        if share == "auto":
-            return
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f'recompute is a share of the prefix, between 0 and 1, or "auto", not {share!r}')
+        check_front(self.recompute)
 
     @property
     def front(self) -> float | Literal["auto"]:
@@ -41,3 +37,11 @@ class Exact(Method):
 
     def regardless(self) -> Exact:
         return replace(self, recompute=0.0, decline=False)
+
+
+def check_front(share: float | Literal["auto"]) -> None:
+    """Raises ConfigError unless so much of a prefix can be computed while the rest is loaded."""
+    if share == "auto":
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ConfigError(f'recompute is a share of the prefix, between 0 and 1, or "auto", not {share!r}')

@@ -87,7 +87,11 @@ class SharedLayers:
 
 
 def share_layers(
-    distances: LayerDistances, gamma: float, layers_shared: float = 0.5, alike: float = ALIKE
+    distances: LayerDistances,
+    gamma: float,
+    layers_shared: float = 0.5,
+    alike: float = ALIKE,
+    shared: Sequence[tuple[int, int]] = (),
 ) -> SharedLayers:
     """Pair layers (Algorithm 1).
 
@@ -96,18 +100,20 @@ def share_layers(
         gamma: share of attention at the two ends from which on a layer is I-R; see `calibrated_gamma`.
         layers_shared: share of `distances.layers` that pairs are made for, until it is reached.
         alike: relative distance up to which layers may form a pair.
+        shared: pairs that there are already, and that stay.
     """
     layers, relative = distances.layers, distances.relative
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
     initial_recent = tuple(layers[place] for place in candidates)
     wanted = min(len(layers) // 2, ceil(layers_shared * len(layers) / 2))
     if distances.missing:
-        return SharedLayers((), (), distances, distances.missing)
+        return SharedLayers(tuple(shared), (), distances, distances.missing)
     low, high = (candidates[side] for side in np.triu_indices(len(candidates), 1))
-    pairs, used, refused = list[tuple[int, int]](), set[int](), 0.0
+    pairs, refused = list(shared), 0.0
+    used = {layers.index(layer) for pair in shared for layer in pair}
     for place in np.argsort(relative[low, high], kind="stable"):
         first, second = int(low[place]), int(high[place])
-        if len(pairs) == wanted or not used.isdisjoint((first, second)):
+        if len(pairs) >= wanted or not used.isdisjoint((first, second)):
             continue
         if (distance := float(relative[first, second])) > alike:
             refused = distance
@@ -118,7 +124,7 @@ def share_layers(
 
 
 def _why_fewer(found: int, wanted: int, refused: float, alike: float) -> str:
-    if found == wanted:
+    if found >= wanted:
         return ""
     few = f"{2 * found} layers share instead of {2 * wanted}: " if found else "no layers share: "
     if refused:

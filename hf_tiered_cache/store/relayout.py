@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..codecs.pairs import encode
+from ..codecs.pairs import angle, encode
 from ..geometry import HASH_TOKENS, BlockGroup, Geometry, Part
 from ..shape import SegmentShape, TokenTables
 from .format import HASH_BYTES, SegmentHeader, segment_id
@@ -59,6 +59,31 @@ def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: 
     name = segment_id(first.parent, prefix_hashes[-1], shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
     return header, prefix_hashes, _Join(pieces, shape).block_groups()
+
+
+def pair_angles(readers: Sequence[SegmentReader], pair: tuple[int, int], tokens: np.ndarray) -> torch.Tensor:
+    """The angles between what two layers hold of a chain's tokens, in radians.
+
+    Args:
+        readers: see `join_segments`.
+        pair: the layers, both with full attention.
+        tokens: int64 `[n]`, ascending, counted from the chain's first.
+
+    Returns:
+        float32 `[heads of keys and of values, n]`.
+    """
+    pieces, hashes = _chain(readers)
+    cut = readers[0].shape
+    shape = SegmentShape(cut.layout, replace(cut.geometry, layers_per_block=1, pairs=()), len(hashes) * HASH_TOKENS)
+    join, parts = _Join(pieces, shape), dict[int, list[Part]]()
+    for group in shape.block_groups:
+        for part in group.parts if not group.identifies else ():
+            parts.setdefault(part.layer, []).append(part)
+    found = []
+    for both in zip(*(parts[layer] for layer in pair), strict=True):
+        runs = [tokens[at : at + _RUN] for at in range(0, len(tokens), _RUN)]
+        found.append(torch.cat([angle(*(join.numbers(part, run) for part in both)) for run in runs], dim=1))
+    return torch.cat(found)
 
 
 @dataclass(frozen=True)
@@ -163,7 +188,7 @@ class _Join:
             new = np.sort(tokens[shared[tokens] < pair[0].heads])
             for at in range(0, len(new), _RUN):
                 run = new[at : at + _RUN]
-                made = encode(self._numbers(pair[0], run), self._numbers(pair[1], run), codec)
+                made = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec)
                 for targets, fields in zip(found, made, strict=True):
                     _put(targets, slice(None), run, fields)
             for sources, targets in zip(moved, found, strict=True):
@@ -171,7 +196,7 @@ class _Join:
                     source.put(targets, source.fields())
             yield from zip(pair, map(tuple, found), strict=True)
 
-    def _numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
+    def numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
         """What ascending tokens of a part decode to, `[heads, n, dim]`."""
         found = torch.empty(part.heads, len(tokens), part.dim, dtype=self._shape.layout.dtype)
         for source in self._sources(part, tokens):

@@ -1,0 +1,150 @@
+"""Krul: conversations whose KV goes idle in less space, and comes back by loading and computing at once (its paper)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from ..codecs import coded_provenance
+from ..errors import ConfigError
+from ..geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
+from ..restore.distances import AttentionDistances
+from ..restore.observe import CacheObserver, Later
+from ..restore.pyramid import fronts
+from ..select.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
+from ..shape import SegmentShape
+from ..store.merging import merge_segments, tokens_of
+from ..store.segment import SegmentReader
+from .base import IdleConversation, Method
+from .exact import check_front
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Krul(Method):
+    """When a conversation is suspended, layers that attend alike share their KV, and its front is not stored.
+
+    Which layers share is chosen for each conversation, by the attention that it has had (Section 4). What two layers
+    have shared once they share from then on. The front, more of it in early layers than in late ones, is computed when
+    the conversation comes back, while the rest is loaded (Section 6). Without `TieredCache(conversation=)` nothing is
+    suspended, and KV is stored as it is.
+
+    Args:
+        layers_shared: share of the layers with full attention that are to be in pairs; fewer are where fewer are alike.
+        recompute: share of a conversation that is not stored but computed when it comes back. "auto": what is quickest
+            by what `KVStore.calibrate_prefix` found for this model and device; without a calibration nothing.
+        gamma: share of its attention that a layer gives to both ends of its context to be among those that may share
+            (Section 4.2). "auto": such that three quarters of the layers are, over the conversations of this model
+            that the store has seen.
+        retained: share of the tokens that a pair keeps unmerged: those in which its layers differ most (MiniCache).
+        alike: how far the attention of two layers that share may differ, from 0 to 1 (ours: `LayerDistances.relative`).
+    """
+
+    geometry: Geometry = field(default=Geometry(64, 1))
+    layers_shared: float = field(default=0.5, kw_only=False)
+    recompute: float | Literal["auto"] = "auto"
+    gamma: float | Literal["auto"] = "auto"
+    retained: float = 0.05
+    alike: float = ALIKE
+    conversation: str = field(default="", repr=False)
+    """The name of the one that it is for: see `for_conversation`."""
+
+    decline = True
+
+    kind: ClassVar[str] = "krul"
+    """What its provenance begins with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_front(self.recompute)
+        for name in ("layers_shared", "retained", "alike"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} is between 0 and 1, not {getattr(self, name)!r}")
+        if self.gamma != "auto" and not 0 <= self.gamma <= 1:
+            raise ConfigError(f'gamma is a share of attention, between 0 and 1, or "auto", not {self.gamma!r}')
+
+    @property
+    def provenance(self) -> str:
+        return coded_provenance(f"{self.kind} {self.conversation}".rstrip(), self.geometry.codec)
+
+    @property
+    def front(self) -> float | Literal["auto"]:
+        return self.recompute
+
+    def for_conversation(self, name: str) -> Krul:
+        return replace(self, conversation=name)
+
+    def usable_hashes(self, shape: SegmentShape) -> int:
+        return shape.tokens // HASH_TOKENS
+
+    def observer(self, later: Later | None) -> CacheObserver | None:
+        return AttentionDistances(later=later) if self.layers_shared else None
+
+    def compact(self, idle: IdleConversation) -> bool:
+        if not self.conversation:
+            return False
+        layout = idle.readers[0].shape.layout
+        geometry = replace(self.geometry, pairs=self.pairs(idle, idle.readers[0].shape.geometry.pairs))
+        front = idle.front(share_of_bytes(layout, geometry, self.retained))
+        step = self.geometry.chunk_tokens
+        stored_from = fronts(tokens_of(idle.readers), front, len(layout.layers), step=step)
+        stored_from = np.maximum(stored_from, lacking(idle.readers))
+        if not geometry.pairs and not stored_from.any():
+            return False
+        return merge_segments(idle.disk, idle.readers, geometry, stored_from.tolist(), self.retained)
+
+    def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """The layers that share from now on: those that do already, and those whose attention is most alike."""
+        attention = idle.attention
+        if not self.layers_shared or attention is None or attention.missing:
+            return shared
+        gamma = self.gamma if self.gamma != "auto" else calibrated_gamma(idle.initial_recent, I_R_SHARE)
+        found = share_layers(attention, gamma, self.layers_shared, self.alike, shared)
+        if found.why_fewer:
+            logger.info("conversation %s: %s", self.conversation, found.why_fewer)
+        return found.pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniCache(Krul):
+    """The same two layers share in every conversation: neighbours in the deeper half (Liu et al. 2024).
+
+    All is stored. Krul's baseline of fixed pairs (its Section 8.1).
+    """
+
+    recompute: float | Literal["auto"] = 0.0
+
+    kind: ClassVar[str] = "minicache"
+
+    def observer(self, later: Later | None) -> CacheObserver | None:
+        return None
+
+    def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        kinds = idle.readers[0].shape.layout.layers
+        full = [layer for layer, kind in enumerate(kinds) if kind is not None and not kind.window]
+        wanted = round(self.layers_shared * len(full) / 2)
+        deepest = list(zip(full[::-1][1::2], full[::-1][::2], strict=False))
+        return tuple(sorted(deepest[:wanted]))
+
+
+def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> float:
+    """The bytes of a token, a mean over many, as a share of what it takes unmerged."""
+    groups = block_groups(layout, geometry)
+    alone = {group.layers[0]: group.block_bytes for group in groups if not group.merged}
+    spared = sum(sum(alone[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged)
+    return 1 - (1 - retained) * spared / sum(alone.values())
+
+
+def lacking(readers: Iterable[SegmentReader]) -> np.ndarray:
+    """For each layer the first token of a chain from which on it is stored: int64 `[layers]`, never growing."""
+    at, found = 0, []
+    for reader in readers:
+        held = np.array(reader.shape.held_from)
+        found.append(np.where(held > 0, at + held, 0))
+        at += reader.shape.tokens
+    return np.maximum.accumulate(np.max(found, axis=0)[::-1])[::-1]

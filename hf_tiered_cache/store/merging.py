@@ -1,0 +1,58 @@
+"""A conversation's segments become one that takes less room: layers in pairs, and no front (Krul, Section 6.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..codecs.pairs import retained
+from ..geometry import Geometry, block_groups
+from ..shape import TokenTables
+from .disk import SegmentStore
+from .relayout import join_segments, pair_angles
+from .segment import SegmentReader
+
+
+def merge_segments(
+    disk: SegmentStore, readers: Sequence[SegmentReader], geometry: Geometry, stored_from: Sequence[int], share: float
+) -> bool:
+    """Replace a chain of segments by one. The old ones stay until the new one is whole on disk.
+
+    Args:
+        disk: where they lie.
+        readers: of the segments, each of which goes on where the one before ends.
+        geometry: of the new one, with its pairs.
+        stored_from: for each layer the first token that it keeps. One that a segment lacks must not be asked for.
+        share: of the tokens that a pair shares the share that stays unmerged: those of the largest angles.
+
+    Returns:
+        Whether it was done; else there was no room.
+
+    Raises:
+        ValueError: see `join_segments`. IntegrityError, OSError: a segment cannot be read.
+    """
+    first, tokens, apart = readers[0].header, tokens_of(readers), {}
+    for pair in geometry.pairs:
+        shared = np.arange(max(stored_from[layer] for layer in pair), tokens)
+        if len(shared):
+            apart[pair] = shared[retained(pair_angles(readers, pair, shared), share).numpy()]
+    geometry = replace(geometry, codec=first.shape.geometry.codec)
+    tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
+    header, prefix_hashes, groups = join_segments(readers, geometry, None if tables.same(None) else tables)
+    old = [reader.id for reader in readers]
+    if header.id in old:
+        return False  # it lies as it should
+    if not disk.publish(header, prefix_hashes, groups, ancestors=old):
+        return False
+    if not disk.pinned().isdisjoint(old):
+        disk.pin([header.id])
+    disk.remove(old)
+    return True
+
+
+def tokens_of(readers: Sequence[SegmentReader]) -> int:
+    """How many tokens a chain of segments has."""
+    first, last = readers[0].header, readers[-1].header
+    return last.position + last.shape.tokens - first.position
