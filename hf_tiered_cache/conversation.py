@@ -149,6 +149,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     if sequence is None:
         return Suspended(0, held, 0, time.perf_counter() - started, serving.bypass)
     reason = ""
+    sequence.recorder.crop(0)  # from here on nobody takes back the last columns of a pass
     try:
         serving.store_now()
         storage.writer.flush()

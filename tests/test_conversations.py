@@ -798,6 +798,16 @@ def test_methods_without_a_name_of_their_own_store_nothing_behind_a_choice(model
     assert kept.tokens == stored and kept.reason == reasons.APPROXIMATE
 
 
+@torch.no_grad()
+def test_columns_that_could_have_been_taken_back_are_kept(model, store):
+    """Several logits are asked for where candidates are checked, of which some are taken back."""
+    with TieredCache(model, store, conversation="alice-42") as cache:
+        model(input_ids=prompt(64), past_key_values=cache, logits_to_keep=4)
+        suspended = cache.suspend()
+    assert (suspended.tokens, suspended.left, suspended.reason) == (64, 0, "")
+    assert info(store).tokens == 64 and len(store.segments()) == 1
+
+
 def test_the_method_is_told_before_the_record_is_written(model, store):
     told = []
 

@@ -1,0 +1,288 @@
+"""Krul: what goes idle in less space comes back as the merged KV it is, and, with nothing shared, as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from hypothesis import given
+from hypothesis import strategies as st
+from reference import kv_of, prefilled
+from test_pairs_restore import merged_kv
+from transformers import DynamicCache
+
+from eval.reference.asking import language_of, load
+from eval.reference.check import contexts
+from eval.reference.language import KINDS
+from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
+from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
+from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.identity import Fingerprinter
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import Exact, Krul, MiniCache, describe_method, make_method
+from hf_tiered_cache.methods.krul import share_of_bytes
+from hf_tiered_cache.payoff import idle_front
+from hf_tiered_cache.shape import SegmentShape, TokenTables
+
+XS = Path(__file__).parent.parent / "eval" / "reference" / "xs"
+CPU = torch.device("cpu")
+TOKENS = 200
+EVERY = {"gamma": 0.0, "alike": 1.0, "geometry": Geometry(16, 1)}
+"""Layers of random weights are not alike: so that some share all the same."""
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "store"
+
+
+@torch.no_grad()
+def said(model, cache, ids):
+    return model(input_ids=ids, past_key_values=cache, logits_to_keep=4).logits
+
+
+def begun(model, root, method, ids, name="alice"):
+    """A conversation, suspended; returns how the store describes it."""
+    with KVStore(root, engine="posix") as store:
+        with TieredCache(model, store, conversation=name, method=method) as cache:
+            said(model, cache, ids)
+        return next(info for info in store.conversations() if info.id == name)
+
+
+def resumed(model, root, method, ids, name="alice", **settings):
+    """The logits of the next turn in a store opened anew, and the cache's statistics."""
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store, conversation=name, method=method, **settings)
+        return said(model, cache, ids), cache.stats
+
+
+def shapes(root):
+    with KVStore(root, engine="posix") as store:
+        disk = storage_of(store).disk
+        return [disk.reader(row.id).shape for row in store.segments()]
+
+
+def next_turn(ids, more=12, seed=7):
+    return torch.cat([ids, prompt(more, seed=seed)], dim=1)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gpt_neox"])
+@pytest.mark.parametrize("recompute", [0.0, 0.3, 0.8])
+def test_nothing_shared_is_lossless(family, recompute, root):
+    model, ids, method = build(family), prompt(TOKENS), Krul(0.0, recompute=recompute, geometry=Geometry(16, 1))
+    begun(model, root, method, ids)
+    (shape,) = shapes(root)
+    assert not shape.geometry.pairs and (sum(shape.held_from) > 0) == (recompute > 0)
+    asked = next_turn(ids)
+    found, stats = resumed(model, root, method, asked)
+    assert stats.tokens_restored == TOKENS // 16 * 16
+    assert stats.tokens_recomputed == round(np.mean(shape.held_from))
+    expected = prefilled(model, [kv_of(model, ids)], stats.tokens_restored)
+    torch.testing.assert_close(found, said(model, expected, asked[:, stats.tokens_restored :]), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codec", ["raw", "int8"])
+def test_a_resumed_conversation_is_what_merged_kv_gives(model, root, codec, monkeypatch):
+    """The same as from a segment that is merged by hand; what that gives stands in test_pairs_restore.py."""
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, codec=codec, **EVERY)
+    info = begun(model, root, method, ids)
+    (shape,) = shapes(root)
+    pairs, kept = shape.geometry.pairs, info.tokens
+    assert pairs and info.bytes
+    found, stats = resumed(model, root, method, next_turn(ids), record=False)
+    assert stats.tokens_restored == kept and stats.tokens_recomputed == 0
+    expected = prefilled(model, [merged_kv(model, ids, kept, (0,) * 6, monkeypatch, codec, pairs, {})], kept)
+    torch.testing.assert_close(found, said(model, expected, next_turn(ids)[:, kept:]), atol=1e-5, rtol=1e-5)
+
+
+def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root):
+    ids, method = prompt(TOKENS), Krul(0.5, recompute=0.0, **EVERY)
+    begun(model, root, method, ids)
+    (first,) = shapes(root)
+    before, _ = resumed(model, root, method, next_turn(ids), record=False)
+    for turn in range(3):
+        ids = next_turn(ids, 40, seed=20 + turn)
+        begun(model, root, method, ids)
+        (shape,) = shapes(root)
+        assert set(shape.geometry.pairs) >= set(first.geometry.pairs)
+        assert shape.tokens == ids.shape[1] // 16 * 16
+    with KVStore(root, engine="posix") as store:
+        assert store.conversations()[0].turns == 4
+        cache = TieredCache(model, store, conversation="alice", method=method, record=False)
+        again = said(model, cache, next_turn(ids[:, :TOKENS]))  # the history as it was after the first turn
+        assert cache.stats.tokens_restored == TOKENS // 16 * 16
+    # tokens that were retained may be merged when others differ more: close, and not the same
+    torch.testing.assert_close(again, before, atol=0.3, rtol=0.1)
+
+
+def test_the_front_never_shrinks_for_what_was_not_stored(model, root):
+    ids = prompt(TOKENS)
+    begun(model, root, Krul(0.0, recompute=0.6, geometry=Geometry(16, 1)), ids)
+    (first,) = shapes(root)
+    ids = next_turn(ids, 60)
+    begun(model, root, Krul(0.0, recompute=0.0, geometry=Geometry(16, 1)), ids)
+    assert [shape.held_from for shape in shapes(root)] == [first.held_from]
+    found, stats = resumed(model, root, Krul(0.0, recompute=0.0, geometry=Geometry(16, 1)), next_turn(ids))
+    assert stats.tokens_restored == ids.shape[1] // 16 * 16
+    torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(ids)), atol=1e-4, rtol=1e-4)
+
+
+def test_conversations_share_nothing_with_others(model, root):
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, **EVERY)
+    begun(model, root, method, ids)
+    for name, other in (("bob", method), ("alice", Exact()), ("alice", MiniCache())):
+        _, stats = resumed(model, root, other, next_turn(ids), name, record=False)
+        assert stats.tokens_restored == 0
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store, record=False)
+        said(model, cache, next_turn(ids))
+        assert cache.stats.tokens_restored == 0
+
+
+def test_an_edited_history_comes_back_up_to_the_edit(model, root):
+    ids, method = prompt(TOKENS), Krul(0.5, recompute=0.4, **EVERY)
+    begun(model, root, method, ids)
+    edited = ids.clone()
+    edited[0, 100] = 3 if ids[0, 100] != 3 else 4
+    found, stats = resumed(model, root, method, next_turn(edited), record=False)
+    assert stats.tokens_restored == 96
+    lossless = replace(method, layers_shared=0.0)
+    begun(model, root, lossless, ids, "carol")
+    found, stats = resumed(model, root, lossless, next_turn(edited), "carol", record=False)
+    assert stats.tokens_restored == 96
+    torch.testing.assert_close(found, said(model, DynamicCache(), next_turn(edited)), atol=1e-4, rtol=1e-4)
+
+
+def test_what_lacks_its_front_is_computed_where_that_cannot_be_done(model, root):
+    ids, method = prompt(TOKENS), Krul(0.0, recompute=0.5, geometry=Geometry(16, 1))
+    begun(model, root, method, ids)
+    asked = next_turn(ids)
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store, conversation="alice", method=method, record=False, restore=True)
+        said(model, cache, asked[:, :10])
+        found = said(model, cache, asked[:, 10:])  # behind tokens that the cache holds
+        assert cache.stats.tokens_restored == 0
+        padded = torch.cat([torch.zeros(1, 8, dtype=torch.int64), asked], dim=1)
+        rows, mask = padded.repeat(2, 1), (padded != 0).long().repeat(2, 1)
+        plain = TieredCache(model, store, method=method.for_conversation(cache.method.conversation), record=False)
+        model.generate(rows, attention_mask=mask, past_key_values=plain, max_new_tokens=2, do_sample=False)
+        assert (plain.stats.tokens_restored, plain.stats.reason) == (0, reasons.NO_FRONT)
+    torch.testing.assert_close(found, said(model, DynamicCache(), asked), atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_conversation_nothing_is_merged(model, root):
+    with KVStore(root, engine="posix") as store, TieredCache(model, store, method=Krul(**EVERY)) as cache:
+        said(model, cache, prompt(TOKENS))
+    assert [shape.geometry.pairs for shape in shapes(root)] == [()]
+
+
+def test_a_store_without_room_keeps_what_there_was(model, root):
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.3, **EVERY)
+    with KVStore(root, engine="posix") as store:
+        storage_of(store).disk.publish, real = (lambda *given, **more: False), storage_of(store).disk.publish
+        with TieredCache(model, store, conversation="alice", method=replace(method), record=True) as cache:
+            storage_of(store).disk.publish = real
+            said(model, cache, ids)
+            cache._serving.store_now()
+            store.flush()
+            storage_of(store).disk.publish = lambda *given, **more: False
+        storage_of(store).disk.publish = real
+        assert store.conversations()[0].tokens == TOKENS // 16 * 16
+    (shape,) = shapes(root)
+    assert not shape.geometry.pairs
+    _, stats = resumed(model, root, method, next_turn(ids), record=False)
+    assert stats.tokens_restored == TOKENS // 16 * 16
+
+
+# --- what is chosen
+
+
+def test_alike_layers_of_a_trained_model_share_and_strategies_differ(tmp_path):
+    model, language, found = load(XS), language_of(XS), set()
+    for number, (context, _) in enumerate(contexts(language, 480, 6, 3, KINDS)):
+        ids = torch.tensor([[token for document in context.documents for token in document]])
+        with KVStore(tmp_path / str(number), engine="posix") as store:
+            with TieredCache(model, store, conversation="a", method=Krul(recompute=0.0)) as cache:
+                said(model, cache, ids)
+            (row,) = store.segments()
+            pairs = storage_of(store).disk.reader(row.id).shape.geometry.pairs
+        assert all(1 <= first < second <= 6 for first, second in pairs)  # 0 and 7 are like no other
+        found.add(pairs)
+    assert len(found) > 1 and any(found)
+
+
+def test_layers_that_are_not_alike_share_nothing(model, root):
+    begun(model, root, Krul(recompute=0.0, gamma=0.0, alike=0.001), prompt(TOKENS))
+    assert [shape.geometry.pairs for shape in shapes(root)] == [()]
+
+
+def test_mini_cache_shares_the_deeper_half(model, root):
+    begun(model, root, MiniCache(2 / 3), prompt(TOKENS))
+    assert [shape.geometry.pairs for shape in shapes(root)] == [((2, 3), (4, 5))]
+
+
+@pytest.mark.parametrize(
+    ("compute", "load", "least", "most"), [(1e-3, 1e-5, 0, 0), (1e-3, 1e-3, 0.3, 0.7), (1e-4, 1e-2, 0.8, 1)]
+)
+def test_the_front_of_what_goes_idle_balances_computing_and_loading(model, root, compute, load, least, most):
+    costs = PrefixCosts(1024, compute, {"disk": load}, {"disk": load}, 1e-3)
+    front = idle_front(1024, 24, costs, 1.0, 16)
+    assert least <= front <= most
+    assert idle_front(1024, 24, costs, 0.5, 16) <= front  # what takes half the bytes is loaded sooner
+    ids, method = prompt(TOKENS), Krul(0.0, geometry=Geometry(16, 1))
+    with KVStore(root, engine="posix") as store:
+        storage = storage_of(store)
+        keep_prefix_costs(storage, Fingerprinter(model)(), CPU, Exact().provenance, [costs])
+        with TieredCache(model, store, conversation="alice", method=method) as cache:
+            said(model, cache, ids)
+    (shape,) = shapes(root)
+    stored = 1 - np.mean(shape.held_from) / shape.tokens
+    assert 1 - most - 0.15 <= stored <= 1 - least + 0.15
+
+
+def test_gamma_goes_by_the_conversations_of_the_model(root):
+    with KVStore(root, engine="posix") as store:
+        storage, rng = storage_of(store), np.random.default_rng(0)
+        for number in range(70):
+            found = note_initial_recent(storage, "model", rng.random(6))
+            assert len(found) == min(number + 1, 64)
+        assert len(note_initial_recent(storage, "another", rng.random(6))) == 1
+        assert len(note_initial_recent(storage, "model", rng.random(5))) == 1  # other layers: it has changed
+
+
+@given(st.floats(0, 1), st.integers(1, 3))
+def test_the_share_of_bytes_is_what_a_segment_takes(retained, count):
+    layout = _layout()
+    geometry = Geometry(64, 1, pairs=tuple((2 * number, 2 * number + 1) for number in range(count)))
+    apart = {pair: np.arange(round(retained * 6400)) for pair in geometry.pairs}
+    tables = TokenTables.by_pairs((0,) * 6, apart, block_groups(layout, geometry), 6400)
+    whole = SegmentShape(layout, Geometry(64, 1), 6400).blocks_bytes
+    found = SegmentShape(layout, geometry, 6400, tables).blocks_bytes / whole
+    assert share_of_bytes(layout, geometry, retained) == pytest.approx(found, abs=0.02)  # chunks are rounded up
+
+
+def _layout():
+    return KVLayout((LayerKV(4, 128, 4, 128, 0, "key", 128),) * 6, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"layers_shared": 1.5}, {"retained": -0.1}, {"alike": 2}, {"gamma": 3}, {"recompute": 2}]
+)
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ConfigError):
+        Krul(**settings)
+
+
+def test_it_has_a_name():
+    method = Krul(0.25, recompute=0.4)
+    assert make_method(describe_method(method.for_conversation("0" * 32))) == method
+    assert method.provenance == "krul" and method.for_conversation("ab").provenance == "krul ab"
