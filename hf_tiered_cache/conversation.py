@@ -158,16 +158,22 @@ def put_away(serving: Serving, held: int) -> Suspended:
     except StoreError as error:
         reason = str(error)
     rows, tokens = _stored(storage, sequence)
+    made, replaced = None, [row.id for row in rows]
     try:
-        if rows and sequence.method.compact(_idle(serving, sequence, rows, tokens)):
-            rows, tokens = _stored(storage, sequence)
+        if rows and serving.options.record:
+            made = sequence.method.compact(_idle(serving, sequence, rows, tokens))
     except (TieredCacheError, OSError) as error:
         reason = reason or f"the conversation was not laid out anew: {error}"
+    if made is not None and (row := storage.disk.index.row(made)) is not None:
+        rows = [row]
     left = max(0, held - sequence.history.pads[0] - tokens)
     if left >= HASH_TOKENS:
         reason = reason or _why_left(serving, sequence)
     if conversation is not None and serving.options.record:
-        reason = conversation.keep(sequence, rows, tokens) or reason
+        if failed := conversation.keep(sequence, rows, tokens):
+            reason = failed
+        elif made is not None:  # the record names the new one: only now may the old ones go
+            storage.remove(replaced)
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)

@@ -815,7 +815,7 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
     class Told(Exact):
         def compact(self, idle):
             told.append(([reader.id for reader in idle.readers], store.conversations()))
-            return False
+            return None
 
     history = begun(model, store, method=Told())
     ((segments, listed),) = told
@@ -853,7 +853,7 @@ from families import *
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store.catalogue import Catalogue
 
-root, draws = Path(sys.argv[1]), int(sys.argv[2])
+root, draws, method = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 model, steps, last = build("llama"), 0, 0
 
 def dying(real):
@@ -867,7 +867,7 @@ def dying(real):
 
 def suspend(folder):
     with KVStore(folder) as store:
-        cache = TieredCache(model, store, conversation="alice-42")
+        cache = TieredCache(model, store, conversation="alice-42", method=method)
         history = torch.load(root / "history.pt")
         model.generate(history, past_key_values=cache, do_sample=False, max_new_tokens=20)
         for name in "open pwrite link rename replace unlink fsync fdatasync posix_fallocate".split():
@@ -893,14 +893,15 @@ print(most)
 """
 
 
-def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path):
+@pytest.mark.parametrize("method", ["exact", "krul:layers_shared=0.7:recompute=0.3:gamma=0.0:alike=1.0"])
+def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path, method):
     with KVStore(tmp_path / "first") as store:
-        history = begun(model, store)
+        history = begun(model, store, method=method)
         first = info(store)
     asked = torch.cat([history, prompt(40, seed=6)], dim=1)
     torch.save(asked, tmp_path / "history.pt")
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), "18"], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", KILLED, str(tmp_path), "18", method], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20
@@ -915,8 +916,9 @@ def test_kill_9_while_it_is_suspended_leaves_a_whole_turn(model, tmp_path):
             turns.add(found.turns)
             assert found.evicted == [] and found.tokens_there == found.tokens and found.in_use_by is None
             assert found.tokens == first.tokens if found.turns == 1 else found.tokens > first.tokens
-            with TieredCache(model, store, conversation="alice-42") as cache:
-                assert torch.equal(model.generate(asked, past_key_values=cache, **GREEDY), expected)
+            with TieredCache(model, store, conversation="alice-42", method=method) as cache:
+                said = model.generate(asked, past_key_values=cache, **GREEDY)
+                assert method != "exact" or torch.equal(said, expected)
                 assert cache.stats.tokens_restored >= first.tokens
             assert info(store).turns == found.turns + 1
             store.gc()

@@ -122,15 +122,15 @@ class Method:
         """
         return self
 
-    def compact(self, idle: IdleConversation) -> bool:
-        """A conversation goes idle: lay its segments out anew, as it is to come back.
+    def compact(self, idle: IdleConversation) -> str | None:
+        """A conversation goes idle: make one segment of those that hold it, as it is to come back.
 
-        The old ones stay until the new ones are whole on disk: the process may be killed at any moment.
+        The old ones stay: the process may be killed at any moment.
 
         Returns:
-            Whether other segments hold it now.
+            The new one's id, or None if they stay as they are.
         """
-        return False
+        return None
 
     def coded(self, codec: str) -> Method:
         """This method with the store's codec, if it names none of its own."""

@@ -85,9 +85,9 @@ class Krul(Method):
     def observer(self, later: Later | None) -> CacheObserver | None:
         return AttentionDistances(later=later) if self.layers_shared else None
 
-    def compact(self, idle: IdleConversation) -> bool:
+    def compact(self, idle: IdleConversation) -> str | None:
         if not self.conversation:
-            return False
+            return None
         layout = idle.readers[0].shape.layout
         geometry = replace(self.geometry, pairs=self.pairs(idle, idle.readers[0].shape.geometry.pairs))
         front = idle.front(share_of_bytes(layout, geometry, self.retained))
@@ -95,7 +95,7 @@ class Krul(Method):
         stored_from = fronts(tokens_of(idle.readers), front, len(layout.layers), step=step)
         stored_from = np.maximum(stored_from, lacking(idle.readers))
         if not geometry.pairs and not stored_from.any():
-            return False
+            return None
         return merge_segments(idle.disk, idle.readers, geometry, stored_from.tolist(), self.retained)
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:

@@ -17,8 +17,8 @@ from .segment import SegmentReader
 
 def merge_segments(
     disk: SegmentStore, readers: Sequence[SegmentReader], geometry: Geometry, stored_from: Sequence[int], share: float
-) -> bool:
-    """Replace a chain of segments by one. The old ones stay until the new one is whole on disk.
+) -> str | None:
+    """Make one segment of a chain of them, which stay.
 
     Args:
         disk: where they lie.
@@ -28,7 +28,7 @@ def merge_segments(
         share: of the tokens that a pair shares the share that stays unmerged: those of the largest angles.
 
     Returns:
-        Whether it was done; else there was no room.
+        The new one's id. None where there was no room, or they lie as they should.
 
     Raises:
         ValueError: see `join_segments`. IntegrityError, OSError: a segment cannot be read.
@@ -42,14 +42,11 @@ def merge_segments(
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
     header, prefix_hashes, groups = join_segments(readers, geometry, None if tables.same(None) else tables)
     old = [reader.id for reader in readers]
-    if header.id in old:
-        return False  # it lies as it should
-    if not disk.publish(header, prefix_hashes, groups, ancestors=old):
-        return False
+    if header.id in old or not disk.publish(header, prefix_hashes, groups, ancestors=old):
+        return None
     if not disk.pinned().isdisjoint(old):
         disk.pin([header.id])
-    disk.remove(old)
-    return True
+    return header.id
 
 
 def tokens_of(readers: Sequence[SegmentReader]) -> int:
