@@ -180,6 +180,62 @@ def test_decode_answers(tmp_path, monkeypatch):
     assert "| random |" in (tmp_path / "decode-answers-xs.md").read_text()
 
 
+def conversation_answers_of(tmp_path, monkeypatch, *ways):
+    import conversation_answers
+
+    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--count", "1", "--ways", *ways]
+    monkeypatch.setattr(sys, "argv", ["conversation_answers.py", *options, "--out", str(tmp_path)])
+    conversation_answers.main()
+    return json.loads((tmp_path / "conversation-answers-xs.json").read_text())
+
+
+def test_conversation_answers(tmp_path, monkeypatch):
+    ways = ("int8", "front 0.4", "Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
+    document = conversation_answers_of(tmp_path, monkeypatch, *ways, "fixed pairs 0.5", "H2O 0.5")
+    assert document["found"].keys() == {"questions", "books"} and document["skipped"] == {"longbench": "no --data"}
+    for found in document["found"].values():
+        mean = {way: {name: np.mean(values) for name, values in of.items()} for way, of in found.items()}
+        assert mean["full"]["storage"] == 100 and mean["full"]["KL"] == 0 and mean["full"]["top 1"] == 100
+        assert mean["int8"]["storage"] == 100 * (32 + 4) / (2 * 32)  # a factor for each vector of 32 numbers
+        assert mean["front 0.4"]["KL"] < 1e-3 < mean["H2O 0.5"]["KL"] and mean["H2O 0.5"]["storage"] == 50
+        alone = 13 / 256  # 5 % of a pair's tokens stay unmerged; two merged vectors take 64 bytes and two factors
+        assert mean["MiniCache 0.25"]["storage"] == pytest.approx(100 * (6 + 2 * alone + (1 - alone) * 72 / 64) / 8)
+        assert mean["random pairs 0.5"]["pairs"] == mean["Krul 0.5"]["pairs"] > 0
+        assert mean["Krul 0.75 front 0.4 int8"]["storage"] < 34 < mean["front 0.4"]["storage"]
+    page = (tmp_path / "conversation-answers-xs.md").read_text()
+    assert "| H2O 0.5 | 0.0 | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
+
+
+def test_what_h2o_keeps_is_what_was_attended_to_most_and_the_last(tmp_path):
+    import conversation_answers as answers
+    from transformers import DynamicCache
+
+    model = answers.load(BENCH.parent / "eval/reference/xs", torch.float32, torch.device("cpu"))
+    model.set_attn_implementation("eager")
+    ids, context = torch.arange(3, 203)[None], DynamicCache(config=model.config)
+    with torch.no_grad():
+        weights = model(input_ids=ids, past_key_values=context, output_attentions=True).attentions
+    masses = answers.attended(model, ids)  # in pieces
+    for mass, of_layer in zip(masses, weights, strict=True):
+        torch.testing.assert_close(mass, of_layer[0].sum(1).unflatten(0, (2, 2)).sum(1), rtol=1e-4, atol=1e-4)
+    left = answers.forgetful(context, masses, 0.25)
+    for layer, whole, mass in zip(left.layers, context.layers, masses, strict=True):
+        assert layer.keys.shape == (1, 2, 50, 32)
+        for head in range(2):
+            most = mass[head, :175].topk(25).indices.sort().values
+            columns = torch.cat([most, torch.arange(175, 200)])
+            assert torch.equal(layer.keys[0, head], whole.keys[0, head, columns])
+            assert torch.equal(layer.values[0, head], whole.values[0, head, columns])
+
+
+def test_the_largest_saving_is_of_the_ways_within_1_percent():
+    import conversation_answers as answers
+
+    measured = {"full": (100, 90), "H2O 0.75": (75, 89.2), "H2O 0.5": (50, 89.05), "MiniCache 0.5": (80, 89.2)}
+    found = {way: {"storage": [storage], "answers": [score]} for way, (storage, score) in measured.items()}
+    assert answers.largest_saving(found, "answers", answers.ways()) == {"H2O": "H2O 0.75", "MiniCache": "MiniCache 0.5"}
+
+
 def test_long_prompt(tmp_path, monkeypatch):
     import long_prompt
 

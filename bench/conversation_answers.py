@@ -1,0 +1,492 @@
+"""What it costs in answers to keep conversations in less space: Krul and its peers, by bytes stored.
+
+    PYTHONPATH=. python bench/conversation_answers.py --model eval/reference/xs --tokens 480
+
+A conversation is computed and suspended, and it comes back for each question, through a store. Reported are right
+answers, and how far each token of an answer is from what full KV gives: whether the likeliest token is the same, and
+the Kullback-Leibler divergence. The right answer is given, token by token, so that all see the same. Of running text
+the last 128 tokens stand for the new turn (Krul, Section 8.1).
+
+Bytes are those that a token's keys and values take, all layers together, as a share of all of them in the model's
+dtype. What blocks are padded to is left out, since these models' heads are small, and so are token tables; the bytes of
+the files, which hold both, stand beside. H2O (Zhang et al. 2023) forgets tokens for good, each head those that the
+context itself attended to least. It is done on KV in memory.
+
+Conversations of the first half of the seeds are for choosing settings; reported are the others. On the first half, too,
+the pairs are chosen that are fixed for the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from common import load, machine, pyplot, save, table
+from decode_answers import compared, note
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
+
+from eval.data import Data
+from eval.metrics import interval
+from eval.reference.asking import language_of
+from eval.reference.check import contexts
+from eval.reference.language import KINDS
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method, MiniCache
+from hf_tiered_cache.select.sharing import ALIKE, I_R_SHARE, LayerDistances, calibrated_gamma, share_layers
+from hf_tiered_cache.shape import SegmentShape
+
+CPU = torch.device("cpu")
+TURN_TOKENS = 128
+"""Of running text, that stand for the new turn."""
+WITHIN = 0.99
+"""Of full KV's score: what counts as no loss."""
+SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1"}
+"""By kind of conversation the figure that a loss is seen in."""
+LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa")
+_LETTERS = 8
+"""Of LongBench's text for a token: more than it takes."""
+_H2O_ROWS = 128
+"""Queries whose attention is summed at once."""
+
+_FILE = "file bytes a token"
+_MARKERS = "osD^vPX*<"
+_ARRAYS = ("euclidean", "relative", "initial_recent")
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomPairs(Krul):
+    """As many pairs as Krul would choose, at random among the layers that are I-R."""
+
+    kind: ClassVar[str] = "random pairs"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        count = len(super().pairs(idle, shared))
+        if not count or idle.attention is None:
+            return ()
+        gamma = calibrated_gamma(idle.initial_recent, I_R_SHARE)
+        among = np.array(idle.attention.layers)[idle.attention.initial_recent >= gamma]
+        drawn = np.random.default_rng(int(self.conversation, 16)).permutation(among)[: 2 * count]
+        return paired(drawn.reshape(-1, 2).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPairs(Krul):
+    """The same pairs in every conversation."""
+
+    fixed: Pairs = ()
+
+    kind: ClassVar[str] = "fixed pairs"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        return self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching(Krul):
+    """Shares nothing, and notes how alike the layers of each conversation are."""
+
+    seen: list[LayerDistances] = field(default_factory=list, compare=False, repr=False)
+
+    kind: ClassVar[str] = "watching"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        assert idle.attention is not None and not idle.attention.missing
+        self.seen.append(idle.attention)
+        return ()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep a conversation.
+
+    Args:
+        system: that it is one setting of.
+        method: how it is stored and restored; None for H2O.
+        share: of the tokens that H2O keeps.
+    """
+
+    system: str
+    method: Method | None = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What is kept, `[1, tokens]`, and what is asked behind it: prompts, and the tokens of their answers."""
+
+    ids: torch.Tensor
+    asked: list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+def paired(pairs: Sequence[Sequence[int]]) -> Pairs:
+    """Pairs of layers as a geometry has them."""
+    return tuple(sorted((min(pair), max(pair)) for pair in pairs))
+
+
+def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
+    """By name.
+
+    Args:
+        fixed: gives the pairs that are chosen once for the model.
+    """
+    found = {
+        "full": Way("full", Exact(recompute=0.0)),
+        "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
+        "front 0.4": Way("front alone", Krul(0.0, recompute=0.4)),
+        "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4, codec="int8")),
+    }
+    for front in (0.0, 0.4):
+        for shared in (0.25, 0.5, 0.75):
+            system = "Krul, front 0.4" if front else "Krul"
+            found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(system, Krul(shared, recompute=front))
+    found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, codec="int8"))
+    for shared in (0.25, 0.5):
+        found[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
+    for shared in (0.25, 0.5, 0.75):
+        found[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0))
+    for shared in (0.25, 0.5, 0.75):
+        found[f"fixed pairs {shared}"] = Way("fixed pairs", FixedPairs(shared, recompute=0.0, fixed=fixed(shared)))
+    return found | {f"H2O {share}": Way("H2O", share=share) for share in (0.75, 0.5, 0.42, 0.25)}
+
+
+def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="a reference model")
+    parser.add_argument("--tokens", type=int, default=480, help="of a conversation, a multiple of 16")
+    parser.add_argument("--count", type=int, default=20, help="of conversations of each kind")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model and its KV")
+    parser.add_argument("--data", type=Path, help="a folder of evaluation sets, with longbench")
+    parser.add_argument("--ways", nargs="+", choices=ways(), default=list(ways()), metavar="WAY", help="beside full")
+    parser.add_argument("--suffix", default="", help="of the name of the results, where not all ways are measured")
+    parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args(argv)
+    arguments.ways = list(dict.fromkeys(["full", *arguments.ways]))  # what all are compared with
+    if arguments.tokens % 16:
+        parser.error("--tokens is a multiple of 16: the rest would be computed, and not restored")
+    return arguments
+
+
+# --- conversations
+
+
+def questions(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """Contexts in the reference models' language, with a question of each kind."""
+    for context, asked in contexts(language_of(arguments.model), arguments.tokens, count, seed, KINDS):
+        ids = torch.tensor([[token for document in context.documents for token in document]])
+        yield Conversation(ids, [(question.prompt, question.answer) for question in asked.values()])
+
+
+def books(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """Runs of the book that ships with the project: of its first half for seed 0, else of its second; they overlap."""
+    text, tokens = language_of(arguments.model).text, arguments.tokens + TURN_TOKENS
+    half = len(text) // 2
+    for at in np.linspace(seed * half, (seed + 1) * half - tokens, count).astype(int).tolist():
+        yield turned(text[at : at + tokens].tolist(), arguments)
+
+
+def longbench(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """Beginnings of LongBench's contexts: of rows with even numbers for seed 0, else of odd ones."""
+    data, tokenizer = Data(arguments.data), AutoTokenizer.from_pretrained(arguments.model)
+    sets = [data.rows("longbench", name, ("context",)) for name in LONGBENCH]
+    texts = (rows[number]["context"] for number in range(seed, min(map(len, sets)), 2) for rows in sets)
+    tokens = arguments.tokens + TURN_TOKENS
+    every = (tokenizer(text[: _LETTERS * tokens], add_special_tokens=False)["input_ids"] for text in texts)
+    for ids in islice((ids for ids in every if len(ids) >= tokens), count):
+        yield turned(ids, arguments)
+
+
+def turned(text: list[int], arguments: argparse.Namespace) -> Conversation:
+    """Running text behind the first token of all that the model has read; its last tokens stand for the turn."""
+    ids = [AutoTokenizer.from_pretrained(arguments.model).bos_token_id, *text]
+    turn = tuple(ids[arguments.tokens : arguments.tokens + TURN_TOKENS])
+    return Conversation(torch.tensor([ids[: arguments.tokens]]), [(turn[:1], turn[1:])])
+
+
+def skipped(arguments: argparse.Namespace) -> dict[str, str]:
+    """By kind why it is not measured."""
+    if arguments.data is None:
+        return {"longbench": "no --data"}
+    lacking = [name for name in LONGBENCH if not Data(arguments.data).has("longbench", name)]
+    return {"longbench": f"--data has no {lacking[0]}"} if lacking else {}
+
+
+MAKERS = {"questions": questions, "books": books, "longbench": longbench}
+
+
+# --- asking
+
+
+@torch.no_grad()
+def logits_of(
+    model: PreTrainedModel, cache: Cache, before: torch.Tensor, prompt: tuple[int, ...], answer: tuple[int, ...]
+) -> torch.Tensor:
+    """`[answer, vocabulary]`: of each token of an answer, given those before it.
+
+    Args:
+        before: the conversation, `[1, n]`: given again where the cache holds nothing, and restores it.
+    """
+    ids = torch.cat([before, torch.tensor([[*prompt, *answer[:-1]]])], dim=1)
+    positions = torch.arange(ids.shape[1])[None]  # what H2O has left keeps its own
+    first = before.shape[1] if cache.get_seq_length() else 0
+    found = model(
+        input_ids=ids[:, first:],
+        position_ids=positions[:, first:],
+        past_key_values=cache,
+        logits_to_keep=len(answer),
+    )
+    return found.logits[0].float()
+
+
+def payload_bytes(shape: SegmentShape) -> float:
+    """Of the tokens that a segment's block groups hold, without what blocks are padded to."""
+    chunk = shape.geometry.chunk_tokens
+    return sum(shape.tokens_in(group) * group.payload_bytes / chunk for group in shape.block_groups)
+
+
+@torch.no_grad()
+def suspended(
+    model: PreTrainedModel, store: KVStore, method: Method, talk: Conversation, name: str
+) -> tuple[Callable[[], Cache], dict[str, float]]:
+    """Suspend a conversation. What makes the caches with which it comes back, and what it takes."""
+    cache = TieredCache(model, store, conversation=name, method=method)
+    model(input_ids=talk.ids, past_key_values=cache, logits_to_keep=1)
+    kept = cache.suspend()
+    assert kept.tokens == talk.ids.shape[1] and not kept.reason, kept
+    (record,) = [each for each in store.conversations() if each.id == name]
+    readers = [storage_of(store).disk.reader(segment) for segment in record.segments]
+    shapes = [reader.shape for reader in readers if reader is not None]
+    full = kept.tokens * shapes[0].layout.bytes_per_token
+    figures = {
+        "storage": 100 * sum(map(payload_bytes, shapes)) / full,
+        _FILE: kept.bytes / kept.tokens,
+        "pairs": len(shapes[0].geometry.pairs),
+    }
+
+    def returns() -> Cache:
+        return TieredCache(model, store, conversation=name, method=method, record=False)
+
+    return returns, figures
+
+
+@torch.no_grad()
+def attended(eager: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """For each layer the attention that the tokens of a context pay each of them, float32 `[kv_heads, tokens]`."""
+    config, tokens = eager.config, ids.shape[1]
+    masses = [torch.zeros(config.num_key_value_heads, tokens) for _ in range(config.num_hidden_layers)]
+    cache = DynamicCache(config=config)
+    for piece in ids.split(_H2O_ROWS, dim=1):
+        weights = eager(input_ids=piece, past_key_values=cache, output_attentions=True, logits_to_keep=1).attentions
+        for mass, of_layer in zip(masses, weights, strict=True):
+            seen = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
+            mass[:, : seen.shape[1]] += seen
+    return masses
+
+
+def forgetful(context: DynamicCache, masses: list[torch.Tensor], share: float) -> DynamicCache:
+    """A context of which H2O keeps a share: one half what was attended to most, the other its last tokens."""
+    tokens, made = context.get_seq_length(), DynamicCache()
+    kept = round(share * tokens)
+    for number, (layer, mass) in enumerate(zip(context.layers, masses, strict=True)):
+        mass = mass.clone()
+        mass[:, tokens - kept // 2 :] = torch.inf
+        columns = mass.topk(kept, dim=1).indices.sort(dim=1).values[None, :, :, None]  # [1, kv_heads, kept, 1]
+        made.update(layer.keys.take_along_dim(columns, 2), layer.values.take_along_dim(columns, 2), number)
+    return made
+
+
+def mean_distances(seen: Sequence[LayerDistances]) -> LayerDistances:
+    """Of several conversations."""
+    means = [np.mean([getattr(one, name) for one in seen], axis=0) for name in _ARRAYS]
+    return LayerDistances(seen[0].layers, *means, sum(one.rows for one in seen))
+
+
+def watched(model: PreTrainedModel, store: KVStore, talks: Sequence[Conversation]) -> list[LayerDistances]:
+    """How alike the layers of some conversations are."""
+    watching = Watching(recompute=0.0)
+    for number, talk in enumerate(talks):
+        suspended(model, store, watching, talk, str(number))
+    return watching.seen
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """`found`: by kind and way, lists over questions, and over conversations what they take; and what is alike."""
+    dtype, seed = getattr(torch, arguments.dtype), 0 if arguments.choosing else 1
+    model = load(arguments.model, dtype, CPU)
+    eager = load(arguments.model, dtype, CPU)
+    eager.set_attn_implementation("eager")  # the one that gives weights
+    lacking = skipped(arguments)
+    kinds = {kind: make for kind, make in MAKERS.items() if kind not in lacking}
+    with KVStore(folder / "watched") as store:
+        others = [talk for make in kinds.values() for talk in make(arguments, 0, arguments.count)]
+        seen = watched(model, store, others)
+    mean, gamma = mean_distances(seen), calibrated_gamma(one.initial_recent for one in seen)
+    every = ways(lambda shared: share_layers(mean, gamma, shared).pairs)
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    for kind, make in kinds.items():
+        talks = list(make(arguments, seed, arguments.count))
+        stores = {name: KVStore(folder / kind / name.replace(" ", "-")) for name in arguments.ways}
+        for number, talk in enumerate(tqdm(talks, desc=kind)):
+            ask_all(
+                model, eager, talk, str(number), {name: every[name] for name in arguments.ways}, stores, found[kind]
+            )
+        for store in stores.values():
+            store.close()
+    alike = {
+        "relative": mean.relative.tolist(),
+        "initial_recent": mean.initial_recent.tolist(),
+        "gamma": gamma,
+        "fixed": {name: way.method.fixed for name, way in every.items() if isinstance(way.method, FixedPairs)},
+    }
+    return {"found": found, "alike": alike, "skipped": lacking}
+
+
+def ask_all(
+    model: PreTrainedModel,
+    eager: PreTrainedModel,
+    talk: Conversation,
+    name: str,
+    every: dict[str, Way],
+    stores: dict[str, KVStore],
+    found: dict[str, Any],
+) -> None:
+    """Keep a conversation in every way, and note what is answered."""
+    context = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=talk.ids, past_key_values=context, logits_to_keep=1)
+    expected = [logits_of(model, copy.deepcopy(context), talk.ids, *asked) for asked in talk.asked]
+    masses = attended(eager, talk.ids) if any(way.method is None for way in every.values()) else []
+    for label, way in every.items():
+        if way.method is not None:
+            returns, figures = suspended(model, stores[label], way.method, talk, name)
+        else:
+            left = forgetful(context, masses, way.share)
+            held = left.get_seq_length() / talk.ids.shape[1]
+            returns, figures = (lambda left=left: copy.deepcopy(left)), {"storage": 100 * held, "pairs": 0}
+        note(found, label, figures)
+        for asked, full in zip(talk.asked, expected, strict=True):
+            cache = returns()
+            note(found, label, compared(logits_of(model, cache, talk.ids, *asked), full, asked[1]))
+            if isinstance(cache, TieredCache):
+                assert cache.stats.tokens_restored == talk.ids.shape[1], cache.stats.reason
+
+
+# --- telling
+
+
+def largest_saving(found: dict[str, Any], score: str, every: dict[str, Way]) -> dict[str, str]:
+    """By system the way that takes least of those within 1 % of full KV; "" where none is."""
+    least, chosen = WITHIN * np.mean(found["full"][score]), dict[str, str]()
+    for name in sorted(found, key=lambda name: -np.mean(found[name]["storage"])):
+        chosen.setdefault(every[name].system, "")
+        if np.mean(found[name][score]) >= least:
+            chosen[every[name].system] = name
+    return {system: name for system, name in chosen.items() if system != "full"}
+
+
+def report(document: dict[str, Any]) -> str:
+    """Markdown."""
+    about, alike = document["machine"], document["alike"]
+    parts = [
+        f"# Answers of conversations that come back: {document['model']}, {document['tokens']} tokens\n\n"
+        f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['dtype']}, "
+        f"{document['count']} conversations of each kind. *Storage*: bytes of keys and values, as a share of all of "
+        "them; padding and token tables are in *file* alone, beside the file of full KV. A *front* is not stored but "
+        "computed when the conversation comes back, which takes time that others do not. *KL*: nats a token. In "
+        "brackets: 95 % of bootstrapped means.\n",
+        alike_text(alike),
+    ]
+    for kind, found in document["found"].items():
+        parts.append(f"\n## {kind}\n\n" + kind_text(found, SCORES[kind]))
+    parts += [f"\n## {kind}\n\nNot measured: {why}.\n" for kind, why in document["skipped"].items()]
+    return "".join(parts)
+
+
+def alike_text(alike: dict[str, Any]) -> str:
+    """Which layers are alike, in the conversations that settings are chosen on."""
+    relative = np.array(alike["relative"])
+    steps = ", ".join(f"{a}-{b} {relative[a, b]:.2f}" for a, b in pairwise(range(len(relative))))
+    count = sum(relative[a, b] <= ALIKE for a, b in pairwise(range(len(relative))))
+    fixed = "; ".join(f"{name}: {', '.join(f'{a}-{b}' for a, b in pairs)}" for name, pairs in alike["fixed"].items())
+    return (
+        f"\nRelative distance of neighbouring layers, mean of the conversations to choose on: {steps}. {count} of "
+        f"{len(relative) - 1} are alike (up to {ALIKE:g}). Pairs that are fixed for the model: {fixed}.\n"
+    )
+
+
+def kind_text(found: dict[str, Any], score: str) -> str:
+    """One kind: all ways, and of each system what saves most."""
+    every, rows = ways(), []
+    for name, of in found.items():
+        low, high = interval(of[score])
+        storage = np.mean(of["storage"])
+        file = f"{100 * np.mean(of[_FILE]) / np.mean(found['full'][_FILE]):.0f} %" if _FILE in of else "in memory"
+        asked = [f"{np.mean(of[score]):.1f} ({low:.1f} to {high:.1f})"]
+        asked += [f"{np.mean(of['top 1']):.1f}"] * (score != "top 1")
+        figures = [f"{np.mean(of['pairs']):.1f}", f"{storage:.1f} %", f"{100 / storage:.2f}", file]
+        rows.append([name, *figures, *asked, f"{np.mean(of['KL']):.4f}"])
+    heads = ["way", "pairs", "storage", "times less", "file", f"{score}, %", *["top 1, %"] * (score != "top 1"), "KL"]
+    saving = [
+        [system, name or "none", f"{100 / np.mean(found[name]['storage']):.2f}" if name else "1"]
+        for system, name in largest_saving(found, score, every).items()
+    ]
+    return (
+        f"{len(found['full'][score])} questions.\n\n{table(heads, rows)}\nLargest storage saving within 1 % of full KV "
+        f"({score}):\n\n{table(['system', 'way', 'times less'], saving)}"
+    )
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Quality against storage: a column for each kind; its score above, divergence below."""
+    if (plt := pyplot()) is None:
+        return
+    every, kinds = ways(), document["found"]
+    figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7.5), sharex=True, squeeze=False)
+    systems = list(dict.fromkeys(way.system for way in every.values()))
+    for column, (kind, found) in enumerate(kinds.items()):
+        for panel, figure_of in zip(axes[:, column], (SCORES[kind], "KL"), strict=True):
+            for number, system in enumerate(systems):
+                names = [name for name in found if every[name].system == system]
+                points = sorted((np.mean(found[name]["storage"]), np.mean(found[name][figure_of])) for name in names)
+                if points:
+                    look = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+                    panel.plot(*zip(*points, strict=True), label=system, linewidth=1, **look)
+            panel.set(
+                xlabel="storage, % of full KV", ylabel="KL, nats a token" if figure_of == "KL" else f"{figure_of}, %"
+            )
+        axes[0, column].axhline(WITHIN * np.mean(found["full"][SCORES[kind]]), color="gray", linestyle=":", linewidth=1)
+        axes[0, column].set_title(kind)
+        axes[1, column].set_yscale("symlog", linthresh=1e-4)
+    axes[0, -1].legend(fontsize="x-small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    arguments = arguments_of()
+    with tempfile.TemporaryDirectory() as folder:
+        about, results = machine(CPU, Path(folder)), measure(arguments, Path(folder))
+    kept = {name: getattr(arguments, name) for name in ("tokens", "count", "dtype", "choosing")}
+    document = {"machine": about, "model": arguments.model.name, **kept, **results}
+    text = report(document)
+    name = f"conversation-answers-{arguments.model.name}" + "-choosing" * arguments.choosing + arguments.suffix
+    save(arguments.out, name, document, text)
+    plot(document, arguments.out / f"{name}.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
