@@ -1,0 +1,138 @@
+"""Ways to keep a conversation in less space: Krul, and what it is compared with in `conversation_answers.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method, MiniCache
+from hf_tiered_cache.select.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
+
+NOISE = "full, rounded otherwise"
+"""Full KV, computed in pieces of an odd size: nothing is lost, but kernels round otherwise."""
+_H2O_ROWS = 128
+"""Queries whose attention is summed at once."""
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomPairs(Krul):
+    """As many pairs as Krul would choose, at random among the layers that are I-R."""
+
+    kind: ClassVar[str] = "random pairs"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        count = len(super().pairs(idle, shared))
+        if not count or idle.attention is None:
+            return ()
+        gamma = calibrated_gamma(idle.initial_recent, I_R_SHARE)
+        among = np.array(idle.attention.layers)[idle.attention.initial_recent >= gamma]
+        drawn = np.random.default_rng(int(self.conversation, 16)).permutation(among)[: 2 * count]
+        return paired(drawn.reshape(-1, 2).tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedPairs(Krul):
+    """The same pairs in every conversation."""
+
+    fixed: Pairs = ()
+
+    kind: ClassVar[str] = "fixed pairs"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        return self.fixed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watching(Krul):
+    """Shares nothing, and notes how alike the layers of each conversation are."""
+
+    seen: list[LayerDistances] = field(default_factory=list, compare=False, repr=False)
+
+    kind: ClassVar[str] = "watching"
+
+    def pairs(self, idle: IdleConversation, shared: Pairs) -> Pairs:
+        assert idle.attention is not None and not idle.attention.missing
+        self.seen.append(idle.attention)
+        return ()
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep a conversation.
+
+    Args:
+        system: that it is one setting of.
+        method: how it is stored and restored; None for H2O.
+        share: of the tokens that H2O keeps.
+        piece: tokens that are computed at once, of full KV in memory; 0: all.
+    """
+
+    system: str
+    method: Method | None = None
+    share: float = 1.0
+    piece: int = 0
+
+
+def paired(pairs: Sequence[Sequence[int]]) -> Pairs:
+    """Pairs of layers as a geometry has them."""
+    return tuple(sorted((min(pair), max(pair)) for pair in pairs))
+
+
+def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
+    """By name.
+
+    Args:
+        fixed: gives the pairs that are chosen once for the model.
+    """
+    found = {
+        "full": Way("full", Exact(recompute=0.0)),
+        NOISE: Way("full", piece=7),
+        "int8": Way("int8", Exact(recompute=0.0, codec="int8")),
+        "front 0.4": Way("front alone", Krul(0.0, recompute=0.4)),
+        "front 0.4 int8": Way("front alone, int8", Krul(0.0, recompute=0.4, codec="int8")),
+    }
+    for front in (0.0, 0.4):
+        for shared in (0.25, 0.5, 0.75):
+            system = "Krul, front 0.4" if front else "Krul"
+            found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(system, Krul(shared, recompute=front))
+    found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, codec="int8"))
+    for shared in (0.25, 0.5):
+        found[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))
+    for shared in (0.25, 0.5, 0.75):
+        found[f"random pairs {shared}"] = Way("random pairs", RandomPairs(shared, recompute=0.0))
+    for shared in (0.25, 0.5, 0.75):
+        found[f"fixed pairs {shared}"] = Way("fixed pairs", FixedPairs(shared, recompute=0.0, fixed=fixed(shared)))
+    return found | {f"H2O {share}": Way("H2O", share=share) for share in (0.75, 0.5, 0.42, 0.25)}
+
+
+@torch.no_grad()
+def attended(eager: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    """For each layer the attention that the tokens of a context pay each of them, float32 `[kv_heads, tokens]`."""
+    config, tokens = eager.config, ids.shape[1]
+    masses = [torch.zeros(config.num_key_value_heads, tokens) for _ in range(config.num_hidden_layers)]
+    cache = DynamicCache(config=config)
+    for piece in ids.split(_H2O_ROWS, dim=1):
+        weights = eager(input_ids=piece, past_key_values=cache, output_attentions=True, logits_to_keep=1).attentions
+        for mass, of_layer in zip(masses, weights, strict=True):
+            seen = of_layer[0].float().sum(1).unflatten(0, (len(mass), -1)).sum(1)  # [kv_heads, columns so far]
+            mass[:, : seen.shape[1]] += seen
+    return masses
+
+
+def forgetful(context: DynamicCache, masses: list[torch.Tensor], share: float) -> DynamicCache:
+    """A context of which H2O keeps a share: one half what was attended to most, the other its last tokens."""
+    tokens, made = context.get_seq_length(), DynamicCache()
+    kept = round(share * tokens)
+    for number, (layer, mass) in enumerate(zip(context.layers, masses, strict=True)):
+        mass = mass.clone()
+        mass[:, tokens - kept // 2 :] = torch.inf
+        columns = mass.topk(kept, dim=1).indices.sort(dim=1).values[None, :, :, None]  # [1, kv_heads, kept, 1]
+        made.update(layer.keys.take_along_dim(columns, 2), layer.values.take_along_dim(columns, 2), number)
+    return made
