@@ -53,7 +53,7 @@ WITHIN = 0.99
 """Of full KV's score: what counts as no loss."""
 SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1"}
 """By kind of conversation the figure that a loss is seen in."""
-LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa")
+LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa", "narrativeqa", "qasper", "multifieldqa_en", "musique")
 _LETTERS = 8
 """Of LongBench's text for a token: more than it takes."""
 _FILE = "file bytes a token"
@@ -291,9 +291,9 @@ def report(document: dict[str, Any]) -> str:
     parts = [
         f"# Answers of conversations that come back: {document['model']}, {document['tokens']} tokens\n\n"
         f"{about['cpu']}, {about['cores']} cores; {about['date']}, commit {about['commit']}. {document['dtype']}, "
-        f"{document['count']} conversations of each kind. *Storage*: bytes of keys and values, as a share of all of "
-        "them; padding and token tables are in *file* alone, beside the file of full KV. A *front* is not stored but "
-        "computed when the conversation comes back, which takes time that others do not. *KL*: nats a token. In "
+        f"up to {document['count']} conversations of each kind. *Storage*: bytes of keys and values, as a share of all "
+        "of them; padding and token tables are in *file* alone, beside the file of full KV. A *front* is not stored, "
+        "but computed when the conversation comes back, which takes time that others do not. *KL*: nats a token. In "
         "brackets: 95 % of bootstrapped means. *Rounded otherwise*: computed in pieces of 7 tokens; what that loses is "
         "noise.\n",
         alike_text(alike),
@@ -347,13 +347,18 @@ def plot(document: dict[str, Any], path: Path) -> None:
     every, kinds = ways(), document["found"]
     figure, axes = plt.subplots(2, len(kinds), figsize=(5 * len(kinds), 7.5), sharex=True, squeeze=False)
     systems = list(dict.fromkeys(way.system for way in every.values()))
+    colors = plt.get_cmap("tab20")
     for column, (kind, found) in enumerate(kinds.items()):
         for panel, figure_of in zip(axes[:, column], (SCORES[kind], "KL"), strict=True):
             for number, system in enumerate(systems):
                 names = [name for name in found if every[name].system == system]
                 points = sorted((np.mean(found[name]["storage"]), np.mean(found[name][figure_of])) for name in names)
                 if points:
-                    look = {"color": f"C{number % 10}", "marker": _MARKERS[number % len(_MARKERS)], "markersize": 4}
+                    look = {
+                        "color": colors(number % colors.N),
+                        "marker": _MARKERS[number % len(_MARKERS)],
+                        "markersize": 4,
+                    }
                     panel.plot(*zip(*points, strict=True), label=system, linewidth=1, **look)
             panel.set(
                 xlabel="storage, % of full KV", ylabel="KL, nats a token" if figure_of == "KL" else f"{figure_of}, %"
@@ -361,8 +366,11 @@ def plot(document: dict[str, Any], path: Path) -> None:
         axes[0, column].axhline(WITHIN * np.mean(found["full"][SCORES[kind]]), color="gray", linestyle=":", linewidth=1)
         axes[0, column].set_title(kind)
         axes[1, column].set_yscale("symlog", linthresh=1e-4)
-    axes[0, -1].legend(fontsize="x-small")
-    figure.tight_layout()
+        most = max(np.mean(of["KL"]) for of in found.values())
+        axes[1, column].set_ylim(-2e-5, 2 * most + 1e-4)  # below 1e-4 the axis is linear, and 0 is on it
+    named = {label: line for panel in axes.flat for line, label in zip(*panel.get_legend_handles_labels(), strict=True)}
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.legend(named.values(), named.keys(), loc="lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
