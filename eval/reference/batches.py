@@ -26,11 +26,11 @@ class Batch:
     """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, else they are of an answer to the kind of
     question of that number in `LONG_KINDS`."""
     also: torch.Tensor
-    """`[rows, length, MOST - 1]`: what is to be as likely as the target, the other values of a key; else -1."""
+    """`[rows, length, MOST - 1]`: what is as right as the target, the other values of a key; else -1."""
 
 
 def learned_from(question: Question) -> tuple[tuple[int, ...], list[int]]:
-    """The tokens of an answer, and what is to be as likely as the first: the first tokens of other values."""
+    """The tokens of an answer, and what is as right as the first: the first tokens of other values."""
     if question.kind == "values":
         return question.answer[:2], list(question.answer[2::2])
     return question.answer, []
@@ -45,7 +45,7 @@ def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) 
     for row in range(rows):
         questions = min(stage.questions, stage.length // 8)
         room = stage.length - 4 * questions
-        context = language.context(rng, room, questions, kinds, stage.density, stage.repeats, stage.most)
+        context = language.context(rng, room, questions, kinds, stage.density, stage.repeats, stage.least, stage.most)
         flat = [token for document in context.documents for token in document]
         labels = np.where(context.is_text, TEXT, NOTHING).tolist()
         for question in context.questions:
@@ -66,7 +66,8 @@ def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) 
 def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
     """Mean loss on answers, mean loss on text, and the share of right answer tokens of each kind.
 
-    Where several are to be said, the share in which none is likelier than they are.
+    Where several are to be said, the mean loss of each against what is none of them, so that one may be likelier than
+    another; and the share in which nothing else is likelier than they are.
     """
     device = model.device
     ids, kind = batch.ids.to(device), batch.kind.to(device)[:, 1:]
@@ -76,10 +77,10 @@ def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.T
         logits = model.lm_head(hidden[wanted])
     targets, kinds = torch.cat([batch.targets.unsqueeze(2), batch.also], 2).to(device)[:, 1:][wanted], kind[wanted]
     missing, count = targets < 0, (targets >= 0).sum(1)  # [wanted, MOST], [wanted]
-    likely = logits.float().log_softmax(-1)
-    chosen = likely.gather(1, targets.clamp(min=0))  # [wanted, MOST]
-    each = -chosen.masked_fill(missing, 0).sum(1) / count - count.log()  # 0 where all are equally likely
-    least = chosen.masked_fill(missing, torch.inf).min(1, keepdim=True).values
-    right = (likely >= least).sum(1) == count
+    logits, at = logits.float(), torch.where(missing, targets[:, :1], targets)  # [wanted, vocabulary], [wanted, MOST]
+    chosen, others = logits.gather(1, at), logits.scatter(1, at, -torch.inf)
+    against = torch.logaddexp(chosen, others.logsumexp(1, keepdim=True))
+    each = (against - chosen).masked_fill(missing, 0).sum(1) / count
+    right = (chosen > others.max(1, keepdim=True).values).all(1)
     shares = {name: float(right[kinds == i].float().mean()) for i, name in enumerate(LONG_KINDS) if (kinds == i).any()}
     return each[kinds != TEXT].mean(), each[kinds == TEXT].mean(), shares

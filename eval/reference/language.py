@@ -37,8 +37,8 @@ WORDS = tuple(f"<w{c}.{i}>" for c in range(CATEGORIES) for i in range(WORDS_EACH
 LABELS = tuple(f"<l{i}>" for i in range(16))
 KINDS = ("fact", "alias", "hop", "shot", "back")
 LONG_KINDS = (*KINDS, "values", "track")
-MOST = 4
-"""Values of a key, and copies in a chain, at most."""
+LEAST, MOST = 2, 4
+"""Values of a key, and copies in a chain."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedTokenizerFast:
@@ -123,6 +123,7 @@ class Language:
         kinds: Mapping[str, float],
         density: tuple[float, float] = (0.3, 0.7),
         repeats: bool = False,
+        least: int = LEAST,
         most: int = MOST,
     ) -> Context:
         """Draw documents of `tokens` tokens together, and at most so many questions.
@@ -131,9 +132,9 @@ class Language:
             kinds: how often each kind of question is asked, relative to the others.
             density: range of the share of tokens that statements take.
             repeats: whether the same may be asked again, and read off the first time.
-            most: values of a key, and copies in a chain; at least 2.
+            least, most: values of a key, and copies in a chain; at least 2.
         """
-        said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds, most)
+        said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds, (least, most))
         events = sorted(said.events, key=lambda event: event[0])
         documents, is_text = self._write(rng, [(mark, list(ids)) for _, mark, ids in events], tokens)
         return Context(
@@ -205,7 +206,12 @@ class _Said:
     """Statements, each with a time in [0, 1), whether it begins a document, and its tokens; what may be asked."""
 
     def __init__(
-        self, language: Language, rng: np.random.Generator, room: int, kinds: Mapping[str, float], most: int
+        self,
+        language: Language,
+        rng: np.random.Generator,
+        room: int,
+        kinds: Mapping[str, float],
+        counts: tuple[int, int],
     ) -> None:
         self.events: list[tuple[float, bool, tuple[int, ...]]] = []
         self.askable: dict[str, list] = {}
@@ -221,7 +227,7 @@ class _Said:
             names.remove("shot")
         while room >= 6 and names and len(keys) > 2 and firsts:
             kind, time = rng.choice(names), float(rng.random())
-            count = 1 if kind == "hop" else int(rng.integers(2, most + 1)) if kind in ("values", "track") else 0
+            count = 1 if kind == "hop" else int(rng.integers(counts[0], counts[1] + 1)) if kind in ("values", "track") else 0
             if kind in ("hop", "track") and (not facts or len(keys) < count or room < 3 * count):
                 kind = "fact"
             if kind == "values" and (len(firsts) < count or room < 4 * count):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from .language import KINDS, LONG_KINDS, MOST
+from .language import KINDS, LEAST, LONG_KINDS, MOST
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,11 @@ class Stage:
     """After these the next length comes, learned or not: what is left is learned while the rates fall."""
     questions: int = 32
     """At most so many behind each context."""
+    least: int = LEAST
     most: int = MOST
     """Values of a key, and copies in a chain."""
+    rates: tuple[float, float] = (1.0, 1.0)
+    """Of the size's learning rates, from the stage's beginning to `most_steps`; those of the last stage end at 0."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,13 @@ class Size:
     learned: float = 0.97
     final_steps: int = 1600
     """Steps of the last stage, while the rates fall to 0."""
+
+    def rate(self, stage: int, step: int) -> float:
+        """Share of the learning rates in this step of the stage of this number, both from 0."""
+        now, last = self.stages[stage], stage == len(self.stages) - 1
+        begin, end = (now.rates[0], 0.0) if last else now.rates
+        done = min(1.0, step / (self.final_steps if last else now.most_steps))
+        return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 _GROWING = (

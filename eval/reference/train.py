@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -133,9 +132,7 @@ class Training:
         now, size = self.progress, self.size
         stage, started = size.stages[now.stage], time.monotonic()
         last = now.stage == len(size.stages) - 1
-        scale = 1.0
-        if last:
-            scale = 0.5 * (1 + math.cos(math.pi * min(1.0, now.in_stage / size.final_steps)))
+        scale = size.rate(now.stage, now.in_stage)
         for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale * min(1.0, (now.step + 1) / 100)

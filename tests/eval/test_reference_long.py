@@ -113,6 +113,20 @@ def test_going_on_from_a_model_goes_on_where_it_stopped(tokenizer, language, tmp
     assert not torch.equal(state["lm_head.weight"], base.state_dict()["lm_head.weight"])
 
 
+def test_rates_fall_within_a_stage_and_to_nothing_in_the_last(tokenizer, language, tmp_path):
+    stage = replace(small(2, 1).stages[0], least_steps=200, most_steps=200)
+    stages = (replace(stage, rates=(1.0, 0.5)), replace(stage, rates=(0.5, 0.25)))
+    size = replace(small(2, 1, continues=True), stages=stages, final_steps=100)
+    assert [size.rate(0, step) for step in (0, 100, 200)] == pytest.approx([1, 0.75, 0.5])
+    assert [size.rate(1, step) for step in (0, 50, 100)] == pytest.approx([0.5, 0.25, 0])
+    assert {SIZES["xs"].rate(stage, step) for stage in range(9) for step in (0, 50)} == {1}
+    run = train.Training(size, language, tokenizer, tmp_path, 0, build(size, tokenizer, range(4)))
+    run.progress.step = run.progress.in_stage = 150  # rates have risen to where they begin, and fall
+    run.run(0)
+    used = [optimizer.param_groups[0]["lr"] for optimizer in run.optimizers]
+    assert used == pytest.approx([rate * size.rate(0, 150) for rate in (size.matrix_rate, size.other_rate)])
+
+
 def test_a_run_that_goes_on_is_asked_for_with_the_model_that_it_goes_on_from(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("word " * 2000)
@@ -147,7 +161,7 @@ def test_all_values_of_a_key_are_learned_from(tokenizer, language):
     assert (few.also >= 0).sum(2).max() == 1
 
 
-def test_values_are_learned_when_all_are_as_likely_and_nothing_is_likelier(tokenizer, language):
+def test_values_are_learned_when_nothing_else_is_likelier(tokenizer, language):
     """A stand-in for a model, which gives to each place the logits that are asked for."""
 
     class Says(torch.nn.Module):
@@ -174,10 +188,11 @@ def test_values_are_learned_when_all_are_as_likely_and_nothing_is_likelier(token
     uneven, between = logits.clone(), logits.clone()
     for row, at in (batch.also[:, 1:] >= 0).any(2).nonzero().tolist():
         for one in (uneven, between):
-            one[row, at, batch.targets[row, at + 1]] = 2.0  # likelier than the others: it costs, but all are found
+            one[row, at, batch.targets[row, at + 1]] = 2.0  # likelier than the others: all are found
         between[row, at, 0] = 1.0  # what is no value is likelier than some
-    assert losses(Says(uneven), batch)[0] > 0.01
+    assert losses(Says(uneven), batch)[0].abs() < 1e-3
     assert losses(Says(uneven), batch)[2]["values"] == 1.0
+    assert losses(Says(between), batch)[0] > 0.01
     assert losses(Says(between), batch)[2]["values"] < 0.6  # second tokens are right
     assert losses(Says(between), batch)[2]["fact"] == 1.0
 
