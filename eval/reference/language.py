@@ -227,7 +227,9 @@ class _Said:
             names.remove("shot")
         while room >= 6 and names and len(keys) > 2 and firsts:
             kind, time = rng.choice(names), float(rng.random())
-            count = 1 if kind == "hop" else int(rng.integers(counts[0], counts[1] + 1)) if kind in ("values", "track") else 0
+            count = 1 if kind == "hop" else 0
+            if kind in ("values", "track"):
+                count = int(rng.integers(counts[0], counts[1] + 1))
             if kind in ("hop", "track") and (not facts or len(keys) < count or room < 3 * count):
                 kind = "fact"
             if kind == "values" and (len(firsts) < count or room < 4 * count):

@@ -50,20 +50,34 @@ def unshared(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
     return alone.to(torch.bfloat16)
 
 
-def sharing(model: Qwen2ForCausalLM) -> list[int]:
-    """For each layer, which is the first that has the same weights: the opposite of `unshared`."""
+def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
+    """For each layer, which is the first that has the same weights: the opposite of `unshared`.
+
+    Args:
+        depth: layers of a model that is `grown` from this one, and shares as it does; as many as it has, if None.
+    """
     layers = [layer.state_dict() for layer in model.model.layers]
-    return [
+    shared = [
         next(first for first in range(number + 1) if all(torch.equal(layers[first][name], own[name]) for name in own))
         for number, own in enumerate(layers)
     ]
+    if depth is None or depth == len(shared):
+        return shared
+    return [*(shared[layer] for layer in _deepened(len(shared), depth)[:-1]), depth - 1]
+
+
+def _deepened(layers: int, depth: int) -> list[int]:
+    """For each layer of a deeper model, which layer of the other it is: the last but one comes again."""
+    return [*(min(layer, layers - 2) for layer in range(depth - 1)), layers - 1]
 
 
 def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
-    """Weights for a model of this size that computes what `base` does, with as many heads or more.
+    """Weights for a model of this size that computes what `base` does, with as many heads and layers or more.
 
-    Each KV head is copied, and the query heads of its group are dealt out to the copies. Where there is room for more,
-    query heads are copied too, beside others than before, and the copies' outputs begin with weights of 0.
+    With more layers it computes that nearly, if it shares the layer before the last, which comes again: what has been
+    found is looked up again. Each KV head is copied, and the query heads of its group are dealt out to the copies.
+    Where there is room for more, query heads are copied too, beside others than before, and the copies' outputs begin
+    with weights of 0.
 
     Raises:
         ValueError: the models differ in more than their heads, or these cannot be made from the others.
@@ -71,9 +85,9 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
     config, head_dim = base.config, base.model.layers[0].self_attn.head_dim
     base_heads, base_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
     group, times, room = base_heads // base_kv_heads, size.kv_heads // base_kv_heads, size.heads // size.kv_heads
-    wanted = (size.hidden, size.intermediate, size.layers, size.head_dim)
-    if wanted != (config.hidden_size, config.intermediate_size, config.num_hidden_layers, head_dim):
-        raise ValueError("a model goes on with the width, depth and head size that it has")
+    wanted, layers = (size.hidden, size.intermediate, size.head_dim), config.num_hidden_layers
+    if wanted != (config.hidden_size, config.intermediate_size, head_dim) or size.layers < layers:
+        raise ValueError("a model goes on with the width and head size that it has, and no fewer layers")
     if size.kv_heads % base_kv_heads or size.heads % size.kv_heads or times + room <= group:
         raise ValueError(
             f"{size.heads} heads on {size.kv_heads} KV heads cannot be made from {base_heads} on {base_kv_heads}"
@@ -86,7 +100,13 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
             heads[kv_head, place] = head
             first[kv_head, place] = head not in seen
             seen.add(head)
-    state = dict(base.state_dict())
+    before = base.state_dict()
+    state = {name: weight for name, weight in before.items() if ".layers." not in name}
+    for layer, same in enumerate(_deepened(layers, size.layers)):
+        begin = f"model.layers.{same}."
+        for name in before:
+            if name.startswith(begin):
+                state[f"model.layers.{layer}.{name.removeprefix(begin)}"] = before[name]
     for name, weight in state.items():
         part = name.split(".")[-2]
         if part in ("k_proj", "v_proj"):

@@ -37,8 +37,8 @@ class Stage:
 class Size:
     """One reference model and how it is trained.
 
-    One that `continues` begins with the weights of another, which has the same width and depth, and shares layers as
-    that one does; it may have more heads, and another base of RoPE.
+    One that `continues` begins with the weights of another of the same width, and shares layers as that one does; it
+    may have more heads and layers, and another base of RoPE.
     """
 
     hidden: int

@@ -73,7 +73,9 @@ class Training:
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed
         middle = range(size.layers - 1)
         shared = (
-            [*(min(layer, size.own_layers) for layer in middle), size.layers - 1] if base is None else sharing(base)
+            [*(min(layer, size.own_layers) for layer in middle), size.layers - 1]
+            if base is None
+            else sharing(base, size.layers)
         )
         self.progress = Progress(shared=shared)
         self._checkpoint = out / "checkpoint.pt"

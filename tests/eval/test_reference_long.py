@@ -75,7 +75,7 @@ def test_a_grown_model_computes_the_same(tokenizer, heads, kv_heads):
     "size",
     [
         replace(small(2, 1), hidden=64),
-        replace(small(2, 1), layers=5),
+        replace(small(2, 1), layers=3),
         replace(small(2, 1), head_dim=32),
         small(3, 2),
         small(1, 1),
@@ -90,6 +90,24 @@ def test_layers_are_shared_as_in_the_model_gone_on_from(tokenizer, xs):
     assert sharing(xs) == [0, 1, 1, 1, 1, 1, 1, 7]
     for shared in ([0, 1, 1, 3], [0, 1, 2, 3]):
         assert sharing(unshared(build(small(2, 1), tokenizer, shared))) == shared
+
+
+def test_a_deeper_model_is_the_one_before_the_last_again(tokenizer):
+    base = build(small(2, 1), tokenizer, [0, 1, 1, 3])
+    size = replace(small(4, 2, continues=True), layers=6)
+    shared = sharing(base, size.layers)
+    assert shared == [0, 1, 1, 1, 1, 5]
+    model = build(size, tokenizer, shared)
+    model.load_state_dict(grown(base, size))
+    assert sharing(model) == shared
+    with torch.no_grad():
+        ids = torch.randint(0, 1000, (1, 20))
+        hidden = [one.model(ids, output_hidden_states=True).hidden_states for one in (base, model)]
+        assert torch.allclose(hidden[0][3], hidden[1][3], atol=1e-5)
+        positions = torch.arange(20)[None]
+        rotated = base.model.rotary_emb(hidden[1][5], positions)
+        last = base.model.layers[3](hidden[1][5], position_embeddings=rotated)
+        assert torch.allclose(base.model.norm(last), hidden[1][6], atol=1e-5)
 
 
 def test_going_on_from_a_model_goes_on_where_it_stopped(tokenizer, language, tmp_path):
@@ -198,13 +216,13 @@ def test_values_are_learned_when_nothing_else_is_likelier(tokenizer, language):
 
 
 def test_chains_and_values_are_as_many_as_are_asked_for(tokenizer, language):
-    for most in (2, MOST):
+    for least, most in ((2, 2), (2, MOST), (3, 3), (3, MOST)):
         counts = set()
         for seed in range(10):
             kinds = {"fact": 1.0, "values": 1.0, "track": 1.0}
-            context = language.context(np.random.default_rng(seed), 400, 40, kinds, (0.8, 0.9), most=most)
+            context = language.context(np.random.default_rng(seed), 400, 40, kinds, (0.8, 0.9), least=least, most=most)
             counts |= {question.statements for question in context.questions if question.kind != "fact"}
-        assert counts == set(range(2, most + 1))
+        assert counts == set(range(least, most + 1))
 
 
 def test_asking_behind_a_context_is_asking_with_it(xs, context):
