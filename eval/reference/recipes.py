@@ -92,13 +92,17 @@ _SETTLING = (
 )
 _CHAINS = (
     # a link at a time, and nothing else to learn: among all kinds, even chains of two are not learned in 400 steps
-    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, questions=12, most=2),
-    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=295, questions=12, most=3),
-    Stage(96, ("fact", "track"), (0.8, 1.0), 0.02, most_steps=486, questions=12),
-    Stage(192, LONG_KINDS, (0.5, 1.0), 0.0, most_steps=332, questions=24),
-    Stage(384, LONG_KINDS, (0.2, 0.8), 0.03, most_steps=100, questions=28),
-    Stage(1024, LONG_KINDS, (0.05, 0.7), 0.05, most_steps=120, questions=56),
-    Stage(4608, LONG_KINDS, (0.01, 0.6), 0.1, questions=72),
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=320, questions=12, most=2),
+    Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=290, questions=12, most=3),
+    Stage(96, ("fact", "track"), (0.8, 1.0), 0.02, most_steps=490, questions=12),
+    # values need a stage of their own, too
+    Stage(96, ("fact", "values"), (0.7, 1.0), 0.0, most_steps=140, questions=12),
+    Stage(96, ("fact", "values", "track"), (0.7, 1.0), 0.02, most_steps=450, questions=12, rates=(1.0, 0.7)),
+    Stage(192, LONG_KINDS, (0.5, 1.0), 0.03, most_steps=400, questions=24, rates=(1.0, 0.5)),
+    Stage(384, LONG_KINDS, (0.3, 0.9), 0.03, most_steps=220, questions=28, rates=(0.8, 0.4)),
+    Stage(1024, LONG_KINDS, (0.1, 0.7), 0.05, most_steps=270, questions=48, least=3, rates=(0.8, 0.4)),
+    Stage(2048, LONG_KINDS, (0.05, 0.65), 0.05, most_steps=120, questions=64, rates=(0.6, 0.4)),
+    Stage(4608, LONG_KINDS, (0.03, 0.65), 0.1, questions=72, least=3, rates=(0.65, 0.0)),
 )
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
@@ -108,8 +112,9 @@ SIZES = {
     "long-settled": Size(
         128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
     ),
-    # goes on from either, with the kinds that they did not learn
+    # goes on from either, with the kinds that they did not learn: each link of a chain takes a layer or two; of
+    # a head's 16 pairs of dimensions 8 turn less than half a circle within 4,608 tokens, in place of 5
     "long-chains": Size(
-        128, 4, 4, 384, 8, _CHAINS, 4608, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=325
+        128, 4, 4, 384, 12, _CHAINS, 4608, 0.006, 1.8e-3, rope_theta=4e6, continues=True, final_steps=400
     ),
 }

@@ -11,8 +11,9 @@ but the last, and shared from then on: a layer that comes again can look up what
 where that one looked, as neighbouring layers of large models do. In the files each layer has weights of its own.
 
 A model that goes on from another keeps its tokenizer and shares layers as that one does; heads are added so that
-nothing changes at first (`grown`), and RoPE gets a larger base, so that long distances turn keys no further than short
-ones did. Interrupted, training goes on where the last checkpoint was.
+nothing changes at first (`grown`), layers so that what has been found is looked up more often, and RoPE gets a larger
+base, so that long distances turn keys no further than short ones did. Interrupted, training goes on where the last
+checkpoint was.
 """
 
 from __future__ import annotations
