@@ -314,19 +314,6 @@ def test_the_shipped_model_answers_at_2048_tokens():
 
 
 @needs_model
-def test_the_shipped_model_knows_chains_and_values():
-    language, model, right = language_of(LONG), load(LONG), list[bool]()
-    kinds = dict.fromkeys(("fact", "values", "track"), 1.0)
-    for seed in range(2):
-        context = language.context(np.random.default_rng([10, seed]), 1024, 40, kinds, (0.3, 0.5))
-        asked = Asked(model, context)
-        for kind in ("values", "track"):
-            right += [asked.is_right(question) for question in context.questions if question.kind == kind][:8]
-    assert len(right) == 32
-    assert sum(right) >= 28
-
-
-@needs_model
 def test_what_is_told_of_the_shipped_model_is_whole():
     told = json.loads((LONG / "check.json").read_text())
     measured = {(one["tokens"], one["yarn"]): one for one in told["lengths"]}
