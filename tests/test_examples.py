@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -103,6 +105,54 @@ def test_facts_stand_in_the_text_where_they_are_said_to():
     assert len(context) == 20000 and tokenizer.decode(asked.ids) == "Who is she?" and not asked.answer
     for sentence, question, answer in example.facts_for({}, 3):  # for models that do not speak that language
         assert f"{question.rpartition('Answer: ')[2]} {answer}." in sentence
+
+
+def chat(folder, *arguments, code=0):
+    """What `examples/chat.py` says in a process of its own."""
+    command = [sys.executable, str(ROOT / "examples" / "chat.py"), "--store", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_a_chat_goes_on_in_another_process(tmp_path):
+    alice = ["--conversation", "alice/42", "--method", "krul:recompute=0.4"]
+    first = chat(tmp_path, *alice, "--say", "What is k49?")
+    assert "a new conversation, 'alice/42'; ask it for k49, k53" in first
+    assert "<a51><b22>" in first and "first token after" in first
+    assert "0 of 427 tokens restored" in first and "416 tokens kept in" in first
+    again = chat(tmp_path, *alice, "--say", "k53", "--say", "/idle", "--say", "/undo", "--say", "k53")
+    assert "going on with 'alice/42', after 1 turns" in again
+    assert again.count("<a58><b57>") == 2
+    counts = re.findall(r"(\d+) of 431 tokens restored, of them (\d+) recomputed; 16 computed", again)
+    # the turn that /idle has put away is taken back
+    assert [int(restored) for restored, _ in counts] == [416, 416]
+    assert all(0 < int(recomputed) < 416 for _, recomputed in counts)
+    (listed,) = [line.split() for line in chat(tmp_path, "--list").splitlines() if "alice" in line]
+    assert listed[:4] == ["alice/42", "krul:recompute=0.4", "3", "432"]
+
+
+@pytest.mark.parametrize(
+    "template", ["", "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"]
+)
+def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("chat")
+    report = tmp_path / "report.txt"
+    report.write_text("A long report. " * 20)
+    words = ["chat.py", "--model", small, "--store", str(tmp_path / "chat"), "--new-tokens", "8"]
+    if template:
+        settings = Path(small) / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
+    for said in (["--say", "Who wrote it?", "--document", str(report)], ["--say", "When?"]):
+        monkeypatch.setattr(sys, "argv", [*words, *said])
+        assert example.main() == 0
+    restored, prompt = map(int, re.findall(r"(\d+) of (\d+) tokens restored", capsys.readouterr().out)[-1])
+    assert prompt - 64 < restored  # a turn, what is said around it, and what is no 16 tokens
+    history = example.History.read(example.History.path(tmp_path / "chat", "chat"))
+    assert [user for user, _ in history.turns] == ["Who wrote it?", "When?"]
+    ids = example.Talker(example.load(example.arguments_of())[1]).prompt(history, "Why?")
+    assert ids.shape[1] > prompt
 
 
 def save_tokenizer(folder):

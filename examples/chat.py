@@ -1,0 +1,278 @@
+"""A chat whose conversations come back: what was said keeps its KV on disk, and the next run goes on with it.
+
+    python examples/chat.py --conversation alice                       # at the command line; ctrl-D ends it
+    python examples/chat.py --conversation alice --say "k49" --say "k53"      # scripted
+    python examples/chat.py --conversation alice --say "k49"           # another process: nothing is computed again
+    python examples/chat.py --list
+
+    python examples/chat.py --conversation bob --model Qwen/Qwen2.5-0.5B-Instruct --document report.txt
+    python examples/chat.py --conversation carol --method exact        # keeps every bit, in more space
+    python examples/chat.py --conversation dave --method krul:layers_shared=0.25 --calibrate
+
+The model that ships with the project needs no network, and is no conversationalist: it has read a document that says
+what k49 and a few others are, and answers who asks for one of them. Any model of the hub, or of a folder, is talked to
+as usual.
+
+`--method` says how a conversation is kept. `krul`, the default, merges layers that attend alike, so it is approximate;
+`exact` does not. With `--calibrate` what is quicker to compute than to load is computed when a conversation comes back.
+
+    /idle   puts the conversation away, as the end does: memory holds nothing of it, and the next turn restores it
+    /undo   takes the last turn back: what stood before it is restored all the same
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from long_context import BOOK, HERE, facts_for
+
+REFERENCE = HERE.parent / "eval" / "reference" / "xs"
+DOCUMENT_TOKENS, FACTS = 400, 6
+"""Of the document that the reference model has read: it was trained on up to 640."""
+
+
+def main() -> int:
+    arguments = arguments_of()
+    from hf_tiered_cache import KVStore, TieredCacheError
+
+    folder = Path(arguments.store)
+    try:
+        with KVStore(folder / "kv") as store:
+            if arguments.list:
+                show(store)
+            else:
+                chat(store, folder, arguments)
+    except TieredCacheError as error:  # such as one that another process goes on with
+        raise SystemExit(str(error)) from None
+    return 0
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--conversation", default="chat", metavar="ID", help="which to go on with; default: %(default)s"
+    )
+    parser.add_argument("--say", action="append", metavar="TEXT", help="in place of the keyboard; may be repeated")
+    parser.add_argument("--list", action="store_true", help="what conversations there are, and what they take")
+    parser.add_argument(
+        "--model", default=str(REFERENCE), help="a model of the hub, or a folder; default: one that ships"
+    )
+    parser.add_argument("--dtype", default="auto", help="default: the model's")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="a text that a new conversation begins with")
+    parser.add_argument("--store", default="chat-store", metavar="DIR", help="where all is kept; default: %(default)s")
+    parser.add_argument("--method", default="krul", help="krul, exact, recompute, ...; default: %(default)s")
+    parser.add_argument("--calibrate", action="store_true", help="measure what computing and loading cost here first")
+    parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer, at most; default: 64")
+    return parser.parse_args()
+
+
+@dataclass
+class History:
+    """What was said. A store keeps KV and hashes, no words: these lie beside it.
+
+    Args:
+        document: what it began with.
+        turns: the user's words and the answer, of each.
+    """
+
+    document: str = ""
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    @staticmethod
+    def path(folder: Path, conversation: str) -> Path:
+        return folder / "said" / f"{hashlib.sha256(conversation.encode()).hexdigest()[:32]}.json"
+
+    @classmethod
+    def read(cls, path: Path) -> History:
+        return cls(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else cls()
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        partial.replace(path)
+
+
+class Talker:
+    """Turns what was said into a prompt.
+
+    Args:
+        tokenizer: of the model. With a chat template that is used; the reference models have a language of their own.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.speaks_language = tokenizer, "<is>" in tokenizer.get_vocab()
+        named = not (self.speaks_language or tokenizer.chat_template)
+        self.stop = ["\nUser:"] if named else None
+        """Words that end an answer, where the model has none of its own."""
+
+    def document(self, path: Path | None) -> tuple[str, list[str]]:
+        """The text that a conversation begins with, and for the reference model's own what it may be asked."""
+        if path is not None:
+            return path.read_text(encoding="utf-8"), []
+        if not self.speaks_language:
+            return "", []
+        facts = facts_for(self.tokenizer.get_vocab(), FACTS)
+        text = self.tokenizer(BOOK.read_text(encoding="utf-8"), add_special_tokens=False).input_ids[:DOCUMENT_TOKENS]
+        cuts = [DOCUMENT_TOKENS * number // FACTS for number in range(FACTS + 1)]
+        parts = [self.tokenizer.decode(text[start:stop]) for start, stop in pairwise(cuts)]
+        written = "".join(f"{part}{fact}" for part, (fact, _, _) in zip(parts, facts, strict=True))
+        return written, [question[len("<q><") : -1] for _, question, _ in facts]
+
+    def prompt(self, history: History, words: str) -> Any:
+        """All that was said, and these words, as ids `[1, tokens]`."""
+        if self.tokenizer.chat_template:
+            messages = [{"role": "system", "content": history.document}] if history.document else []
+            for user, answer in (*history.turns, (words, "")):
+                messages += [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
+            options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+            return self.tokenizer.apply_chat_template(messages[:-1], **options).input_ids
+        if self.speaks_language:
+            said = "".join(f"{in_language(user)}{answer}" for user, answer in history.turns) + in_language(words)
+        else:
+            said = "".join(f"\nUser: {user}\nAssistant: {answer}" for user, answer in history.turns)
+            said += f"\nUser: {words}\nAssistant:"
+        return self.tokenizer(history.document + said, return_tensors="pt").input_ids
+
+    def answer(self, ids: Any) -> str:
+        """Words of the ids that were generated."""
+        words = str(self.tokenizer.decode(ids, skip_special_tokens=True))
+        for stop in self.stop or ():
+            words = words.removesuffix(stop)
+        return words if self.speaks_language else words.strip()
+
+
+def in_language(words: str) -> str:
+    """As `<q><k7>` for "k7", or "What is k7?"; other words as they are."""
+    asked = re.findall(r"\bk\d+\b", words)
+    return f"<q><{asked[-1]}>" if asked and "<" not in words else words
+
+
+def chat(store: Any, folder: Path, arguments: argparse.Namespace) -> None:
+    """Go on with a conversation until nothing more is said."""
+    from hf_tiered_cache import TieredCache
+
+    model, tokenizer = load(arguments)
+    if arguments.calibrate:
+        store.calibrate_prefix(model, tokens=(128, 512), progress=False)
+    talker, said_in = Talker(tokenizer), History.path(folder, arguments.conversation)
+    with TieredCache(model, store, conversation=arguments.conversation, method=arguments.method) as cache:
+        history = History.read(said_in)  # nobody else goes on with it now
+        if not history.turns:
+            history.document, known = talker.document(arguments.document)
+            hint = f"; ask it for {', '.join(known)}" if known else ""
+            print(f"a new conversation, {arguments.conversation!r}{hint}")
+        else:
+            print(f"going on with {arguments.conversation!r}, after {len(history.turns)} turns")
+        for words in spoken(arguments.say):
+            if words == "/idle":
+                tell(cache.suspend())
+            elif words == "/undo":
+                history.turns = history.turns[:-1]
+                history.write(said_in)
+            else:
+                answer = reply(model, talker, cache, talker.prompt(history, words), arguments)
+                history.turns.append((words, answer))
+                history.write(said_in)
+        if cache.get_seq_length():
+            tell(cache.suspend())
+
+
+def spoken(scripted: list[str] | None) -> Iterator[str]:
+    """What the user says, from the keyboard or as given."""
+    for words in scripted or ():
+        print(f"you> {words}")
+        yield words
+    while scripted is None:
+        try:
+            words = input("you> ").strip()
+        except EOFError:
+            print()
+            return
+        if words:
+            yield words
+
+
+def reply(model: Any, talker: Talker, cache: Any, ids: Any, arguments: argparse.Namespace) -> str:
+    """An answer, written as it comes, and what it took."""
+    from transformers import TextStreamer
+
+    class Watch(TextStreamer):
+        """Also notes when the first token came; the prompt is put first."""
+
+        def __init__(self, *arguments: Any, **settings: Any) -> None:
+            super().__init__(*arguments, **settings)
+            self.times = [time.perf_counter()]
+
+        def put(self, value: Any) -> None:
+            self.times.append(time.perf_counter())
+            super().put(value)
+
+    before = asdict(cache.stats)
+    watch, ids = Watch(talker.tokenizer, skip_prompt=True, skip_special_tokens=True), ids.to(model.device)
+    new_tokens = arguments.new_tokens or (2 if talker.speaks_language else 64)
+    stopping = {"stop_strings": talker.stop, "tokenizer": talker.tokenizer} if talker.stop else {}
+    asked = {"input_ids": ids, "attention_mask": ids.new_ones(ids.shape), "past_key_values": cache}
+    out = model.generate(**asked, max_new_tokens=new_tokens, do_sample=False, streamer=watch, **stopping)
+    took = {name: value - before[name] for name, value in asdict(cache.stats).items() if name.startswith("tokens_")}
+    ttft, kept = watch.times[2] - watch.times[0], ""
+    if took["tokens_kept"]:
+        kept = f", {took['tokens_kept']} still in memory"
+    print(
+        f"     first token after {ttft:.3f} s; {took['tokens_restored']} of {ids.shape[1]} tokens "
+        f"restored, of them {took['tokens_recomputed']:.0f} recomputed{kept}; {took['tokens_computed']} computed, the "
+        "answer's among them"
+    )
+    for reason in cache.stats.reasons.keys() - before["reasons"].keys():
+        print(f"     {reason}")
+    return talker.answer(out[0, ids.shape[1] :])
+
+
+def tell(suspended: Any) -> None:
+    """What was put away."""
+    from hf_tiered_cache.units import format_bytes
+
+    kept = f"{suspended.tokens} tokens kept in {format_bytes(suspended.bytes)}"
+    print(f"put away: {kept}{', ' + suspended.reason if suspended.reason else ''}")
+
+
+def show(store: Any) -> None:
+    """The conversations that there are; `hf-tiered-cache conversations DIR/kv` says more, and removes them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from hf_tiered_cache.units import format_bytes
+
+    table = Table(box=None)
+    for heading in ("conversation", "method", "turns", "tokens", "on disk"):
+        table.add_column(heading, justify="left" if heading in ("conversation", "method") else "right")
+    for one in store.conversations():
+        size = format_bytes(one.bytes)
+        table.add_row(one.id, one.method, str(one.turns), str(one.tokens_there), size)
+    Console().print(table)
+
+
+def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
+    """A model, where there is a GPU on it, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(arguments.model)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
