@@ -25,6 +25,7 @@ def settle(
     costs: PrefixCosts | None,
     residency: Residency,
     device_of: Callable[[int], torch.device],
+    flat: bool = False,
 ) -> Plan | None:
     """The plan with the fronts with which the prompt is expected to be done first; None where that is to compute it.
 
@@ -37,17 +38,18 @@ def settle(
         costs: of a token, for a prefix of this length; None where nothing was measured.
         residency: knows where blocks lie.
         device_of: gives the device of a layer.
+        flat: whether all layers compute the same front, instead of less with depth.
     """
     ratio, least = 0.0 if recompute == "auto" else recompute, least_fronts(plan)
     if costs is not None and (decline or recompute == "auto"):
         tried = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
-        tried_fronts = np.maximum(plan_fronts(plan, tried), least)
+        tried_fronts = np.maximum(plan_fronts(plan, tried, flat), least)
         seconds = streams_of(with_least_fronts(plan), costs, residency, device_of).seconds(tried_fronts)
         if recompute == "auto":
             ratio = best_ratio(seconds, decline)
         if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
             return None
-    chosen = np.maximum(plan_fronts(plan, ratio), least)
+    chosen = np.maximum(plan_fronts(plan, ratio, flat), least)
     return plan.with_fronts(chosen.tolist()) if chosen.any() else plan
 
 
@@ -88,13 +90,13 @@ def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step
     return best_ratio(streams.seconds(fronts(tokens, RATIOS, layers, step=step)), may_compute_all=False)
 
 
-def plan_fronts(plan: Plan, ratio: float | np.ndarray) -> np.ndarray:
+def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
     """See `fronts`, for what a plan restores: it is cut where blocks end."""
     shapes = [reader.shape for reader in plan.readers]
     every = (group for shape in shapes for group in shape.block_groups)
     groups = {group.layers for group in every if not (group.identifies or group.merged)}
     step = max(shape.geometry.chunk_tokens for shape in shapes)
-    return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step)
+    return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
 
 
 def streams_of(
@@ -105,7 +107,8 @@ def streams_of(
     rows = sum(len(group.rows) for group in plan.groups)
     once = plan.restored_tokens * len(plan.groups) / rows  # tokens: rows that are alike are restored once
     units = units_of(plan)
-    nbytes = max(1, round(sum(unit.nbytes for unit in units) / stored_share(plan.readers)))
+    stored = sum(unit.nbytes for unit in units)  # 0 where all is to be computed, and maybe nothing was kept
+    nbytes = max(1, round(stored / stored_share(plan.readers))) if stored else 1
     restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
     for unit in units:
         group = unit.block_group

@@ -233,7 +233,8 @@ class Serving:
         costs = self.costs(sequence, plan.base + plan.suffix)
         known = costs is not None or method.front != "auto"
         front = method.front if known and may_have_fronts else 0.0
-        settled = settle(plan, front, method.decline, costs, self.store.residency, attachment.device_of)
+        residency, device_of = self.store.residency, attachment.device_of
+        settled = settle(plan, front, method.decline, costs, residency, device_of, method.flat_front)
         return settled, "" if settled is not None else reasons.SLOWER
 
     def costs(self, sequence: SequenceState, tokens: int) -> PrefixCosts | None:

@@ -18,7 +18,7 @@ from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import make_method
+from hf_tiered_cache.methods import PartialRecompute, make_method
 from hf_tiered_cache.payoff import plan_fronts, settle, streams_of
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
@@ -55,6 +55,14 @@ def test_fronts_are_those_of_the_formula():
     assert fronts(1200, 0.25, 1, step=1).tolist() == [300]
     several = fronts(1200, np.array([0.0, 0.25, 1.0]), 5, step=1)
     assert several[:, 0].tolist() == [0, 600, 1200] and (several[2] == 1200).all()
+
+
+@given(st.integers(1, 5000), RATIO, st.integers(1, 40), st.integers(1, 64))
+def test_flat_fronts_are_one_for_all_layers(tokens, ratio, layers, step):
+    found = fronts(tokens, ratio, layers, [range(layers)], step, flat=True)
+    assert len(found) == layers and len(set(found)) == 1
+    assert abs(found[0] - ratio * tokens) <= step / 2 + 1e-6 * tokens or found[0] == tokens
+    assert fronts(tokens, np.array([0.0, 1.0]), layers, flat=True).tolist() == [[0] * layers, [tokens] * layers]
 
 
 class Segment:
@@ -179,8 +187,8 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("pyramid")
 
 
-def ask(model, store, ids, ratio, **options):
-    cache = TieredCache(model, store, method=Exact(recompute=ratio), **({"record": False} | options))
+def ask(model, store, ids, ratio, method=Exact, **options):
+    cache = TieredCache(model, store, method=method(recompute=ratio), **({"record": False} | options))
     with torch.no_grad():
         return cache, model(input_ids=ids, past_key_values=cache, logits_to_keep=2).logits
 
@@ -206,6 +214,19 @@ def test_any_share_gives_the_logits_of_computing_everything(root, family, ratio)
     assert stats.bytes_read == 0 if ratio == 1 else stats.bytes_read > 0 or ratio > 0.9
     assert stats.reason == ""
     close(ours, full)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("ratio", [0.3, 0.7])
+def test_a_partial_recompute_computes_as_much_in_every_layer(root, family, ratio, monkeypatch):
+    model, store, ids, full = stored(family, root)
+    plans, made = [], Plan.with_fronts
+    monkeypatch.setattr(Plan, "with_fronts", lambda plan, found: plans.append(found) or made(plan, found))
+    cache, ours = ask(model, store, ids, ratio, PartialRecompute)
+    close(ours, full)
+    layers = model.config.num_hidden_layers
+    assert plans == [[round(ratio * STORED / 16) * 16] * layers]
+    assert cache.stats.tokens_recomputed == plans[0][0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -476,6 +497,15 @@ def test_what_was_measured_says_how_much_is_computed(path):
     assert computed(1.0, load={"disk": 1e-6}) == 0  # how long reading keeps the disk busy is what counts
 
 
+def test_a_partial_recompute_takes_the_share_that_is_best_for_one_front(path, monkeypatch):
+    plans, made = [], Plan.with_fronts
+    monkeypatch.setattr(Plan, "with_fronts", lambda plan, found: plans.append(found) or made(plan, found))
+    stats = asked(path, BALANCED, method="partial_recompute")
+    assert 0 < stats.tokens_recomputed < STORED and plans and all(len(set(front)) == 1 for front in plans)
+    assert asked(path, method=PartialRecompute()).tokens_recomputed == 0  # nothing was measured
+    assert asked(path, PrefixCosts(STORED, 1e-3, {"disk": 1.0}), method=PartialRecompute()).reason == reasons.SLOWER
+
+
 def test_what_lies_in_memory_is_not_computed(path):
     """The front in memory, the back on disk: to compute a front would spare nothing that takes time."""
     assert asked(path, BALANCED).tokens_recomputed > 0
@@ -543,6 +573,8 @@ def test_by_name():
     for wrong in ("most", "2"):
         with pytest.raises(ConfigError, match="recompute"):
             make_method(f"exact:recompute={wrong}")
+    assert make_method("partial_recompute:recompute=0.25") == PartialRecompute(0.25)
     for wrong in (-0.1, 1.1, True, None):
-        with pytest.raises(ConfigError, match="recompute"):
-            Exact(recompute=wrong)
+        for method in (Exact, PartialRecompute):
+            with pytest.raises(ConfigError, match="recompute"):
+                method(recompute=wrong)

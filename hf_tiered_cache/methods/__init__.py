@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .base import IdleConversation, Method
-from .baselines import H2O, AttentionStore, Recompute
+from .baselines import H2O, AttentionStore, PartialRecompute, Recompute
 from .cache_tune import CacheBlend, CacheTune, Epic, Passages
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
@@ -22,6 +22,7 @@ METHODS: dict[str, type[Method]] = {
     "impress": Impress,
     "recompute": Recompute,
     "attention_store": AttentionStore,
+    "partial_recompute": PartialRecompute,
     "h2o": H2O,
     "cache_tune": CacheTune,
     "epic": Epic,
@@ -46,6 +47,7 @@ __all__ = [
     "Krul",
     "Method",
     "MiniCache",
+    "PartialRecompute",
     "Passages",
     "Recompute",
     "describe_method",

@@ -90,6 +90,9 @@ class Method:
     decline = False
     """Whether what was measured to be slower to restore than to compute is computed."""
 
+    flat_front = False
+    """Whether that front is the same in all layers, and does not become shorter with depth."""
+
     @property
     def front(self) -> float | Literal["auto"]:
         """Share of a stored prefix that is computed while the rest is loaded, or "auto" for what is quickest."""

@@ -22,7 +22,12 @@ _WORTH = 0.95
 
 
 def fronts(
-    tokens: int, ratio: float | np.ndarray, layers: int, groups: Sequence[Sequence[int]] = (), step: int = HASH_TOKENS
+    tokens: int,
+    ratio: float | np.ndarray,
+    layers: int,
+    groups: Sequence[Sequence[int]] = (),
+    step: int = HASH_TOKENS,
+    flat: bool = False,
 ) -> np.ndarray:
     """For each layer how many tokens of a prefix it computes: n_l of Section 6.2.
 
@@ -37,12 +42,13 @@ def fronts(
             loads comes for all. Those of different groups may take turns; then a front may be longer than the formula
             says.
         step: fronts are a multiple of this, or all of the prefix.
+        flat: whether all layers compute the same front instead.
 
     Returns:
         int64 `[layers]`, or `[ratios, layers]`, never growing along the layers.
     """
     share = np.asarray(ratio, float)[..., None]
-    depth = np.linspace(0, 1, layers) if layers > 1 else np.full(1, 0.5)
+    depth = np.linspace(0, 1, layers) if layers > 1 and not flat else np.full(layers, 0.5)
     shares = np.where(share <= 0.5, 2 * share * (1 - depth), 1 - 2 * (1 - share) * depth)
     for group in groups:
         shares[..., list(group)] = shares[..., list(group)].mean(axis=-1, keepdims=True)
