@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -89,3 +90,48 @@ def requests(prompts: Prompts, count: int, seed: int = 1) -> Iterator[torch.Tens
         number = turn if turn < prefixes else number
         suffix = torch.from_numpy(prompts.suffix(number, random))
         yield torch.cat([prompts.prefixes[number], suffix]).unsqueeze(0)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A conversation goes on.
+
+    Args:
+        conversation: its number.
+        at: seconds since the first one may have begun.
+        history: tokens before the new ones.
+        stop: where the new ones end.
+        end: where the answer ends.
+    """
+
+    conversation: int
+    at: float
+    history: int
+    stop: int
+    end: int
+
+
+def turns_of(conversations: int, turns: int, lengths: tuple[int, int, int], think: float, seed: int) -> list[Turn]:
+    """The turns of several conversations, in the order of their times.
+
+    Args:
+        conversations: that there are. They begin within one think time.
+        turns: of each.
+        lengths: tokens of the first prompt, of each further one, and of an answer; drawn up to a quarter off.
+        think: seconds between two turns of a conversation, a mean.
+        seed: of what is drawn.
+    """
+    random, found = np.random.default_rng(seed), []
+
+    def about(tokens: int) -> int:
+        return int(random.integers(max(1, tokens * 3 // 4), tokens * 5 // 4 + 1))
+
+    opening, new, answer = lengths
+    for number in range(conversations):
+        at, end = float(random.uniform(0, think)), 0
+        for turn in range(turns):
+            history, stop = end, end + about(new if turn else opening)
+            end = stop + about(answer)
+            found.append(Turn(number, at, history, stop, end))
+            at += float(random.exponential(think))
+    return sorted(found, key=lambda turn: turn.at)

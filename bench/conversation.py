@@ -1,0 +1,445 @@
+"""Conversations that come back, more of them than memory holds: time to first token, bytes and bubbles of all systems.
+
+    python bench/conversation.py                         # 8 layers of Qwen2.5-0.5B's shape, this machine's CPU
+    python bench/conversation.py --rates 5,0 --conversations 3 --turns 3
+    python bench/conversation.py --model eval/reference/long --opening 1024
+    python bench/conversation.py --shape tiny --layers 4 --rates 2 --conversations 2 --turns 2 --opening 64 --answer 4
+
+A trace says who asks when: each conversation begins with a long prompt, and goes on after think times, all drawn with a
+seed. Time is simulated, so nobody sleeps, but conversations come back in the order that these times give, and find
+their KV in memory or on disk as the others have left it. At each turn every system, each with a store of its own, is
+given the whole history and the new tokens; then tokens are decoded, which the trace says, too, and the conversation is
+suspended. Systems take turns, and who comes first alternates.
+
+A rate is that of an emulated disk, in MB/s, for reads; 0 is the real one, without the page cache. A bubble is time in
+which the model waits for KV, or no read is under way and one is still to come.
+
+With random weights no layers are alike. Which pairs share is then of no consequence, so Krul is told to share in any
+case (`gamma=0, alike=1`): this is about time and bytes, and says nothing of quality. With `--model` it chooses by
+itself. MiniCache always shares. H2O-like stands for evicting tokens while a conversation lasts: its time is that of
+loading so many of the first tokens as it would keep, and its bytes are theirs; no token is really chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, forget_page_cache, interleaved, load, machine, median, pyplot, ratio, save, seconds, table
+from slow_disk import SlowDisk, SlowDiskEngine
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+from workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import Exact, Krul, Method, MiniCache, PartialRecompute
+
+LATENCY_S = 100e-6
+"""Of a read from an emulated disk."""
+SAMPLED = 16
+"""Of so many decoded tokens one is sampled by who watches queries: their times are compared in such runs."""
+RECOMPUTE, LOAD, PARTIAL, H2O, KRUL = "full recompute", "full load", "partial recompute", "H2O-like", "Krul, auto"
+OVER_LOAD, OVER_PARTIAL, BUBBLES, WATCHING = 2.35, 1.5, 0.05, 1.02
+"""Aims: TTFT of a full load and of partial recomputation over Krul's, bubbles as a share of TTFT, decoding."""
+
+
+def methods(trained: bool) -> dict[str, Method | None]:
+    """The systems' methods by name; None has a DynamicCache."""
+    forced: dict[str, Any] = {} if trained else {"gamma": 0.0, "alike": 1.0}
+    return {
+        RECOMPUTE: None,
+        LOAD: Exact(recompute=0.0, decline=False),
+        "Exact, auto": Exact(recompute="auto"),
+        PARTIAL: PartialRecompute(),
+        H2O: Exact(recompute=0.0, decline=False),
+        "MiniCache": MiniCache(),
+        "Krul, all loaded": Krul(recompute=0.0, **forced),
+        KRUL: Krul(recompute="auto", **forced),
+    }
+
+
+# --- systems
+
+
+@dataclass(eq=False)
+class System:
+    """One way to keep conversations.
+
+    Args:
+        method: of its caches, or None.
+        store: that they lie in, or None.
+        keeps: share of the history that it has kept when a conversation comes back, its first tokens.
+        told: of each conversation what it was given, where that is not all of it, int64 `[tokens]`.
+    """
+
+    method: Method | None
+    store: KVStore | None
+    keeps: float = 1.0
+    told: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def prompt(self, turn: Turn, text: torch.Tensor) -> torch.Tensor:
+        """What it is given of a conversation's tokens, int64 `[1, tokens]`."""
+        if self.keeps == 1:
+            return text[: turn.stop].unsqueeze(0)
+        kept = self.told.get(turn.conversation, text[:0])[: round(self.keeps * turn.history)]
+        self.told[turn.conversation] = torch.cat([kept, text[turn.history : turn.end]])
+        return torch.cat([kept, text[turn.history : turn.stop]]).unsqueeze(0)
+
+
+class Bench:
+    """A model and a trace.
+
+    Args:
+        arguments: of the command line.
+        folder: for the stores.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        device, dtype = torch.device(arguments.device), getattr(torch, arguments.dtype)
+        if arguments.model is None:
+            self.model = build(arguments.shape, dtype, device, layers=arguments.layers or None)
+        else:
+            self.model = load(arguments.model, dtype, device)
+        lengths = arguments.opening, arguments.new, arguments.answer
+        self.trace = turns_of(arguments.conversations, arguments.turns, lengths, arguments.think, arguments.seed)
+        self.longest = max(turn.end for turn in self.trace)
+        most, vocabulary = self.longest, self.model.config.vocab_size
+        prompts: Prompts = (
+            RandomTokens(vocabulary, arguments.conversations, most, 1)
+            if arguments.model is None
+            else ReferenceLanguage(arguments.model, arguments.conversations, most)
+        )
+        self.about = prompts.about
+        self.texts = [ids.to(device) for ids in prompts.prefixes]
+        config = self.model.config
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.token_bytes = config.num_hidden_layers * 2 * config.num_key_value_heads * dim * dtype.itemsize
+
+    def measure(self, rate: float, note: Callable[[dict[str, Any]], None]) -> None:
+        """Run the trace on a disk of so many MB/s, or the real one. `note` is told of each turn, and of calibration."""
+        arguments = self.arguments
+        ends = {turn.conversation: turn.end for turn in self.trace}  # the last turn's
+        host = round(arguments.host_share * sum(ends.values()) * self.token_bytes)
+        with tempfile.TemporaryDirectory(dir=self.folder) as name, ExitStack() as stack:
+            root = Path(name)
+
+            def opened(folder: str) -> KVStore:
+                engine: Any = SlowDiskEngine(SlowDisk(rate * 1e6, LATENCY_S)) if rate else "auto"
+                return stack.enter_context(KVStore(root / folder, host_memory=max(host, 1 << 20), engine=engine))
+
+            probe = opened("probe")
+            lengths = sorted({max(16, arguments.opening // 2), max(16, self.longest)})
+            costs = probe.calibrate_prefix(
+                self.model,
+                tokens=lengths,
+                suffix=arguments.new,
+                repeats=arguments.calibrate_repeats,
+                progress=False,
+            )
+            note({"costs": [one.as_dict() for one in costs]})
+            systems = {}
+            for number, (name, method) in enumerate(methods(arguments.model is not None).items()):
+                store = None if method is None else opened(str(number))
+                if store is not None:  # all go by the same figures
+                    shutil.copy(probe.path / "calibrations.json", store.path)
+                systems[name] = System(method, store, arguments.keep if name == H2O else 1.0)
+            for number, turn in enumerate(tqdm(self.trace, unit="turn", desc=name_of(rate))):
+                for name in list(systems)[:: 1 if number % 2 else -1]:
+                    if not rate:
+                        forget_page_cache(root)
+                    row = self.turn(systems[name], turn)
+                    note({"system": name, "turn": number, "conversation": turn.conversation, **row})
+
+    @torch.no_grad()
+    def turn(self, system: System, turn: Turn) -> dict[str, Any]:
+        """One turn of one system: what it took, and what was counted up to its first token."""
+        ids, answer = system.prompt(turn, self.texts[turn.conversation]), self.texts[turn.conversation]
+        made: list[Any] = []
+
+        def first() -> None:
+            if system.store is None:
+                made.append(DynamicCache(config=self.model.config))
+            else:
+                named = {"conversation": f"c{turn.conversation}", "method": system.method}
+                made.append(TieredCache(self.model, system.store, **named))
+            self.model(input_ids=ids, past_key_values=made[0], use_cache=True, logits_to_keep=1)
+
+        row: dict[str, Any] = {"history": turn.history, "new": turn.stop - turn.history}
+        row["ttft_s"] = seconds(first, ids.device)
+        (cache,) = made
+        if isinstance(cache, TieredCache):
+            row |= counted(cache, turn.history)
+        begun = [
+            seconds(lambda at=at: self.model(input_ids=answer[None, at : at + 1], past_key_values=cache), ids.device)
+            for at in range(turn.stop, turn.end)
+        ]
+        row["decode_s"] = sum(begun) / len(begun)
+        if isinstance(cache, TieredCache):
+            suspended = cache.suspend()
+            assert suspended.tokens and not suspended.reason, suspended
+            row["suspend_s"] = suspended.seconds
+            row["stored_bytes"] = system.keeps * suspended.bytes / suspended.tokens
+        return row
+
+    @torch.no_grad()
+    def decoding(self) -> dict[str, list[float]]:
+        """Seconds of each decoded token behind the same prompt: without a store, with one, and with queries watched."""
+        ids = self.texts[0][None, : self.arguments.opening]
+        forced = methods(self.arguments.model is not None)
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder, KVStore(folder) as store:
+            caches = {
+                "DynamicCache": DynamicCache(config=self.model.config),
+                "Exact": TieredCache(self.model, store, restore=False, method=forced[LOAD]),
+                "Krul": TieredCache(self.model, store, conversation="c", restore=False, method=forced[KRUL]),
+            }
+            for cache in caches.values():
+                self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            actions = {
+                name: lambda cache=cache: seconds(
+                    lambda: self.model(input_ids=ids[:, :1], past_key_values=cache), ids.device
+                )
+                for name, cache in caches.items()
+            }
+            return interleaved(actions, self.arguments.decode_steps * SAMPLED, warm_up=4)
+
+
+def counted(cache: TieredCache, history: int) -> dict[str, Any]:
+    """Figures of a restore."""
+    stats = cache.stats
+    bytes_of = {name: tier.bytes for name, tier in stats.tiers.items()}
+    loaded = (stats.tokens_restored - stats.tokens_recomputed) / max(1, history)
+    from_disk = bytes_of["disk"] / max(1, sum(bytes_of.values()))
+    return {
+        "from_memory": loaded * (1 - from_disk),
+        "from_disk": loaded * from_disk,
+        "restored": stats.tokens_restored,
+        "recomputed": stats.tokens_recomputed,
+        "reason": stats.reason,
+    } | {
+        figure: getattr(stats, figure)
+        for figure in (
+            "stall_seconds",
+            "load_idle_seconds",
+            "io_seconds",
+            "assemble_seconds",
+            "match_seconds",
+            "bytes_read",
+        )
+    }
+
+
+# --- reporting
+
+
+def name_of(rate: float) -> str:
+    return f"{rate:g} MB/s" if rate else "the disk"
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of each system what the turns come to at which all of them had a conversation come back; {} before that."""
+    every: dict[str, dict[int, dict[str, Any]]] = {}
+    for row in rows:
+        if row["history"]:
+            every.setdefault(row["system"], {})[row["turn"]] = row
+    shared = sorted(set.intersection(*(set(every.get(name, ())) for name in methods(trained=False))))
+    if not shared:
+        return {}
+    times = {name: [of[turn]["ttft_s"] for turn in shared] for name, of in every.items()}
+    found = {}
+    for name, of in every.items():
+        mine = [of[turn] for turn in shared]
+        found[name] = {
+            "ttft_s": median(times[name]),
+            "ttft_p90_s": float(np.quantile(times[name], 0.9)),
+            "load_over_it": ratio(times[LOAD], times[name]),
+            "partial_over_it": ratio(times[PARTIAL], times[name]),
+            "decode_s": median(row["decode_s"] for row in mine),
+        }
+        if "stored_bytes" in mine[0]:
+            keys = ("stored_bytes", "from_memory", "from_disk", "suspend_s")
+            found[name] |= {key: float(np.mean([row[key] for row in mine])) for key in keys}
+            total = sum(times[name])
+            for key in ("stall_seconds", "load_idle_seconds", "io_seconds"):
+                found[name][key.replace("seconds", "share")] = sum(row[key] for row in mine) / total
+    return found
+
+
+def watching(times: dict[str, list[float]]) -> dict[str, float]:
+    """Of each system what a decoded token takes over what it takes with a DynamicCache: median over runs of tokens."""
+    runs = {name: np.array(some).reshape(-1, SAMPLED).sum(1).tolist() for name, some in times.items()}
+    return {name: ratio(some, runs["DynamicCache"]) for name, some in runs.items()}
+
+
+def report(document: dict[str, Any]) -> str:
+    """The page of results, as Markdown."""
+    on, options = document["machine"], document["options"]
+    parts = [
+        f"# Conversations that come back: {document['layers']} layers of {document['shape']} in {options['dtype']}, "
+        f"{on['device']}\n\n{on['cpu']}, {on['cores']} cores, {on['torch_threads']} threads; PyTorch {on['torch']}, "
+        f"transformers {on['transformers']}; {on['date']}, commit {on['commit']}. {document['about']} "
+        f"{options['conversations']} conversations of {options['turns']} turns: about {options['opening']} tokens, "
+        f"then {options['new']} at a time, and {options['answer']} decoded. {document['token_bytes']} bytes of KV a "
+        f"token; host memory for {options['host_share']:.0%} of it all. Each system has a store of its own. Times are "
+        "of turns at which a conversation came back, ratios of what was measured side by side.\n"
+    ]
+    if options["model"] is None:
+        parts.append(
+            "\nKrul's pairs are forced (`gamma=0, alike=1`): no layers of a model with random weights are alike.\n"
+        )
+    headings = ["", "TTFT, s", "p90", "full load ÷ it", "partial ÷ it", "bytes a token", "in memory", "on disk"]
+    headings += ["computed", "waits", "disk idle", "suspend, s", "decode, ms"]
+    for rate, of in document["rates"].items():
+        figures = summarise(of["rows"])
+        if not figures:
+            continue
+        rows = []
+        for name, each in figures.items():
+            line = [name, *(f"{each[key]:.2f}" for key in ("ttft_s", "ttft_p90_s", "load_over_it", "partial_over_it"))]
+            if "stored_bytes" in each:
+                computed = 1 - each["from_memory"] - each["from_disk"]
+                shares = (
+                    each["from_memory"],
+                    each["from_disk"],
+                    computed,
+                    each["stall_share"],
+                    each["load_idle_share"],
+                )
+                line += [f"{each['stored_bytes']:.0f}", *(f"{share:.0%}" for share in shares)]
+                line.append(f"{each['suspend_s']:.2f}")
+            else:
+                line += ["0", "0%", "0%", "100%", "", "", ""]
+            rows.append([*line, f"{each['decode_s'] * 1e3:.1f}"])
+        parts.append(f"\n## {rate}\n\n{table(headings, rows)}\n{aims(figures)}\n")
+    if document["decode"]:
+        found = watching(document["decode"])
+        parts.append(
+            "\n## Watching queries\n\nDecoding, token by token in turns, over a DynamicCache's: "
+            + ", ".join(f"{name} {over:.3f}" for name, over in found.items() if name != "DynamicCache")
+            + f" (aim: Krul ≤ {WATCHING}).\n"
+        )
+    parts.append(
+        "\n*In memory*, *on disk*, *computed*: where the history came from, as shares of its tokens, a mean over "
+        "layers. *Waits* (the model, for KV) and *disk idle* (with reads still to come) are shares of all time to "
+        "the first token, and together the bubbles. *H2O-like* is a full load of the "
+        f"first {options['keep']:.0%} of the history.\n"
+    )
+    return "".join(parts)
+
+
+def aims(figures: dict[str, dict[str, float]]) -> str:
+    """What is met at one rate."""
+    krul, loaded = figures[KRUL], figures[LOAD]
+    bubbles = krul["stall_share"] + krul["load_idle_share"]
+
+    def met(yes: bool) -> str:
+        return "met" if yes else "**not met**"
+
+    return (
+        f"A full load waits {loaded['stall_share']:.0%} of its time, so the link is "
+        f"{'' if loaded['stall_share'] > 0.5 else 'not '}the bottleneck. Aims of {KRUL}: "
+        f"full load ≥ {OVER_LOAD} × its TTFT, {krul['load_over_it']:.2f}, {met(krul['load_over_it'] >= OVER_LOAD)}; "
+        f"partial recompute ≥ {OVER_PARTIAL} ×, {krul['partial_over_it']:.2f}, "
+        f"{met(krul['partial_over_it'] >= OVER_PARTIAL)}; bubbles ≤ {BUBBLES:.0%}, {bubbles:.1%}, "
+        f"{met(bubbles <= BUBBLES)}. Bytes: {loaded['stored_bytes'] / krul['stored_bytes']:.2f} × less than full."
+    )
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Median TTFT by rate, where matplotlib is installed."""
+    if (plt := pyplot()) is None:
+        return
+    rates = {rate: found for rate, of in document["rates"].items() if (found := summarise(of["rows"]))}
+    figure, axes = plt.subplots(figsize=(7, 4.2))
+    for name, marker in zip(methods(trained=False), itertools.cycle("osv^D*Px")):
+        axes.plot(list(rates), [found[name]["ttft_s"] for found in rates.values()], marker=marker, label=name)
+    axes.set(yscale="log", xlabel="link", ylabel="time to first token, median (s)")
+    axes.set_title(f"{document['layers']} layers of {document['shape']}, {document['machine']['device']}")
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def arguments_of() -> argparse.Namespace:
+    """Of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=8, help="so many instead of all, which is faster; 0 for all")
+    parser.add_argument("--model", type=Path, help="a folder with a trained model instead, such as eval/reference/long")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rates", type=_rates, default=[2, 5, 20, 0], help="MB/s, by comma; 0: the real disk")
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=4, help="of each conversation")
+    parser.add_argument("--opening", type=int, default=1024, help="tokens of the first prompt, about")
+    parser.add_argument("--new", type=int, default=32, help="tokens of each further one, about")
+    parser.add_argument("--answer", type=int, default=16, help="decoded tokens of each turn, about")
+    parser.add_argument("--think", type=float, default=60.0, help="simulated seconds between turns, a mean")
+    parser.add_argument("--host-share", type=float, default=0.5, help="of the KV of all conversations, in host memory")
+    parser.add_argument("--keep", type=float, default=0.5, help="share of the history that H2O-like keeps")
+    parser.add_argument("--decode-steps", type=int, default=8, help=f"runs of {SAMPLED} tokens to compare decoding by")
+    parser.add_argument("--calibrate-repeats", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=0, help="of the trace")
+    parser.add_argument("--folder", type=Path, default=None, help="where stores are made; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = arguments_of()
+    with tempfile.TemporaryDirectory(prefix="bench-conversation-", dir=arguments.folder) as folder:
+        bench = Bench(arguments, Path(folder))
+        layers = bench.model.config.num_hidden_layers
+        shape = arguments.shape if arguments.model is None else arguments.model.name
+        document: dict[str, Any] = {
+            "shape": shape,
+            "layers": layers,
+            "about": bench.about,
+            "token_bytes": bench.token_bytes,
+            "machine": machine(bench.model.device, Path(folder)),
+            "options": {key: value if value is None else _plain(value) for key, value in vars(arguments).items()},
+            "rates": {},
+            "decode": {},
+        }
+        name = f"conversation-{shape}-{layers}l-{arguments.dtype}-{arguments.device}"
+
+        def write() -> None:
+            save(arguments.out, name, document, report(document))
+
+        for rate in arguments.rates:
+            found = document["rates"][name_of(rate)] = {"costs": [], "rows": []}
+
+            def note(row: dict[str, Any], found: dict[str, Any] = found) -> None:
+                if "costs" in row:
+                    found |= row
+                else:
+                    found["rows"].append(row)
+                write()
+
+            bench.measure(rate, note)
+        document["decode"] = bench.decoding()
+        write()
+        plot(document, arguments.out / f"{name}.png")
+        print(report(document))
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _rates(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()
