@@ -200,7 +200,8 @@ def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tok
         assert costs is not None
         return idle_front(tokens, serving.attachment.depth, costs, stored, method.geometry.chunk_tokens)
 
-    return IdleConversation(storage.disk, readers, front, attention, noted)
+    admit = storage.residency.admit
+    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)
 
 
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:

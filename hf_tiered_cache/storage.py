@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from tqdm.auto import tqdm
 
@@ -26,13 +27,14 @@ from .restore.plan import RowGroup
 from .restore.prefix_hasher import PrefixHasher
 from .rewriter import SegmentRewriter
 from .shape import SegmentShape
-from .stats import StoreStats
+from .stats import StatsCollector, StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
 from .store.conversations import ConversationInfo, ConversationRecord, Conversations
 from .store.disk import SegmentStore
 from .store.segment import SegmentReader
 from .store.writer import PendingSegment, Writer
+from .tiers.lease import BlockRequest
 from .tiers.residency import Residency
 from .tiers.scores import ScoreTable
 
@@ -183,6 +185,32 @@ class Storage:
         """Queue a segment for writing; its blocks are cached in host memory on the way."""
         written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
         self.writer.submit(replace(pending, written=written, refused=refused), wait)
+
+    def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
+        """All blocks of a segment's block group: from host memory as far as they lie there, else from disk.
+
+        Returns:
+            uint8 `[chunks, block_bytes]`, a copy.
+
+        Raises:
+            IntegrityError, OSError: they cannot be read.
+        """
+        blocks, cpu = reader.room_for(block_group), torch.device("cpu")
+        left = np.arange(len(blocks))
+        held = self.residency.find(reader.owner(block_group), left, cpu)["host"]
+        if len(held):
+            lease = self.residency.fetch([BlockRequest(reader, block_group, held)], cpu, StatsCollector(), ahead=True)
+            try:
+                lease.wait()
+                for first, memory in lease.leased[0].arrived.runs():
+                    blocks[first : first + len(memory)] = memory
+            finally:
+                lease.release()
+            left = np.setdiff1d(left, lease.leased[0].chunks, assume_unique=True)
+        if len(left):
+            runs = np.split(left, np.flatnonzero(np.diff(left) != 1) + 1)
+            reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
+        return blocks
 
     def register(self, recorder: Recorder) -> None:
         """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""

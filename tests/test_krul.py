@@ -27,6 +27,8 @@ from hf_tiered_cache.methods import Exact, Krul, MiniCache, describe_method, mak
 from hf_tiered_cache.methods.krul import share_of_bytes
 from hf_tiered_cache.payoff import idle_front
 from hf_tiered_cache.shape import SegmentShape, TokenTables
+from hf_tiered_cache.store import segment
+from hf_tiered_cache.tiers import residency
 
 XS = Path(__file__).parent.parent / "eval" / "reference" / "xs"
 CPU = torch.device("cpu")
@@ -272,6 +274,48 @@ def test_the_share_of_bytes_is_what_a_segment_takes(retained, count):
 
 def _layout():
     return KVLayout((LayerKV(4, 128, 4, 128, 0, "key", 128),) * 6, torch.bfloat16)
+
+
+def blocks_read(monkeypatch):
+    """Of how many block groups blocks are read from disk, as a list that grows."""
+    found, read = [], segment.read_batch
+
+    def noting(asked, unseen=()):
+        found.extend((reader.id, number) for reader, number, _ in [*asked, *unseen])
+        return read(asked, unseen)
+
+    monkeypatch.setattr(segment, "read_batch", noting)
+    monkeypatch.setattr(residency, "read_batch", noting)
+    return found
+
+
+def test_what_lies_in_memory_is_merged_and_comes_back_without_a_read(model, root, monkeypatch):
+    method, ids, read = Krul(0.5, recompute=0.0, **EVERY), prompt(TOKENS), blocks_read(monkeypatch)
+    with KVStore(root, engine="posix") as store:
+        for turn in range(3):
+            with TieredCache(model, store, conversation="alice", method=method) as cache:
+                said(model, cache, ids)
+                assert cache.stats.tier == ("host" if turn else "none")
+            ids = next_turn(ids, 40, seed=turn)
+        (row,) = store.segments()
+        assert storage_of(store).disk.reader(row.id).shape.geometry.pairs
+        assert storage_of(store).residency.segments() == {row.id}  # the old ones are gone
+    assert not read
+
+
+@pytest.mark.parametrize("memory", [0, 100_000])
+def test_memory_that_holds_a_part_or_nothing_gives_the_same_bytes(model, tmp_path, memory, monkeypatch):
+    method, found, read = Krul(0.5, recompute=0.3, **EVERY), [], blocks_read(monkeypatch)
+    for number, budget in enumerate(("1GiB", memory)):
+        with KVStore(tmp_path / str(number), engine="posix", host_memory=budget) as store:
+            for ids in (prompt(TOKENS), next_turn(prompt(TOKENS), 40)):
+                with TieredCache(model, store, conversation="alice", method=method) as cache:
+                    said(model, cache, ids)
+            (row,) = store.segments()
+            found.append(storage_of(store).disk.reader(row.id).digests)
+            assert store.stats.host.bytes <= (memory if number else 1 << 30)
+        assert bool(read) == bool(number)
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

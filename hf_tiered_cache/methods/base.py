@@ -23,6 +23,8 @@ from ..store.format import EXACT
 if TYPE_CHECKING:
     from ..select.sharing import LayerDistances
     from ..store.disk import SegmentStore
+    from ..store.merging import Admit
+    from ..store.relayout import BlocksOf
     from ..store.segment import SegmentReader
 
 DEFAULT_BUDGET = 0.25
@@ -38,6 +40,8 @@ class IdleConversation:
     Args:
         disk: where its segments lie.
         readers: of these, in order.
+        blocks_of: gives their blocks, from memory as far as they lie there.
+        admit: puts blocks in memory.
         front: gives the share of it to compute when it comes back, if its KV takes a share of what it does unmerged.
         attention: how alike the layers' attention was; None if nobody has watched it.
         initial_recent: for conversations of this model, this one among them, `LayerDistances.initial_recent`.
@@ -45,6 +49,8 @@ class IdleConversation:
 
     disk: SegmentStore
     readers: Sequence[SegmentReader]
+    blocks_of: BlocksOf
+    admit: Admit
     front: Callable[[float], float]
     attention: LayerDistances | None = None
     initial_recent: Sequence[np.ndarray] = ()

@@ -96,7 +96,8 @@ class Krul(Method):
         stored_from = np.maximum(stored_from, lacking(idle.readers))
         if not geometry.pairs and not stored_from.any():
             return None
-        return merge_segments(idle.disk, idle.readers, geometry, stored_from.tolist(), self.retained)
+        kept = stored_from.tolist()
+        return merge_segments(idle.disk, idle.readers, geometry, kept, self.retained, idle.blocks_of, idle.admit)
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """The layers that share from now on: those that do already, and those whose attention is most alike."""

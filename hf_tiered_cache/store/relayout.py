@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -13,7 +13,6 @@ from ..codecs.pairs import angle, encode
 from ..geometry import HASH_TOKENS, BlockGroup, Geometry, Part
 from ..shape import SegmentShape, TokenTables
 from .format import HASH_BYTES, SegmentHeader, segment_id
-from .memory import aligned_bytes
 from .segment import SegmentReader
 
 _SOON = 4
@@ -22,6 +21,8 @@ _RUN = 2048
 """Tokens that are merged at a time: merging takes several times their bytes."""
 Fields = tuple[torch.Tensor, ...]
 """Of keys or values as they are coded, `[heads, tokens, field's dim]` each."""
+BlocksOf = Callable[[SegmentReader, int], torch.Tensor]
+"""Gives all blocks of a segment's block group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
 Made = tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]
 """What `SegmentStore.publish` takes: header, prefix hashes, and each block group's blocks, made when asked for."""
 
@@ -31,7 +32,12 @@ def relayout_segment(reader: SegmentReader, geometry: Geometry, tables: TokenTab
     return join_segments([reader], geometry, tables)
 
 
-def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: TokenTables | None = None) -> Made:
+def join_segments(
+    readers: Sequence[SegmentReader],
+    geometry: Geometry,
+    tables: TokenTables | None = None,
+    blocks_of: BlocksOf = SegmentReader.blocks,
+) -> Made:
     """One segment of several that follow one another.
 
     Blocks keep their codec: what lies in them is moved, and nothing is lost on the way. Another codec would be another
@@ -44,6 +50,7 @@ def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: 
             model's names are the last one's.
         geometry: of the new segment.
         tables: of its block groups (see `TokenTables.by_pairs`). None: all tokens in order.
+        blocks_of: gives their blocks.
 
     Raises:
         ValueError: they do not follow one another, or differ in model, layout or provenance; or the new segment is to
@@ -58,16 +65,22 @@ def join_segments(readers: Sequence[SegmentReader], geometry: Geometry, tables: 
         raise ValueError(f"{lacking} holds a part of its tokens, and not all that are asked for")
     name = segment_id(first.parent, prefix_hashes[-1], shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
-    return header, prefix_hashes, _Join(pieces, shape).block_groups()
+    return header, prefix_hashes, _Join(pieces, shape, blocks_of).block_groups()
 
 
-def pair_angles(readers: Sequence[SegmentReader], pair: tuple[int, int], tokens: np.ndarray) -> torch.Tensor:
+def pair_angles(
+    readers: Sequence[SegmentReader],
+    pair: tuple[int, int],
+    tokens: np.ndarray,
+    blocks_of: BlocksOf = SegmentReader.blocks,
+) -> torch.Tensor:
     """The angles between what two layers hold of a chain's tokens, in radians.
 
     Args:
         readers: see `join_segments`.
         pair: the layers, both with full attention.
         tokens: int64 `[n]`, ascending, counted from the chain's first.
+        blocks_of: gives their blocks.
 
     Returns:
         float32 `[heads of keys and of values, n]`.
@@ -75,7 +88,7 @@ def pair_angles(readers: Sequence[SegmentReader], pair: tuple[int, int], tokens:
     pieces, hashes = _chain(readers)
     cut = readers[0].shape
     shape = SegmentShape(cut.layout, replace(cut.geometry, layers_per_block=1, pairs=()), len(hashes) * HASH_TOKENS)
-    join, parts = _Join(pieces, shape), dict[int, list[Part]]()
+    join, parts = _Join(pieces, shape, blocks_of), dict[int, list[Part]]()
     for group in shape.block_groups:
         for part in group.parts if not group.identifies else ():
             parts.setdefault(part.layer, []).append(part)
@@ -143,10 +156,11 @@ class _Join:
     Args:
         pieces: of these segments.
         shape: of the new segment.
+        blocks_of: gives the blocks of these segments.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], shape: SegmentShape) -> None:
-        self._pieces, self._shape = pieces, shape
+    def __init__(self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf) -> None:
+        self._pieces, self._shape, self._blocks_of = pieces, shape, blocks_of
         self._read: dict[tuple[int, int], torch.Tensor] = {}  # blocks of a piece's block group
 
     def block_groups(self) -> Iterator[torch.Tensor]:
@@ -223,12 +237,9 @@ class _Join:
                         yield _Source(shape, group, part, blocks, heads, to_heads, held, held + piece.at)
 
     def _blocks(self, piece: int, group: BlockGroup) -> torch.Tensor:
-        """All blocks of a block group, checked: uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+        """All blocks of a block group, uint8 `[chunks, block_bytes]`, as long as they are needed."""
         if (piece, group.index) not in self._read:
-            reader = self._pieces[piece].reader
-            blocks = aligned_bytes(reader.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
-            reader.read(group.index, [(0, blocks)]).result()
-            self._read[piece, group.index] = blocks
+            self._read[piece, group.index] = self._blocks_of(self._pieces[piece].reader, group.index)
         return self._read[piece, group.index]
 
 

@@ -18,6 +18,7 @@ from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
 from .engines import ReadOp, ReadReport
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
+from .memory import aligned_bytes
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
 """Of tables above this size a sixteenth must lie on disk: a sparse file of a few KiB could take all memory."""
@@ -155,6 +156,17 @@ class SegmentReader:
     def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
         """Read runs of blocks of one block group, and check every block. See `read_batch`."""
         return read_batch([(self, block_group, runs)])
+
+    def blocks(self, block_group: int) -> torch.Tensor:
+        """Read all blocks of one block group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+        blocks = self.room_for(block_group)
+        self.read(block_group, [(0, blocks)]).result()
+        return blocks
+
+    def room_for(self, block_group: int) -> torch.Tensor:
+        """Memory for all blocks of one block group, uint8 `[chunks, block_bytes]`."""
+        group = self.shape.block_groups[block_group]
+        return aligned_bytes(self.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
 
     def _open(self, block_group: int, first: int, blocks: torch.Tensor) -> None:
         """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
