@@ -156,6 +156,46 @@ def test_pyramid(tmp_path, monkeypatch):
     assert "auto ÷ better" in (tmp_path / "pyramid-tiny-float32-cpu.md").read_text()
 
 
+def test_conversation(tmp_path, monkeypatch):
+    import conversation
+
+    options = ["--shape", "tiny", "--layers", "4", "--rates", "2", "--conversations", "2", "--turns", "2"]
+    counts = ["--opening", "64", "--new", "16", "--answer", "2", "--decode-steps", "1", "--calibrate-repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["conversation.py", *options, *counts, "--out", str(tmp_path)])
+    conversation.main()
+    document = json.loads((tmp_path / "conversation-tiny-4l-float32-cpu.json").read_text())
+    (found,) = document["rates"].values()
+    systems = conversation.methods(trained=False)
+    assert len(found["rows"]) == 4 * len(systems) and found["costs"]
+    back = {name: [row for row in found["rows"] if row["system"] == name and row["history"]] for name in systems}
+    assert all(len(rows) == 2 and all(row["ttft_s"] > 0 for row in rows) for rows in back.values())
+    for full, kept in zip(back[conversation.LOAD], back[conversation.H2O], strict=True):
+        assert full["restored"] == full["history"] // 16 * 16
+        assert kept["restored"] == round(0.5 * kept["history"]) // 16 * 16
+    summary = conversation.summarise(found["rows"])
+    assert summary[conversation.LOAD]["load_over_it"] == summary[conversation.PARTIAL]["partial_over_it"] == 1
+    assert {len(times) for times in document["decode"].values()} == {conversation.SAMPLED}
+    page = (tmp_path / "conversation-tiny-4l-float32-cpu.md").read_text()
+    assert "## 2 MB/s" in page and "Aims of Krul, auto" in page and "Watching queries" in page
+
+
+def test_turns_come_in_the_order_of_their_times_and_go_on_from_one_another():
+    from workload import turns_of
+
+    turns = turns_of(5, 6, (100, 20, 8), 60.0, seed=3)
+    assert [turn.at for turn in turns] == sorted(turn.at for turn in turns) and turns == turns_of(
+        5, 6, (100, 20, 8), 60.0, seed=3
+    )
+    assert [turn.conversation for turn in turns] != sorted(turn.conversation for turn in turns)  # they take turns
+    for number in range(5):
+        mine, end = [turn for turn in turns if turn.conversation == number], 0
+        assert len(mine) == 6
+        for turn in mine:
+            assert turn.history == end < turn.stop < turn.end
+            assert 75 <= turn.stop <= 125 if not end else 15 <= turn.stop - end <= 25
+            end = turn.end
+
+
 def test_rechoose(tmp_path, monkeypatch):
     import rechoose
 

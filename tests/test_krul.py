@@ -276,6 +276,19 @@ def _layout():
     return KVLayout((LayerKV(4, 128, 4, 128, 0, "key", 128),) * 6, torch.bfloat16)
 
 
+def test_a_conversation_of_which_nothing_was_kept_is_computed(model, root):
+    ids, method = prompt(TOKENS), Krul(recompute=1.0, **EVERY)
+    with KVStore(root, engine="posix") as store:
+        costs = PrefixCosts(TOKENS, 1e-6, {"disk": 1.0})
+        keep_prefix_costs(storage_of(store), Fingerprinter(model)(), CPU, "exact", [costs])
+    begun(model, root, method, ids)
+    (shape,) = shapes(root)
+    assert shape.blocks_bytes == 0
+    found, stats = resumed(model, root, method, next_turn(ids))
+    assert (stats.bytes_read, stats.tokens_recomputed, stats.reason) == (0, TOKENS // 16 * 16, "")
+    torch.testing.assert_close(found, said(model, DynamicCache(config=model.config), next_turn(ids)))
+
+
 def blocks_read(monkeypatch):
     """Of how many block groups blocks are read from disk, as a list that grows."""
     found, read = [], segment.read_batch
