@@ -331,7 +331,8 @@ def report(document: dict[str, Any]) -> str:
         "\n*In memory*, *on disk*, *computed*: where the history came from, as shares of its tokens, a mean over "
         "layers. *Waits* (the model, for KV) and *disk idle* (with reads still to come) are shares of all time to "
         "the first token, and together the bubbles. *H2O-like* is a full load of the "
-        f"first {options['keep']:.0%} of the history.\n"
+        f"first {options['keep']:.0%} of the history. All but the two full loads compute everything where "
+        "calibration says that this is quicker.\n"
     )
     return "".join(parts)
 
