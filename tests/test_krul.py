@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_nothing_shared_is_lossless(family, recompute, root):
 @pytest.mark.parametrize("codec", ["raw", "int8"])
 def test_a_resumed_conversation_is_what_merged_kv_gives(model, root, codec, monkeypatch):
     """The same as from a segment that is merged by hand; what that gives stands in test_pairs_restore.py."""
-    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, codec=codec, **EVERY)
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, retained=0.0, toward=0.6, codec=codec, **EVERY)
     info = begun(model, root, method, ids)
     (shape,) = shapes(root)
     pairs, kept = shape.geometry.pairs, info.tokens
@@ -104,6 +105,17 @@ def test_a_resumed_conversation_is_what_merged_kv_gives(model, root, codec, monk
     assert stats.tokens_restored == kept and stats.tokens_recomputed == 0
     expected = prefilled(model, [merged_kv(model, ids, kept, (0,) * 6, monkeypatch, codec, pairs, {})], kept)
     torch.testing.assert_close(found, said(model, expected, next_turn(ids)[:, kept:]), atol=1e-5, rtol=1e-5)
+
+
+def test_how_far_towards_the_deeper_layer_is_a_setting(model, root):
+    ids, method = prompt(TOKENS), Krul(0.7, recompute=0.0, **EVERY)
+    found = []
+    for toward in (0.0, 0.4, 1.0):
+        name = f"at {toward}"
+        begun(model, root, replace(method, toward=toward), ids, name)
+        found.append(resumed(model, root, method, next_turn(ids), name, record=False)[0])
+    whole = said(model, DynamicCache(), next_turn(ids))
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations([*found, whole], 2))
 
 
 def test_turn_after_turn_pairs_stay_and_merged_tokens_do_not_change(model, root):
@@ -342,4 +354,5 @@ def test_settings_that_make_no_sense_are_refused(settings):
 def test_it_has_a_name():
     method = Krul(0.25, recompute=0.4)
     assert make_method(describe_method(method.for_conversation("0" * 32))) == method
+    assert Krul.paper(0.75, recompute=0.4) == Krul(0.75, recompute=0.4, toward=0.6, alike=1.0)
     assert method.provenance == "krul" and method.for_conversation("ab").provenance == "krul ab"

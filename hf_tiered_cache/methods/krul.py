@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from ..codecs import coded_provenance
+from ..codecs.pairs import TOWARD
 from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..restore.distances import AttentionDistances
@@ -41,6 +42,8 @@ class Krul(Method):
         gamma: share of its attention that a layer gives to both ends of its context to be among those that may share
             (Section 4.2). "auto": such that three quarters of the layers are, over the conversations of this model
             that the store has seen.
+        toward: how far the direction that two layers share lies from the first one's, 0, to the deeper one's, 1.
+            MiniCache and the paper take 0.6; what is looked up in the first of two layers is lost sooner with that.
         retained: share of the tokens that a pair keeps unmerged: those in which its layers differ most (MiniCache).
         alike: how far the attention of two layers that share may differ, from 0 to 1 (ours: `LayerDistances.relative`).
     """
@@ -49,6 +52,7 @@ class Krul(Method):
     layers_shared: float = field(default=0.5, kw_only=False)
     recompute: float | Literal["auto"] = "auto"
     gamma: float | Literal["auto"] = "auto"
+    toward: float = 0.4
     retained: float = 0.05
     alike: float = ALIKE
     conversation: str = field(default="", repr=False)
@@ -62,11 +66,17 @@ class Krul(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_front(self.recompute)
-        for name in ("layers_shared", "retained", "alike"):
+        for name in ("layers_shared", "toward", "retained", "alike"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is between 0 and 1, not {getattr(self, name)!r}")
         if self.gamma != "auto" and not 0 <= self.gamma <= 1:
             raise ConfigError(f'gamma is a share of attention, between 0 and 1, or "auto", not {self.gamma!r}')
+
+    @classmethod
+    def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:
+        """As published: the nearest layers share, however far apart they are, and with MiniCache's directions."""
+        published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0}
+        return cls(layers_shared, **(published | settings))
 
     @property
     def provenance(self) -> str:
@@ -97,7 +107,8 @@ class Krul(Method):
         if not geometry.pairs and not stored_from.any():
             return None
         kept = stored_from.tolist()
-        return merge_segments(idle.disk, idle.readers, geometry, kept, self.retained, idle.blocks_of, idle.admit)
+        how = self.retained, self.toward, idle.blocks_of, idle.admit
+        return merge_segments(idle.disk, idle.readers, geometry, kept, *how)
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
         """The layers that share from now on: those that do already, and those whose attention is most alike."""
@@ -119,6 +130,7 @@ class MiniCache(Krul):
     """
 
     recompute: float | Literal["auto"] = 0.0
+    toward: float = TOWARD
 
     kind: ClassVar[str] = "minicache"
 

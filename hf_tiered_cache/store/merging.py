@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..codecs.pairs import retained
+from ..codecs.pairs import TOWARD, retained
 from ..geometry import Geometry, block_groups
 from ..shape import TokenTables
 from .disk import SegmentStore
@@ -25,6 +25,7 @@ def merge_segments(
     geometry: Geometry,
     stored_from: Sequence[int],
     share: float,
+    toward: float = TOWARD,
     blocks_of: BlocksOf = SegmentReader.blocks,
     admit: Admit = lambda owner, blocks: None,
 ) -> str | None:
@@ -36,6 +37,7 @@ def merge_segments(
         geometry: of the new one, with its pairs.
         stored_from: for each layer the first token that it keeps. One that a segment lacks must not be asked for.
         share: of the tokens that a pair shares the share that stays unmerged: those of the largest angles.
+        toward: how far the shared direction lies from the first layer's to the second's.
         blocks_of: gives the blocks of these segments.
         admit: is given each block group of the new one. That may still come to nothing.
 
@@ -52,7 +54,8 @@ def merge_segments(
             apart[pair] = shared[retained(pair_angles(readers, pair, shared, blocks_of), share).numpy()]
     geometry = replace(geometry, codec=first.shape.geometry.codec)
     tables = TokenTables.by_pairs(stored_from, apart, block_groups(first.shape.layout, geometry), tokens)
-    header, prefix_hashes, groups = join_segments(readers, geometry, None if tables.same(None) else tables, blocks_of)
+    unless_in_order = None if tables.same(None) else tables
+    header, prefix_hashes, groups = join_segments(readers, geometry, unless_in_order, blocks_of, toward)
 
     def written(block_group: int, blocks: torch.Tensor, content: int) -> None:
         admit((header.id, block_group, content), blocks)

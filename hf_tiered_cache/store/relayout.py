@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from ..codecs.pairs import angle, encode
+from ..codecs.pairs import TOWARD, angle, encode
 from ..geometry import HASH_TOKENS, BlockGroup, Geometry, Part
 from ..shape import SegmentShape, TokenTables
 from .format import HASH_BYTES, SegmentHeader, segment_id
@@ -37,6 +37,7 @@ def join_segments(
     geometry: Geometry,
     tables: TokenTables | None = None,
     blocks_of: BlocksOf = SegmentReader.blocks,
+    toward: float = TOWARD,
 ) -> Made:
     """One segment of several that follow one another.
 
@@ -51,6 +52,7 @@ def join_segments(
         geometry: of the new segment.
         tables: of its block groups (see `TokenTables.by_pairs`). None: all tokens in order.
         blocks_of: gives their blocks.
+        toward: see `codecs.pairs.merge`, for what is merged now.
 
     Raises:
         ValueError: they do not follow one another, or differ in model, layout or provenance; or the new segment is to
@@ -65,7 +67,7 @@ def join_segments(
         raise ValueError(f"{lacking} holds a part of its tokens, and not all that are asked for")
     name = segment_id(first.parent, prefix_hashes[-1], shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
-    return header, prefix_hashes, _Join(pieces, shape, blocks_of).block_groups()
+    return header, prefix_hashes, _Join(pieces, shape, blocks_of, toward).block_groups()
 
 
 def pair_angles(
@@ -157,10 +159,13 @@ class _Join:
         pieces: of these segments.
         shape: of the new segment.
         blocks_of: gives the blocks of these segments.
+        toward: how what is merged now is.
     """
 
-    def __init__(self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf) -> None:
-        self._pieces, self._shape, self._blocks_of = pieces, shape, blocks_of
+    def __init__(
+        self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf, toward: float = TOWARD
+    ) -> None:
+        self._pieces, self._shape, self._blocks_of, self._toward = pieces, shape, blocks_of, toward
         self._read: dict[tuple[int, int], torch.Tensor] = {}  # blocks of a piece's block group
 
     def block_groups(self) -> Iterator[torch.Tensor]:
@@ -202,7 +207,7 @@ class _Join:
             new = np.sort(tokens[shared[tokens] < pair[0].heads])
             for at in range(0, len(new), _RUN):
                 run = new[at : at + _RUN]
-                made = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec)
+                made = encode(self.numbers(pair[0], run), self.numbers(pair[1], run), codec, self._toward)
                 for targets, fields in zip(found, made, strict=True):
                     _put(targets, slice(None), run, fields)
             for sources, targets in zip(moved, found, strict=True):
