@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .calibrations import PrefixCosts
+from .geometry import HASH_TOKENS
 from .restore.plan import Plan
 from .restore.prefetch import PlanUnit, units_of
 from .restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
@@ -64,9 +65,13 @@ def least_fronts(plan: Plan) -> np.ndarray:
     least = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
         for piece in group.pieces:
+            shape, stop = piece.reader.shape, piece.first + piece.count
+            if stop <= shape.whole_hashes * HASH_TOKENS:
+                continue
             start = piece.at + group.pad - plan.base  # column of its first token
-            held_from = np.array(piece.reader.shape.held_from) - piece.first
-            least = np.maximum(least, np.where(held_from > 0, start + np.minimum(held_from, piece.count), 0))
+            missing = ~shape.held[:, piece.first : stop]  # [layers, count]
+            lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
+            least = np.maximum(least, np.where(lacked > 0, start + lacked, 0))
     least = np.minimum(least, plan.restored_until)
     return np.maximum.accumulate(least[::-1])[::-1]
 

@@ -70,11 +70,13 @@ def precompute(
     """See `KVStore.precompute`."""
     storage.check_open()
     prompts, theirs = as_prompts(input_ids), make_method(method)
-    exact = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
+    by = theirs  # whose KV no other look-up sees
+    if not theirs.records_approximations:
+        by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
     report = PrecomputeReport(len(prompts))
     with bar_over(prompts, progress) as bar:
         for prompt in prompts:
-            cache = StoredCache.over(model, storage, exact, CacheOptions(label=label, tag=tag))
+            cache = StoredCache.over(model, storage, by, CacheOptions(label=label, tag=tag))
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
     storage.flush()

@@ -261,7 +261,7 @@ class Serving:
         plan = None if reason else self.plan(request, sequence)
         if plan is not None:
             settled, reason = self._settled(plan, sequence)
-            plan = settled and with_least_fronts(plan)
+            plan = settled and (plan if plan.suffix is None else with_least_fronts(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 

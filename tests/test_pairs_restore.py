@@ -20,6 +20,7 @@ from hf_tiered_cache.codecs.pairs import encode
 from hf_tiered_cache.geometry import Geometry, block_groups
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
 from hf_tiered_cache.reasons import MERGED
+from hf_tiered_cache.restore.prefetch import units_of
 from hf_tiered_cache.shape import TokenTables
 from hf_tiered_cache.store.relayout import join_segments
 
@@ -191,7 +192,7 @@ def test_what_was_merged_goes_on_and_is_merged_again(family, tmp_path, monkeypat
         assert not torch.equal(again.logits[0], after.logits[0])
 
 
-def test_a_method_that_computes_too_little_is_told(tmp_path):
+def test_what_a_method_leaves_out_is_computed_all_the_same(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Careless(Paired):
         def positions_to_compute(self, context):
@@ -201,8 +202,15 @@ def test_a_method_that_computes_too_little_is_told(tmp_path):
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, cut_for())
         reader = suspend(store, fronts=(0, 0, 0, 0, 5, 0))
+        careless = Careless(geometry=Geometry(16, 1))
+        cache = TieredCache(model, store, method=careless, record=False)
+        asked = cache._serving.admit(cache, {"input_ids": question(ids), "logits_to_keep": 1})
         with pytest.raises(ValueError, match=f"segment {reader.id} lacks tokens of layer 4"):
-            ask(model, store, question(ids), Careless(geometry=Geometry(16, 1)))
+            units_of(cache._serving.plan(*asked))  # and nothing is taken for what is missing
+        found, cache = ask(model, store, question(ids), careless)
+        assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (PREFIX, round(5 * 5 / 6))
+        expected, _ = ask(model, store, question(ids), cut_for())
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("fronts", [(0,) * 6, FRONTS], ids=["whole", "a front missing"])
