@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import threading
 import weakref
@@ -551,93 +550,6 @@ def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, 
     assert torch.equal(generate(model, ids, cache), expected)
     assert "no room" in observer_of(cache).result().missing
     assert "no room" in caplog.text
-
-
-# --- what goes on in another process
-
-
-def test_sums_go_on_from_json(model, store):
-    ids = prompt(TOKENS)
-    first = TieredCache(model, store, method=Watched())
-    step(model, first, ids[:, :70])
-    text = json.dumps(observer_of(first).to_json())
-    first.store_now()
-    store.flush()
-    second = TieredCache(model, store)
-    second._serving.observer = AttentionDistances.from_json(json.loads(text), **ALL)
-    assert_same(observer_of(second).result(), direct(weights(model, ids[0, :70])), 70)
-    step(model, second, ids)
-    assert second.stats.tokens_restored == 64  # so 6 are computed again, and do not count again
-    assert_same(observer_of(second).result(), direct(weights(model, ids[0])), TOKENS)
-    assert len(json.dumps(observer_of(second).to_json())) < 10 * 4 * 6 * 6 * 3  # heads × layers² × stretches
-
-
-def test_a_restore_that_fails_costs_no_sums_that_were_kept(model, store):
-    ids = prompt(TOKENS)
-    first = TieredCache(model, store, method=Watched())
-    step(model, first, ids[:, :70])
-    state = observer_of(first).to_json()
-    first.store_now()
-    store.flush()
-    damage(store)
-    with KVStore(store.path, engine="posix") as fresh:
-        second = TieredCache(model, fresh)
-        second._serving.observer = AttentionDistances.from_json(state, **ALL)
-        step(model, second, ids)
-        assert second.stats.recomputed == 1
-        assert_same(observer_of(second).result(), direct(weights(model, ids[0])), TOKENS)
-
-
-def test_sums_of_one_conversation_are_those_of_its_beams(model, store):
-    ids = prompt(TOKENS)
-    first = TieredCache(model, store, method=Watched())
-    step(model, first, ids[:, :70])
-    cache = TieredCache(model, store)
-    cache._serving.observer = AttentionDistances.from_json(observer_of(first).to_json(), every=1000)
-    step(model, cache, ids[:, :72].repeat(2, 1))  # no column of it is sampled
-    cache.reorder_cache(torch.tensor([1, 0]))
-    assert_same(observer_of(cache).result(1), direct(weights(model, ids[0, :70])), 70)
-
-
-def test_an_edited_history_keeps_the_sums_before_the_edit(model, store):
-    ids = prompt(TOKENS)
-    first = TieredCache(model, store, method=Watched())
-    step(model, first, ids)
-    observer = AttentionDistances.from_json(observer_of(first).to_json(), **ALL)
-    observer.crop(90)
-    result = observer.result()
-    assert 40 <= result.rows <= 90
-    assert_same(result, direct(weights(model, ids[0]), slice(result.rows)), result.rows)
-
-
-def test_sums_of_another_model_are_dropped(model, store):
-    other = build("qwen2", num_hidden_layers=4)
-    first = TieredCache(other, store, method=Watched(), record=False)
-    step(other, first, prompt(60))
-    cache = TieredCache(model, store, record=False)
-    cache._serving.observer = AttentionDistances.from_json(observer_of(first).to_json(), **ALL)
-    step(model, cache, prompt(90))
-    result = observer_of(cache).result()
-    assert result.layers == tuple(range(6)) and result.rows == 30
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda state: state.pop("layers"),
-        lambda state: state["layers"].pop(),
-        lambda state: state.update(stretches=3),
-        lambda state: state["stretches"][0].update(products="????"),
-        lambda state: state["stretches"][0].pop("stop"),
-    ],
-)
-def test_what_is_no_json_of_sums_is_refused(change, model, store):
-    cache = TieredCache(model, store, method=Watched())
-    step(model, cache, prompt(60))
-    state = observer_of(cache).to_json()
-    change(state)
-    with pytest.raises(ValueError, match="no sums of attention"):
-        AttentionDistances.from_json(state)
 
 
 # --- who is not seen

@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -120,33 +119,6 @@ class AttentionDistances:
         if not float(sums.rows):
             return LayerDistances.none("the attention that has been seen is of padding")
         return LayerDistances.of(self._layers, sums, total.sampled)
-
-    def to_json(self, row: int = 0) -> dict[str, Any]:
-        """The sums of one row of the batch, to go on from in another process: at most about 8 bytes × heads × layers².
-
-        What waits to be reduced is reduced first.
-        """
-        self._reduce_all()
-        with self._lock:
-            return {"layers": list(self._layers), "stretches": self._counted.to_json(row)}
-
-    @classmethod
-    def from_json(cls, state: dict[str, Any], **options: Any) -> AttentionDistances:
-        """One that goes on from what `to_json` has written; options as for a new one.
-
-        Columns that are restored, or computed again, are not counted twice. If the history has been edited, `crop` to
-        what is left of it before the first pass.
-
-        Raises:
-            ValueError: `state` is not what `to_json` writes.
-        """
-        made = cls(**options)
-        try:
-            made._layers = tuple(map(int, state["layers"]))
-            made._counted = Stretches.from_json(state["stretches"], len(made._layers))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"these are no sums of attention: {error}") from error
-        return made
 
     # --- what is sampled
 

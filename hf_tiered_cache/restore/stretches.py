@@ -7,20 +7,14 @@ as many more.
 
 from __future__ import annotations
 
-from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
-from typing import Any
 
-import numpy as np
 import torch
 
 from ..select.attention_sums import AttentionSums
-
-_WRITTEN = 3
-"""Stretches that a file holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,19 +102,6 @@ class Stretches:
         self._settle()
         return Stretches(self._stretches)
 
-    def to_json(self, row: int) -> list[dict[str, Any]]:
-        """Those of one row: the oldest apart, so that an edit of the last turns costs the sums of these."""
-        self._settle()
-        kept = self._stretches[: _WRITTEN - 1]
-        if newer := self._stretches[_WRITTEN - 1 :]:
-            kept.append(reduce(add, newer))
-        return [_written(stretch.select(torch.tensor([row]))) for stretch in kept]
-
-    @classmethod
-    def from_json(cls, written: list[dict[str, Any]], layers: int) -> Stretches:
-        """Raises KeyError, TypeError or ValueError for what `to_json` does not write."""
-        return cls([_read(each, layers) for each in written])
-
     def _settle(self) -> None:
         if (order := self._order) is not None:
             self._stretches, self._order = [stretch.select(order) for stretch in self._stretches], None
@@ -129,38 +110,3 @@ class Stretches:
 def reordered(order: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
     """The order of rows `order` (None: as they were), reordered by `rows`."""
     return rows if order is None else order.index_select(0, rows.to(order.device))
-
-
-def _written(stretch: Stretch) -> dict[str, Any]:
-    products = stretch.sums.products[0].cpu().numpy()  # [heads, layers, layers], symmetric
-    first, second = np.triu_indices(products.shape[1])
-    return {
-        "stop": stretch.stop,
-        "sampled": stretch.sampled,
-        "parts": stretch.parts,
-        "rows": float(stretch.sums.rows[0]),
-        "ends": _encoded(stretch.sums.ends[0].cpu().numpy()),
-        "products": _encoded(products[:, first, second]),
-    }
-
-
-def _read(written: dict[str, Any], layers: int) -> Stretch:
-    ends, upper = _decoded(written["ends"]), _decoded(written["products"])
-    first, second = np.triu_indices(layers)
-    if len(ends) != layers or not len(upper) or len(upper) % len(first):
-        raise ValueError(f"sums of {layers} layers expected")
-    upper = upper.reshape(-1, len(first))
-    products = np.empty((1, len(upper), layers, layers), np.float32)
-    products[0, :, first, second] = products[0, :, second, first] = upper.T
-    sums = AttentionSums(
-        torch.from_numpy(products), torch.from_numpy(ends[None]), torch.tensor([float(written["rows"])])
-    )
-    return Stretch(int(written["stop"]), int(written["sampled"]), int(written["parts"]), sums)
-
-
-def _encoded(array: np.ndarray) -> str:
-    return b64encode(array.astype("<f4").tobytes()).decode()
-
-
-def _decoded(text: str) -> np.ndarray:
-    return np.frombuffer(b64decode(text, validate=True), "<f4").astype(np.float32)
