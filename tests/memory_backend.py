@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,13 +52,16 @@ class MemoryBackend:
         return Stored(version, len(data), len(data))
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
-        stored, data = self.find(segment_id), self._data(segment_id)
-        assert stored is not None
-        return stored, data[: max(HEADER_BYTES, length(stored, data[:HEADER_BYTES]))]
+        return self.open(segment_id, length)[:2]
 
-    def open(self, segment_id: str, version: Hashable) -> MemoryFile | None:
-        data = self._data(segment_id)
-        return MemoryFile(self.where(segment_id), data) if self._segments[segment_id][0] == version else None
+    def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, MemoryFile]:
+        try:
+            version, data = self._segments[segment_id]
+        except KeyError:
+            raise FileNotFoundError(errno.ENOENT, "no such segment", segment_id) from None
+        stored = Stored(version, len(data), len(data))
+        head = data[: max(HEADER_BYTES, length(stored, data[:HEADER_BYTES]))]
+        return stored, head, MemoryFile(self.where(segment_id), data)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         if self._closed:
@@ -73,11 +76,6 @@ class MemoryBackend:
             dest.copy_(torch.frombuffer(bytearray(found), dtype=torch.uint8))
         done.set_result(ReadReport(sum(op.dest.numel() for op in ops), 0.0))
         return done
-
-    def _data(self, segment_id: str) -> bytes:
-        if segment_id not in self._segments:
-            raise FileNotFoundError(errno.ENOENT, "no such segment", segment_id)
-        return self._segments[segment_id][1]
 
     @contextmanager
     def write(self, segment_id: str, nbytes: int) -> Iterator[MemoryUpload]:

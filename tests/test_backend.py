@@ -42,6 +42,10 @@ def whole(backend, name=A):
     return backend.head(name, lambda stored, page: stored.size)[1]
 
 
+def opened(backend, name=A):
+    return backend.open(name, lambda stored, page: len(page))[2]
+
+
 def blocks_of(backend, file, *offsets, nbytes=4096):
     memory = [aligned_bytes(nbytes) for _ in offsets]
     backend.read([ReadOp(file, *run) for run in zip(offsets, memory, strict=True)]).result()
@@ -58,7 +62,7 @@ def test_of_an_empty_place_nothing_is_found(backend):
     assert not backend.delete(A)
     assert backend.is_reachable()
     assert backend.writable
-    for ask in (lambda: whole(backend), lambda: backend.open(A, 0)):
+    for ask in (lambda: whole(backend), lambda: opened(backend)):
         with pytest.raises(FileNotFoundError):
             ask()
 
@@ -69,7 +73,7 @@ def test_what_is_written_is_found_and_read(backend):
     stored = backend.find(A)
     assert (stored.size, stored.nbytes >= SIZE) == (SIZE, True)
     assert whole(backend) == DATA
-    file = backend.open(A, stored.version)
+    file = opened(backend)
     first, second = aligned_bytes(4096), aligned_bytes(4096)
     report = backend.read([ReadOp(file, 4096, first), ReadOp(file, 12288, second)]).result()
     assert report.nbytes >= 8192
@@ -80,7 +84,7 @@ def test_what_is_written_is_found_and_read(backend):
 def test_one_call_reads_several_segments(backend):
     put(backend)
     put(backend, B, DATA[::-1])
-    files = [backend.open(name, backend.find(name).version) for name in (A, B)]
+    files = [opened(backend, name) for name in (A, B)]
     blocks = [aligned_bytes(4096) for _ in files]
     backend.read([ReadOp(file, 8192, block) for file, block in zip(files, blocks, strict=True)]).result()
     assert [bytes(block.numpy()) for block in blocks] == [DATA[8192:12288], DATA[::-1][8192:12288]]
@@ -96,7 +100,8 @@ def test_a_head_is_as_long_as_its_first_page_says(backend):
 
     stored, head = backend.head(A, length)
     assert (stored, head) == (backend.find(A), DATA[:8192])
-    assert seen == [(stored, DATA[:4096])]
+    assert backend.open(A, length)[:2] == (stored, head)
+    assert seen == 2 * [(stored, DATA[:4096])]
     assert backend.head(A, lambda *_: 10 * SIZE)[1] == DATA  # fewer only where it ends
     put(backend, B, b"short")
     assert backend.head(B, lambda stored, page: len(page))[1] == b"short"
@@ -104,8 +109,29 @@ def test_a_head_is_as_long_as_its_first_page_says(backend):
     def refuse(*_):
         raise FormatError("no segment")
 
-    with pytest.raises(FormatError):
-        backend.head(A, refuse)
+    for ask in (backend.head, backend.open):
+        with pytest.raises(FormatError):
+            ask(A, refuse)
+
+
+def test_a_head_and_its_blocks_are_of_one_version(backend, monkeypatch):
+    """Also where it is replaced again and again between them, and the file system gives out the same inode."""
+    put(backend)
+    first = backend.find(A).version
+    if isinstance(backend, FolderBackend):
+        real, again = backend.engine.open, [1]
+
+        def renewed(path):
+            for number in again and range(50):
+                put(backend, data=bytes([number]) * SIZE, replace=True)
+                if backend.find(A).version == first:
+                    break
+            again.clear()
+            return real(path)
+
+        monkeypatch.setattr(backend.engine, "open", renewed)
+    _, head, file = backend.open(A, lambda stored, page: 4096)
+    assert blocks_of(backend, file, 0) == [head]
 
 
 def test_nobody_sees_what_is_not_published(backend):
@@ -133,12 +159,11 @@ def test_the_first_writer_wins_unless_another_is_to_replace_it(backend):
     assert whole(backend, B) == DATA
 
 
-def test_what_is_open_stays_whole_and_only_its_own_version_is_opened(backend):
+def test_what_is_open_stays_whole(backend):
     put(backend)
-    old = backend.find(A)
-    file = backend.open(A, old.version)
+    file = opened(backend)
     put(backend, data=DATA[::-1], replace=True)
-    assert backend.open(A, old.version) is None
+    assert blocks_of(backend, opened(backend), 0) == [DATA[::-1][:4096]]
     assert blocks_of(backend, file, 0) == [DATA[:4096]]
     assert backend.delete(A)
     assert blocks_of(backend, file, 4096) == [DATA[4096:8192]]
@@ -147,7 +172,7 @@ def test_what_is_open_stays_whole_and_only_its_own_version_is_opened(backend):
 
 def test_a_read_past_the_end_fails(backend):
     put(backend)
-    file = backend.open(A, backend.find(A).version)
+    file = opened(backend)
     with pytest.raises(OSError) as error:
         blocks_of(backend, file, 0, SIZE)
     assert error.value.filename == file.path
@@ -156,7 +181,7 @@ def test_a_read_past_the_end_fails(backend):
 
 def test_many_threads_read_and_write_at_once(backend):
     put(backend)
-    file, failed = backend.open(A, backend.find(A).version), []
+    file, failed = opened(backend), []
 
     def work(number):
         name = f"{number:032x}"
@@ -184,10 +209,8 @@ def test_what_lies_beside_a_segment_is_listed_apart_and_otherwise_like_one(backe
     assert backend.beside()[beside] == backend.find(beside).nbytes >= SIZE
     assert backend.usage() == usage
     assert (whole(backend), whole(backend, beside)) == (DATA, DATA[::-1])
-    assert blocks_of(backend, backend.open(beside, backend.find(beside).version), 4096) == [DATA[::-1][4096:8192]]
-    old = backend.find(beside).version
+    assert blocks_of(backend, opened(backend, beside), 4096) == [DATA[::-1][4096:8192]]
     put(backend, beside, replace=True)
-    assert backend.open(beside, old) is None
     assert whole(backend, beside) == DATA
     backend.sync()
     assert backend.delete(A)
@@ -247,7 +270,7 @@ def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
 
 def test_a_closed_backend_reads_no_more(backend):
     put(backend)
-    file = backend.open(A, backend.find(A).version)
+    file = opened(backend)
     backend.close()
     with pytest.raises(StoreClosedError):
         blocks_of(backend, file, 0)

@@ -103,10 +103,15 @@ class SegmentBackend(Protocol):
             FormatError: what stands there can be no segment (a folder, a pipe). OSError: it cannot be read.
         """
 
-    def open(self, segment_id: str, version: Hashable) -> EngineFile | None:
-        """Open a segment for reading blocks; None if this version is not there any more. Raises OSError.
+    def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
+        """Open a segment for reading blocks, and read its beginning, all of one version.
 
-        What is open stays whole until the last reference goes, also when it is deleted or replaced meanwhile.
+        Returns:
+            What `head` does, and the segment, which stays whole until the last reference to it goes, also when it is
+            deleted or replaced meanwhile.
+
+        Raises:
+            FormatError, OSError: as `head`.
         """
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:

@@ -29,7 +29,7 @@ from ..stats import Counters
 from .backend import SegmentBackend, Stored, Upload
 from .cipher import Plain
 from .digest import DIGEST_DTYPE, Guard, is_tagged, xxh3
-from .engines import ReadOp
+from .engines import EngineFile, ReadOp
 from .format import TAG_BYTES, Seal
 from .memory import aligned_bytes
 from .notices import Notices
@@ -97,6 +97,15 @@ class _Head:
     def nbytes(self) -> int:
         """Of all arrays, each padded."""
         return sum(aligned(array.nbytes, _ARRAY_ALIGNMENT) for array in self.arrays)
+
+
+class _Open(NamedTuple):
+    """A file of arrays, open, its head checked."""
+
+    file: EngineFile
+    stored: Stored
+    head: _Head
+    guard: Guard
 
 
 class Beside:
@@ -198,9 +207,9 @@ class Beside:
         for kind in kinds:
             name = f"{reader.id}.{kind}"
             try:
-                stored, head, guard = self._head(name)
-                if head.content == _content_of(reader):
-                    found.append(Kept(kind, self._arrays(name, stored, head, guard), json.loads(head.facts)))
+                file = self._open(name)
+                if file.head.content == _content_of(reader):
+                    found.append(Kept(kind, self._arrays(name, file), json.loads(file.head.facts)))
             except (OSError, MemoryError, FormatError, IntegrityError) as error:
                 self._report(name, error)
         return found
@@ -222,36 +231,27 @@ class Beside:
 
     def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
         """The arrays of a file, if they are these. Raises FormatError, IntegrityError or OSError."""
-        for last in (False, False, True):
-            stored, head, guard = self._head(name)
-            if (head.content, head.facts) != (content, facts):
-                break
-            try:
-                return self._arrays(name, stored, head, guard)
-            except (IntegrityError, OSError):
-                if last or np.array_equal(head.digests, self._head(name)[1].digests):
-                    raise  # else it was renewed twice meanwhile, and the file system has used an inode again
-        return None
+        file = self._open(name)
+        these = (file.head.content, file.head.facts) == (content, facts)
+        return self._arrays(name, file) if these else None
 
-    def _head(self, name: str) -> tuple[Stored, _Head, Guard]:
-        """What stands before the blocks, checked. Raises FormatError or OSError."""
-        stored, data = self._backend.head(name, _length)
+    def _open(self, name: str) -> _Open:
+        """Open a file, and check what stands before its blocks. Raises FormatError or OSError."""
+        stored, data, file = self._backend.open(name, _length)
         head = _decode_head(data)
         if f"{head.segment}.{head.kind}" != name:
             raise FormatError(f"it calls itself {head.segment}.{head.kind}")
         guard = self._cipher.guard(head.seal)
         if head.seal is not None and not is_tagged(guard, _untagged(data), data[-TAG_BYTES:]):
             raise FormatError("it was not written with the store's key")
-        return stored, head, guard
+        return _Open(file, stored, head, guard)
 
-    def _arrays(self, name: str, stored: Stored, head: _Head, guard: Guard) -> dict[str, torch.Tensor]:
+    def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
         """The arrays themselves, checked, and decrypted. Raises IntegrityError or OSError."""
+        file, stored, head, guard = opened
         count, block_bytes = _blocks(head.nbytes)
         data = aligned_bytes(count * block_bytes)  # uint8 [bytes of the arrays, padded]
         if count:
-            file = self._backend.open(name, stored.version)
-            if file is None:
-                raise FileNotFoundError(errno.ENOENT, "it was renewed this moment", name)
             self._backend.read([ReadOp(file, stored.size - data.numel(), data)]).result()
             if guard.open(0, data.view(count, block_bytes), head.digests) is not None:
                 raise IntegrityError(f"{name} fails its checksum", version=stored.version)
@@ -263,9 +263,9 @@ class Beside:
 
     def check(self, name: str) -> int:
         """Read a file and compare its checksums. Returns its bytes. Raises FormatError, IntegrityError or OSError."""
-        stored, head, guard = self._head(name)
-        self._arrays(name, stored, head, guard)
-        return stored.size
+        file = self._open(name)
+        self._arrays(name, file)
+        return file.stored.size
 
     # --- looking after them
 

@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ _LOCK_SECONDS = 30.0
 `_LOCK_SECONDS_AFTERWARDS` until it was had again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _LOCK_POLL_SECONDS = 0.005
+_OPENINGS = 100
+"""Of a file that is replaced each time between two calls."""
 _MOST_UNSYNCED = 1000
 """Files that may wait to be made durable."""
 
@@ -113,10 +116,15 @@ class FolderBackend:
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
         return head_of_file(self.path(segment_id), length)
 
-    def open(self, segment_id: str, version: Hashable) -> EngineFile | None:
-        file = self.engine.open(self.where(segment_id))
-        found = self.find(segment_id)
-        return file if found is not None and found.version == version else None
+    def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
+        path = self.path(segment_id)
+        for _ in range(_OPENINGS):
+            with open_regular(path) as (fd, stat):  # while it is open, no other file takes its inode
+                stored, head = _head(fd, stat, length)
+                file, found = self.engine.open(str(path)), _find(path)
+                if found is not None and found.version == stored.version:
+                    return stored, head, file
+        raise OSError(errno.EAGAIN, "it is replaced again and again", str(path))
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         return self.engine.submit(ops)
@@ -247,9 +255,12 @@ class FolderUpload:
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
     """See `SegmentBackend.head`, of a file anywhere."""
     with open_regular(path) as (fd, stat):
-        stored = _stored(stat)
-        page = read_all(fd, HEADER_BYTES, 0)
-        return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
+        return _head(fd, stat, length)
+
+
+def _head(fd: int, stat: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
+    stored, page = _stored(stat), read_all(fd, HEADER_BYTES, 0)
+    return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
 
 
 def _find(path: Path) -> Stored | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,13 +15,12 @@ from ..geometry import HASH_TOKENS
 from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
-from .engines import ReadOp, ReadReport
+from .engines import EngineFile, ReadOp, ReadReport
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
 from .memory import aligned_bytes
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
 """Of tables above this size a sixteenth must lie on disk: a sparse file of a few KiB could take all memory."""
-_OPENINGS = 3
 _NO_KEY = Plain()
 BlockRun = tuple[int, torch.Tensor]
 """First chunk of a run, and where its blocks go: uint8 `[n, block_bytes]`, contiguous."""
@@ -90,18 +88,19 @@ class SegmentReader:
     """
 
     def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
-        for _ in range(_OPENINGS):
-            head = read_head(partial(backend.head, segment_id), cipher)
-            file = backend.open(segment_id, head.version)
-            if file is not None:  # else head and blocks would be of two versions
-                break
-        else:
-            raise OSError(errno.EAGAIN, "it is replaced again and again", backend.where(segment_id))
+        opened: list[EngineFile] = []
+
+        def fetch(length: HeadLength) -> tuple[Stored, bytes]:
+            stored, data, file = backend.open(segment_id, length)
+            opened.append(file)
+            return stored, data
+
+        head = read_head(fetch, cipher)
         self.header, self.chain, self.digests = head.header, head.chain, head.digests
         self.id, self.shape = self.header.id, self.header.shape
         if self.id != segment_id:
             raise FormatError(f"{segment_id} calls itself {self.id}")
-        self.backend, self._file, self._version = backend, file, head.version
+        self.backend, self._file, self._version = backend, opened[0], head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
         self._contents = [content_of(table) for table in self.digests]  # of each block group
         self.gone = False
