@@ -148,12 +148,8 @@ class AttentionDistances:
             keys: of these, `[batch, kv_heads, columns, dim]`.
             weight: how many columns each stands for.
         """
-        batch, heads, device = *rows.queries[0].shape[:2], keys[0].device
+        device = keys[0].device
         with self._lock:
-            if self._counted.shape[1:] not in ((), (heads, len(layers), len(layers))) or layers != self._layers:
-                self._counted = Stretches()  # of another model
-            elif self._counted.shape[:1] == (1,) and batch > 1:  # what was kept of one row, which is repeated now
-                self._counted.select(torch.zeros(batch, dtype=torch.long))
             self._layers = layers
             self._counted.to(device)
         if len(rows.columns) == 1:

@@ -61,12 +61,6 @@ class Stretches:
         """The column behind the last one that was counted."""
         return max((stretch.stop for stretch in self._stretches), default=0)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """`[batch, heads, layers, layers]`; () of none."""
-        self._settle()
-        return tuple(self._stretches[0].sums.products.shape) if self._stretches else ()
-
     def add(self, new: Sequence[Stretch]) -> None:
         """Count these, too."""
         self._settle()
