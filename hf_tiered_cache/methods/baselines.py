@@ -14,7 +14,7 @@ from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_tokens import TopTokens
 from .base import DEFAULT_BUDGET, Method
-from .exact import check_front
+from .exact import Exact
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,28 +34,16 @@ class AttentionStore(Method):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartialRecompute(Method):
+class PartialRecompute(Exact):
     """All KV of the prefix, its front computed while the rest is loaded: the same front in all layers (Cake, Pensieve).
 
     Krul's baseline of partial recomputation (its Section 8.1): each layer waits for the rest of its own KV.
-
-    Args:
-        recompute: share of the prefix that is computed; "auto" and where it can be: as for `Exact`.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1))
     recompute: float | Literal["auto"] = field(default="auto", kw_only=False)
 
-    decline = True
     flat_front = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_front(self.recompute)
-
-    @property
-    def front(self) -> float | Literal["auto"]:
-        return self.recompute
 
 
 @dataclass(frozen=True, kw_only=True)
