@@ -23,8 +23,8 @@ from .storage import Storage
 from .tiers.window_sizes import WindowProfile, best_sizes
 
 _FILE = "calibrations.json"
-_CONVERSATIONS = 64
-"""Of one model, of which it is noted where their attention went."""
+_SUSPENDED = 64
+"""Times that conversations of one model were suspended, of which it is noted where their attention went."""
 _KEPT = {"tokens", "ratio", "cold"}
 """What is read again of each `Calibration`."""
 
@@ -171,14 +171,17 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
         shares: `LayerDistances.initial_recent`, float `[layers]`.
 
     Returns:
-        Those of the last conversations that were noted, this one the last.
+        The last ones that were noted, this one the last.
+
+    Raises:
+        StoreBusyError, OSError: it cannot be kept.
     """
     name = f"initial recent {fingerprint}"
     try:
         before = [np.array(one["shares"], float) for one in _read(storage).get(name, [])]
     except (KeyError, TypeError, ValueError):  # damaged
         before = []
-    found = [*(each for each in before if each.shape == shares.shape), shares][-_CONVERSATIONS:]
+    found = [*(each for each in before if each.shape == shares.shape), shares][-_SUSPENDED:]
     if storage.disk.backend.writable:
         _write(storage, name, [{"shares": each.round(4).tolist()} for each in found])
     return found
@@ -273,8 +276,10 @@ def keep_prefix_costs(
 
 
 def _write(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
+    """Beside what is there; alone, since conversations that are suspended write here, too."""
     path = storage.path / _FILE
     partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(_read(storage) | {name: found}, indent=1) + "\n", encoding="utf-8")
-    partial.chmod(0o600)
-    partial.replace(path)
+    with storage.disk.backend.locked():
+        partial.write_text(json.dumps(_read(storage) | {name: found}, indent=1) + "\n", encoding="utf-8")
+        partial.chmod(0o600)
+        partial.replace(path)

@@ -162,7 +162,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     try:
         if rows and serving.options.record:
             made = sequence.method.compact(_idle(serving, sequence, rows, tokens))
-    except (TieredCacheError, OSError) as error:
+    except (TieredCacheError, OSError, ValueError) as error:
         reason = reason or f"the conversation was not laid out anew: {error}"
     if made is not None and (row := storage.disk.index.row(made)) is not None:
         rows = [row]
@@ -170,10 +170,12 @@ def put_away(serving: Serving, held: int) -> Suspended:
     if left >= HASH_TOKENS:
         reason = reason or _why_left(serving, sequence)
     if conversation is not None and serving.options.record:
-        if failed := conversation.keep(sequence, rows, tokens):
-            reason = failed
-        elif made is not None:  # the record names the new one: only now may the old ones go
-            storage.remove(replaced)
+        reason = conversation.keep(sequence, rows, tokens) or reason
+        if made is not None and conversation.record is not None and made in conversation.record.segments:
+            try:  # the record names the new one: only now may the old ones go
+                storage.remove(replaced)
+            except OSError as error:
+                reason = reason or f"a segment whose tokens are stored anew was not deleted: {error}"
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)

@@ -30,7 +30,7 @@ from .shape import SegmentShape
 from .stats import StatsCollector, StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
-from .store.conversations import ConversationInfo, ConversationRecord, Conversations
+from .store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from .store.disk import SegmentStore
 from .store.segment import SegmentReader
 from .store.writer import PendingSegment, Writer
@@ -319,12 +319,22 @@ class Storage:
         return self.remove(row.id for row in mine)
 
     def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
-        """The segments that only these conversations lie in, but pinned ones. Raises ConfigError: one is not there."""
+        """The segments that only these conversations lie in, but pinned ones.
+
+        Those, too, that no record names: of a history that was edited, or of a process that was killed.
+
+        Raises:
+            ConfigError: one is not there.
+        """
+        own = set[str]()  # provenances that name one of them
         for conversation_id in ids:
-            if self.conversations.read(conversation_id) is None:
+            record = self.conversations.read(conversation_id)
+            if record is None:
                 raise ConfigError(f"no conversation is called {conversation_id!r}; store.conversations() lists them")
-        mine = self.conversations.only_of(ids) - self.disk.pinned()
-        return [row for row in self.segments() if row.id in mine]
+            if conversation_name(conversation_id) in record.provenance:
+                own.add(record.provenance)
+        mine, pinned = self.conversations.only_of(ids), self.disk.pinned()
+        return [row for row in self.segments() if (row.id in mine or row.provenance in own) and row.id not in pinned]
 
     def stats(self) -> StoreStats:
         """What it holds, and what happened since it was opened."""

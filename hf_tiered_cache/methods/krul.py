@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -40,8 +40,8 @@ class Krul(Method):
         recompute: share of a conversation that is not stored but computed when it comes back. "auto": what is quickest
             by what `KVStore.calibrate_prefix` found for this model and device; without a calibration nothing.
         gamma: share of its attention that a layer gives to both ends of its context to be among those that may share
-            (Section 4.2). "auto": such that three quarters of the layers are, over the conversations of this model
-            that the store has seen.
+            (Section 4.2). "auto": such that three quarters of the layers are, over the last 64 times that the store
+            saw a conversation of this model suspended.
         toward: how far the direction that two layers share lies from the first one's, 0, to the deeper one's, 1.
             MiniCache and the paper take 0.6; what is looked up in the first of two layers is lost sooner with that.
         retained: share of the tokens that a pair keeps unmerged: those in which its layers differ most (MiniCache).
@@ -153,11 +153,13 @@ def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> flo
     return 1 - (1 - retained) * spared / sum(alone.values())
 
 
-def lacking(readers: Iterable[SegmentReader]) -> np.ndarray:
+def lacking(readers: Sequence[SegmentReader]) -> np.ndarray:
     """For each layer the first token of a chain from which on it is stored: int64 `[layers]`, never growing."""
-    at, found = 0, []
-    for reader in readers:
-        held = np.array(reader.shape.held_from)
-        found.append(np.where(held > 0, at + held, 0))
-        at += reader.shape.tokens
-    return np.maximum.accumulate(np.max(found, axis=0)[::-1])[::-1]
+    found = np.zeros(len(readers[0].shape.layout.layers), np.int64)
+    for number, reader in enumerate(readers):
+        at = reader.header.position - readers[0].header.position
+        count = readers[number + 1].header.position - reader.header.position if number + 1 < len(readers) else None
+        missing = ~reader.shape.held[:, :count]  # [layers, tokens]: the next one may go on inside it
+        last = missing.shape[1] - missing[:, ::-1].argmax(1)
+        found = np.where(missing.any(1), at + last, found)
+    return np.maximum.accumulate(found[::-1])[::-1]
