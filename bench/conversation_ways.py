@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_tiered_cache.codecs.pairs import TOWARD
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method, MiniCache
 from hf_tiered_cache.select.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
 
@@ -102,6 +103,9 @@ def ways(fixed: Callable[[float], Pairs] = lambda shared: ()) -> dict[str, Way]:
         for shared in (0.25, 0.5, 0.75):
             system = "Krul, front 0.4" if front else "Krul"
             found[f"Krul {shared}" + f" front {front}" * bool(front)] = Way(system, Krul(shared, recompute=front))
+    for shared in (0.25, 0.5, 0.75):
+        found[f"published {shared}"] = Way("Krul as published", Krul.paper(shared, recompute=0.0))
+    found["Krul 0.5 toward 0.6"] = Way("Krul, toward 0.6", Krul(0.5, recompute=0.0, toward=TOWARD))
     found["Krul 0.75 front 0.4 int8"] = Way("Krul, front 0.4, int8", Krul(0.75, recompute=0.4, codec="int8"))
     for shared in (0.25, 0.5):
         found[f"MiniCache {shared}"] = Way("MiniCache", MiniCache(shared))

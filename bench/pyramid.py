@@ -110,9 +110,10 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
     text = [
         f"# A prefix loaded, computed, or both, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
-        f"{measured_on['transformers']}; {measured_on['date']}. {result['layers']} layers, {result['token_bytes']} "
-        f"bytes of KV a token, {result['suffix']} tokens behind each prefix; medians of {result['repeats']} in turns, "
-        "ratios of what was measured side by side. Random weights.\n",
+        f"{measured_on['transformers']}; {measured_on['date']}, commit {measured_on['commit']}. "
+        f"{result['layers']} layers, {result['token_bytes']} bytes of KV a token, {result['suffix']} tokens "
+        f"behind each prefix; medians of {result['repeats']} in turns, ratios of what was measured side by "
+        "side. Random weights.\n",
     ]
     headings = ["prefix", "loaded, s", "computed, s", "auto, s", "computed of it"]
     headings += ["auto ÷ better", f"≤ {NEAR}", "waits for KV", "disk idle", "disk busy", f"bubbles ≤ {BUBBLES:.0%}"]
