@@ -25,6 +25,8 @@ from .tiers.window_sizes import WindowProfile, best_sizes
 _FILE = "calibrations.json"
 _SUSPENDED = 64
 """Times that conversations of one model were suspended, of which it is noted where their attention went."""
+_NEAR = 1.03
+"""Times that differ by less are the same."""
 _KEPT = {"tokens", "ratio", "cold"}
 """What is read again of each `Calibration`."""
 
@@ -105,6 +107,7 @@ class WindowFindings:
         columns: entries that a head attended to, a mean over the texts.
         entry_bytes: of one of them, keys and values.
         steps: tokens that were decoded, of all texts.
+        seconds: of a token, with windows of each size, a median; () where that was not measured.
     """
 
     layers: tuple[int, ...]
@@ -113,6 +116,13 @@ class WindowFindings:
     columns: float
     entry_bytes: int
     steps: int
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def quickest(self) -> float | None:
+        """The size with which tokens came quickest; of those that took as long, to the noise, the smallest."""
+        near = _NEAR * min(self.seconds, default=0.0)
+        return next((float(size) for size, took in zip(self.sizes, self.seconds, strict=False) if took <= near), None)
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, JSON-ready."""
@@ -140,19 +150,27 @@ class WindowFindings:
         return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
 
 
-def profiled_windows(storage: Storage, fingerprint: str, name: str, window: float) -> WindowSizes | None:
-    """What `profile_windows` found for this model and a method's choices, in the memory of windows of one size.
+def profiled_windows(
+    storage: Storage, fingerprint: str, name: str, window: float | None
+) -> tuple[float, WindowSizes] | None:
+    """What `profile_windows` found for this model and a method's choices.
 
-    None where nothing was found, or the size lies beyond those that were measured.
+    Args:
+        window: a size, in whose memory all windows are to lie; None for the one that was quickest.
+
+    Returns:
+        This size, and those by layer and head. None where nothing was found, or the size lies beyond those that were
+        measured.
     """
     try:
         (found,) = (WindowFindings(**one) for one in _read(storage).get(_windows_name(fingerprint, name), []))
-        if not found.sizes[0] <= window <= found.sizes[-1]:
+        window = found.quickest if window is None else window
+        if window is None or not found.sizes[0] <= window <= found.sizes[-1]:
             return None
         sizes = dict(zip(found.layers, found.chosen(window).tolist(), strict=True))
     except (TypeError, ValueError, IndexError, ConfigError):  # none yet, or damaged
         return None
-    return tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
+    return window, tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
 
 
 def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +27,8 @@ from .tiers.window_sizes import SIZES, Trace, measure
 
 _LEAST_CONTEXT = 16
 """Tokens in front of those that are decoded: of fewer nothing is stored."""
+_TIMED, _ROUNDS = 64, 2
+"""Tokens that are timed with windows of each size, and how many times."""
 
 
 def profile_windows(
@@ -41,6 +45,8 @@ def profile_windows(
 
     What is found holds for this model and the method's index, budget, chunk size and eviction, at any `window` between
     the smallest and the largest of `sizes`: `KVDrive` takes the sizes by layer and head that read least in its memory.
+    How much memory that is, where `window` is "auto", tokens say that are timed with windows of each size, in turns,
+    out of the tiers as this store has them.
 
     Args:
         storage: the contexts are stored there, if they are not yet.
@@ -59,8 +65,8 @@ def profile_windows(
     chooses = KVDrive() if method is None else make_method(method)
     if not isinstance(chooses, KVDrive) or not chooses.selects:
         raise ConfigError(f"windows are those of KVDrive with a budget below 1, not of {chooses}")
-    if not sizes[0] <= chooses.window <= sizes[-1]:
-        raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget are measured, not {chooses.window:g}")
+    if not sizes[0] <= (window := chooses.window_multiple) <= sizes[-1]:
+        raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget are measured, not {window:g}")
     prompts = as_prompts(input_ids)
     shortest = min(map(len, prompts), default=0)
     if steps < 2 or shortest < steps + _LEAST_CONTEXT:
@@ -77,16 +83,27 @@ def profile_windows(
     )
     widest = replace(chooses, window=sizes[-1], window_sizes="uniform")  # reads least, and chooses the same
     rates, columns = [], []
-    with tqdm(total=steps * len(prompts), desc="profile", unit="tok", disable=not progress) as bar:
+    timed = min(steps, _TIMED)
+    total = steps * len(prompts) + timed * len(sizes) * _ROUNDS
+    with tqdm(total=total, desc="profile", unit="tok", disable=not progress) as bar:
         for ids in prompts:
             trace, entry_bytes = decode(storage, model, ids, widest, steps, done=bar.update)
             pools, count = trace.pools(), trace.num_columns
             found = measure(pools, count, 1, chooses.eviction, sizes, skip=1 + steps // 8)
             rates.append(found.benefits / count)
             columns.append(count)
+        longest = max(prompts, key=len)
+        end = len(longest) - steps + timed
+        seconds = time_windows(storage, model, longest[:end], chooses, timed, sizes, done=bar.update)
     mean = np.average(rates, axis=0, weights=columns)  # [layers, heads, sizes]
     findings = WindowFindings(
-        trace.layers, tuple(sizes), mean.tolist(), float(np.mean(columns)), entry_bytes, steps * len(prompts)
+        layers=trace.layers,
+        sizes=tuple(sizes),
+        hit_rates=mean.tolist(),
+        columns=float(np.mean(columns)),
+        entry_bytes=entry_bytes,
+        steps=steps * len(prompts),
+        seconds=seconds,
     )
     inner = attach(model).model
     keep_windows(storage, Fingerprinter(inner)(), chooses.profile_name, findings)
@@ -134,6 +151,42 @@ def decode(
     assert source.keys is not None and source.values is not None
     token_bytes = (source.keys.shape[3] + source.values.shape[3]) * source.keys.element_size()
     return trace, method.chunk_tokens * token_bytes
+
+
+def time_windows(
+    storage: Storage,
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    method: KVDrive,
+    steps: int,
+    sizes: Sequence[float],
+    *,
+    done: Callable[[], object] = lambda: None,
+) -> tuple[float, ...]:
+    """Seconds of a decoded token with windows of each size, a median.
+
+    Each size decodes the same tokens once in each round. They were decoded before, so memory has of their blocks what
+    it has room for, and none finds more there than another.
+
+    Args:
+        ids, steps, done: as for `decode`.
+        sizes: of windows, the same for all heads.
+    """
+    took: dict[float, list[float]] = {size: [] for size in sizes}
+    for number in range(_ROUNDS):
+        for size in list(sizes)[:: -1 if number % 2 else 1]:
+            uniform = replace(method, window=size, window_sizes="uniform")
+            cache = StoredCache.over(model, storage, uniform, CacheOptions(record=False))
+            row = ids.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]
+            with torch.no_grad():
+                cache.model(input_ids=row[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                for token in row[:, -steps:].split(1, dim=1):
+                    started = time.perf_counter()
+                    logits = cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
+                    logits.flatten()[0].item()  # waits for the device
+                    took[size].append(time.perf_counter() - started)
+                    done()
+    return tuple(statistics.median(some) for some in took.values())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_selective import ask, fill, question, same
 
-from hf_tiered_cache import KVStore
+from hf_tiered_cache import KVStore, profiling
 from hf_tiered_cache.calibrations import profiled_windows
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import KVDrive
@@ -264,12 +264,12 @@ def test_a_profile_counts_what_windows_of_its_sizes_count(model, profiled, windo
     """Fed with a recorded trace, a window has the hits that it has had in the model."""
     store, _ = profiled
     ids = prompt(464)
-    for method in (METHOD, replace(METHOD, window=1), replace(METHOD, window=3, eviction="lru")):
+    for method in (replace(METHOD, window=2), replace(METHOD, window=1), replace(METHOD, window=3, eviction="lru")):
         trace, entry_bytes = decode(store._storage, model, ids[0], replace(method, window_sizes="uniform"), 30)
         pools, columns = trace.pools(), trace.num_columns
         assert pools.shape[:3] == (31, 6, 2) and columns == 10 and entry_bytes == 8 * 2 * 16 * 4
         for layer in range(6):
-            again = Window(columns, [int(method.window * columns)] * 2, 60, method.eviction)
+            again = Window(columns, [int(method.window_multiple * columns)] * 2, 60, method.eviction)
             for ours, theirs in zip(replay(again, pools[:, layer]), windows[layer].hits, strict=True):
                 np.testing.assert_array_equal(ours, theirs)
 
@@ -297,7 +297,7 @@ def test_other_choices_have_uniform_windows(change, model, profiled, windows):
     _, cache = ask(model, store, question(prompt(416)), method)
     assert cache.stats.tokens_restored == 416 and cache.method.window_sizes == "profiled"
     columns = windows[0].num_columns
-    assert capacities(windows, columns) == [[max(method.window, 1)] * 2] * 6
+    assert capacities(windows, columns) == [[max(method.window_multiple, 1)] * 2] * 6
 
 
 def test_another_model_and_a_store_without_a_profile_have_uniform_windows(model, profiled, windows, tmp_path):
@@ -323,17 +323,55 @@ def test_what_is_kept_outlives_the_store_and_damage(model, tmp_path):
     assert choices == METHOD.profile_name
     with KVStore(tmp_path, engine="posix") as store:
         read = partial(profiled_windows, store._storage, fingerprint, choices, 2)
-        assert read() == tuple(map(tuple, found.chosen(2).tolist()))
+        assert read() == (2, tuple(map(tuple, found.chosen(2).tolist())))
         for damaged in (7, {}, kept | {"sizes": []}, kept | {"hit_rates": [[[0.5]]]}, kept | {"layers": []}):
             path.write_text(json.dumps({name: [damaged]}))
             assert read() is None
+
+
+def test_the_quickest_memory_is_taken_unless_another_is_asked_for(model, windows, tmp_path, monkeypatch):
+    seconds = {1: 3.0, 2: 2.5, 3: 2.02, 4: 2.0}  # the smallest of those that take as long
+    monkeypatch.setattr(profiling, "time_windows", lambda *_, **__: tuple(seconds.values()))
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, prompt(416), METHOD)
+        for method in (METHOD, replace(METHOD, window_sizes="uniform")):
+            ask(model, store, question(prompt(416)), method)
+            assert capacities(windows, 10) == [[2, 2]] * 6  # nothing is known yet
+        found = store.profile_windows(model, prompt(464), method=METHOD, steps=16, progress=False)
+        assert found.quickest == 3 and replace(found, seconds=()).quickest is None
+        for method, sizes in (
+            (METHOD, found.chosen(3).tolist()),
+            (replace(METHOD, window=1.5), found.chosen(1.5).tolist()),
+            (replace(METHOD, window_sizes="uniform"), [[3, 3]] * 6),
+            (replace(METHOD, window_sizes="uniform", window=2), [[2, 2]] * 6),
+            (replace(METHOD, window_sizes=[[1, 2]] * 6), [[1, 2]] * 6),
+        ):
+            ask(model, store, question(prompt(416)), method)
+            assert capacities(windows, 10) == sizes
+
+
+def test_windows_are_timed_in_turns(model, windows, profiled, monkeypatch):
+    """Each size decodes the same tokens, first the smallest window in front and then the largest."""
+    store, _ = profiled
+    asked, real, decoded = [], WindowedSelection.row, []
+
+    def row(self, layer, prefix, chosen):
+        if layer == 0:
+            asked.append(self.selector.window)
+        return real(self, layer, prefix, chosen)
+
+    monkeypatch.setattr(WindowedSelection, "row", row)
+    took = profiling.time_windows(
+        store._storage, model, prompt(464)[0, :432], METHOD, 16, (1, 2, 4), done=lambda: decoded.append(1)
+    )
+    assert asked == [1, 2, 4, 4, 2, 1] and len(decoded) == 6 * 16 and min(took) > 0
 
 
 def test_layers_with_a_sliding_window_have_no_sizes(windows, tmp_path):
     model = build("gemma3")
     with KVStore(tmp_path, engine="posix") as store:
         found = store.profile_windows(model, prompt(464), method=METHOD, steps=16, progress=False)
-        _, cache = ask(model, store, question(prompt(416)), METHOD)
+        _, cache = ask(model, store, question(prompt(416)), replace(METHOD, window=2))
     assert found.layers == (2, 5) and [*windows] == [2, 5]
     assert [len(sizes) for sizes in cache.method.window_sizes] == [0, 0, 2, 0, 0, 2]
     assert capacities(windows, 10) == found.chosen(2).tolist()

@@ -49,7 +49,8 @@ def profile(
     by one; from what its heads choose follows what windows of 1 to 4 times would have had.
 
     What is found is kept in the store for this model, and the method's index, budget, chunk size and eviction:
-    KVDrive() takes it by itself, at any `window` from 1 to 4, and KVDrive(window_sizes="uniform") does not. What a
+    KVDrive() takes it by itself, at any `window` from 1 to 4, and KVDrive(window_sizes="uniform") does not. Tokens are
+    timed with windows of each size, too: KVDrive() has the memory of the quickest, unless you say `window`. What a
     model answers does not depend on it.
     """
     parse_bytes(memory, "--memory")
@@ -78,12 +79,14 @@ def profile(
             f"{model} and contexts of {tokens} tokens do not fit into the memory of this {device}; ask for fewer with "
             "--tokens, or for a smaller --dtype"
         ) from error
-    sizes, uniform = found.chosen(chooses.window), found.chosen(chooses.window, uniform_sizes)
+    window = found.quickest if chooses.window == "auto" else chooses.window_multiple
+    assert window is not None
+    sizes, uniform = found.chosen(window), found.chosen(window, uniform_sizes)
     shares = found.hit_rate(sizes), found.hit_rate(uniform)
     if draw is not None and plot is not None:
         draw(plot, found, sizes)
     if as_json:
-        own = {"method": chooses.profile_name, "window": chooses.window, "window_sizes": sizes.tolist()}
+        own = {"method": chooses.profile_name, "window": window, "window_sizes": sizes.tolist()}
         return print_json(own | {"hit_rate": shares[0], "uniform_hit_rate": shares[1]} | found.as_dict())
     heads = [f"head {head}" for head in range(sizes.shape[1])]
     table = figures("layer", *heads, right=("layer", *heads))
@@ -92,8 +95,9 @@ def profile(
     show(table)
     print(
         f"kept for this model and {chooses.index}, budget {chooses.budget:g}, chunks of {chooses.chunk_tokens} tokens: "
-        f"in the memory of windows ×{chooses.window:g} these had {shares[0]:.1%} of what was attended to, one size for "
-        f"all (×{uniform.flat[0]}) {shares[1]:.1%}"
+        f"in the memory of windows ×{window:g} these had {shares[0]:.1%} of what was attended to, one size for "
+        f"all (×{uniform.flat[0]}) {shares[1]:.1%}; a token took "
+        + ", ".join(f"{took * 1e3:.1f} ms at ×{size}" for size, took in zip(found.sizes, found.seconds, strict=True))
     )
 
 

@@ -211,9 +211,11 @@ class Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
         return self
 
-    def with_profiled_windows(self, sizes: Callable[[str, float], WindowSizes | None]) -> Method:
-        """This method with windows by layer and head: `sizes` gives those that were found for its choices, by name, in
-        the memory of windows of one size.
+    def with_profiled_windows(
+        self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]
+    ) -> Method:
+        """This method with the windows that were measured: `profiled` gives, for its choices, by name, those by layer
+        and head in the memory of windows of one size, or of the quickest one, and that size.
         """
         return self
 

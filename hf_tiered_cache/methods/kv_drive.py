@@ -17,6 +17,9 @@ from ..tiers.window import WINDOW_POLICIES
 from .base import Method
 from .baselines import check_budget
 
+_UNPROFILED = 2.0
+"""The window of the paper's default, in multiples of what a head attends to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KVDrive(Method):
@@ -26,7 +29,8 @@ class KVDrive(Method):
         budget: share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is the exact method's.
         chunk_tokens: consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
         window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1); a
-            mean over all heads, where these differ.
+            mean over all heads, where these differ. "auto": the size at which tokens came quickest when windows were
+            profiled (see `window_sizes`), and 2 where they were not.
         window_sizes: "profiled": each layer and head has a window of its own (Section 5.2), as
             `KVStore.profile_windows`, or `hf-tiered-cache profile`, has found for this model, `index`, `budget`,
             `chunk_tokens` and `eviction`; what all take together is `window`. Where nothing was found all have the
@@ -57,7 +61,7 @@ class KVDrive(Method):
     geometry: Geometry = field(init=False, default=Geometry())
     budget: float = field(default=0.0156, kw_only=False)
     chunk_tokens: int = 8
-    window: float = 2.0
+    window: float | Literal["auto"] = "auto"
     window_sizes: Literal["profiled", "uniform"] | WindowSizes = "profiled"
     sinks: int = 4
     local: int = 64
@@ -86,7 +90,9 @@ class KVDrive(Method):
                 raise ConfigError("window_sizes are not negative")
         elif self.window_sizes not in ("profiled", "uniform"):
             raise ConfigError(f'window_sizes is "profiled", "uniform" or numbers, not {self.window_sizes!r}')
-        if not self.window >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
+        if isinstance(self.window, str) and self.window != "auto":
+            raise ConfigError(f'window is "auto" or a number, not {self.window!r}')
+        if not self.window_multiple >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
             raise ConfigError("window, sinks, local, prefill_tokens and exact_from are not negative")
         if self.observed < 1:
             raise ConfigError(f"observed is at least 1, not {self.observed}")
@@ -123,10 +129,20 @@ class KVDrive(Method):
         """What its choices depend on: a profile of windows holds for all methods of this name."""
         return f"{self.index} {self.budget:g} {self.chunk_tokens} {self.eviction}"
 
-    def with_profiled_windows(self, sizes: Callable[[str, float], WindowSizes | None]) -> KVDrive:
-        if self.window_sizes != "profiled" or self.eviction == "none":
+    @property
+    def window_multiple(self) -> float:
+        """`window` as a number."""
+        return _UNPROFILED if isinstance(self.window, str) else self.window
+
+    def with_profiled_windows(
+        self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]
+    ) -> KVDrive:
+        by_head, size = self.window_sizes == "profiled", None if isinstance(self.window, str) else self.window
+        if self.eviction == "none" or (size is not None and not by_head):
             return self
-        return replace(self, window_sizes=sizes(self.profile_name, self.window) or "profiled")
+        if (found := profiled(self.profile_name, size)) is None:
+            return self
+        return replace(self, window=found[0], window_sizes=found[1] if by_head else self.window_sizes)
 
     @property
     def _by_index(self) -> ByIndex:
@@ -135,7 +151,7 @@ class KVDrive(Method):
             chunk_tokens=self.chunk_tokens,
             sinks=self.sinks,
             local=self.local,
-            window=self.window,
+            window=self.window_multiple,
             eviction=self.eviction,
             window_sizes=() if isinstance(self.window_sizes, str) else self.window_sizes,
             ahead=self.ahead,
