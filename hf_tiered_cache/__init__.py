@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .lookup import Lookup
     from .methods import METHODS, Exact, Method
     from .patches import detach
+    from .prompt import Passage, Prompt, build_prompt
     from .session import TieredSession, attach, tiered
     from .stats import RequestStats, StoreStats
 
@@ -48,6 +49,8 @@ __all__ = [
     "LostKVError",
     "Method",
     "NewerFormatError",
+    "Passage",
+    "Prompt",
     "QuotaError",
     "RequestStats",
     "StoreBusyError",
@@ -59,6 +62,7 @@ __all__ = [
     "TieredSession",
     "UnsupportedModelError",
     "attach",
+    "build_prompt",
     "detach",
     "tiered",
 ]
@@ -70,11 +74,14 @@ _ELSEWHERE = {
     "KVStore": "kvstore",
     "Lookup": "lookup",
     "Method": "methods",
+    "Passage": "prompt",
+    "Prompt": "prompt",
     "RequestStats": "stats",
     "StoreStats": "stats",
     "TieredCache": "cache",
     "TieredSession": "session",
     "attach": "session",
+    "build_prompt": "prompt",
     "detach": "patches",
     "tiered": "session",
 }

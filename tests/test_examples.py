@@ -210,7 +210,7 @@ def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
         "document": "The old man looked out over the sea, where nothing had moved since the morning. " * 8,
     }
     exec(block, names)
-    stored = sum(len(passage) // 16 * 16 for passage in names["passages"])
+    stored = sum(len(passage) // 16 * 16 for passage in names["stored"])
     assert names["cache"].stats.tokens_restored == stored - int(0.15 * stored)
 
 
