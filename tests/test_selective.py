@@ -585,6 +585,8 @@ def test_a_method_by_name_with_options():
         make_method("impress:reorder=perhaps")
     with pytest.raises(ConfigError, match=r"no option 'share'; it has: .*budget"):
         make_method("impress:share=0.1")
+    with pytest.raises(ConfigError, match=r"of type float \| Literal\['auto'\], not 'half'"):
+        make_method("krul:recompute=half")
     with pytest.raises(ConfigError, match="of type int, not 'four'"):
         make_method("contiguous_kv:period=four")
     with pytest.raises(ConfigError, match="budget is a share"):

@@ -85,8 +85,7 @@ def make_method(method: Method | str | None) -> Method:
         try:
             chosen[key] = _read(value, known[key])
         except ValueError:
-            kind_of = type(known[key].default).__name__
-            raise ConfigError(f"{key} of {name} is of type {kind_of}, not {value!r}") from None
+            raise ConfigError(f"{key} of {name} is of type {known[key].type}, not {value!r}") from None
     return kind(**chosen)
 
 
