@@ -326,7 +326,7 @@ def kind_text(found: dict[str, Any], score: str) -> str:
         asked = [f"{np.mean(of[score]):.1f} ({low:.1f} to {high:.1f})"]
         asked += [f"{np.mean(of['top 1']):.1f}"] * (score != "top 1")
         figures = [f"{np.mean(of['pairs']):.1f}", f"{storage:.1f} %", f"{100 / storage:.2f}", file]
-        rows.append([name, *figures, *asked, f"{np.mean(of['KL']):.4f}"])
+        rows.append([name, *figures, *asked, f"{max(0.0, np.mean(of['KL'])):.4f}"])
     heads = ["way", "pairs", "storage", "times less", "file", f"{score}, %", *["top 1, %"] * (score != "top 1"), "KL"]
     saving = [
         [system, name or "none", f"{100 / np.mean(found[name]['storage']):.2f}" if name else "1"]
