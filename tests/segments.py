@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 import sys
 import time
 from functools import partial
@@ -13,6 +12,7 @@ from textwrap import indent
 from typing import Any
 
 import numpy as np
+import processes
 import torch
 from drawn_faults import du
 
@@ -122,11 +122,11 @@ def written_at_once(root: Path, limit: int, writers: int, each: str) -> int:
         f"for i in range(12):\n{indent(each, '    ')}"
     )
     arguments = [sys.executable, "-c", code, str(root), os.path.dirname(__file__)]
-    processes = [subprocess.Popen([*arguments, str(number), str(limit)]) for number in range(writers)]
+    started = [processes.Popen([*arguments, str(number), str(limit)]) for number in range(writers)]
     most = 0
-    while any(process.poll() is None for process in processes):
+    while any(process.poll() is None for process in started):
         if root.exists():
             most = max(most, du(root))
         time.sleep(0.002)
-    assert [process.returncode for process in processes] == [0] * writers
+    assert [process.returncode for process in started] == [0] * writers
     return most

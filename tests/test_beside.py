@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from contextlib import suppress
 
+import processes
 import pytest
 import torch
 from drawn_faults import Faults, du
@@ -405,7 +405,7 @@ os.pwrite, os.rename = counting, renaming
 store.beside.keep(store.reader({reader.id!r}), "index", {{"of": torch.ones(9)}}, {{}})
 """
     code = "from pathlib import Path\n" + code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
     again = open_store(tmp_path)
     mine = again.reader(reader.id)

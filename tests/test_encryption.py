@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import fake_kvikio
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -195,7 +196,7 @@ with KVStore(sys.argv[2], key=KEY) as store:
 
 
 def test_another_process_restores_it(root):
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", ANOTHER_PROCESS, str(HERE), str(root)], capture_output=True, text=True, timeout=240
     )
     assert done.stdout.strip() == "96", done.stderr

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 import pytest
 import torch
 from families import build
@@ -27,11 +27,13 @@ def load(path):
 
 def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
     """With a small model from a folder, so that it is quick; the demo's own model is `make demo`'s."""
-    model = build("qwen2", vocab_size=300, max_position_embeddings=8192)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = build("qwen2", vocab_size=300, max_position_embeddings=8192, **sizes)
     model.generation_config.pad_token_id = 0
     model.save_pretrained(tmp_path / "model")
     save_tokenizer(tmp_path / "model")
     demo = load(ROOT / "examples" / "demo.py")
+    monkeypatch.setattr(demo, "subprocess", processes)
     monkeypatch.setattr(
         sys, "argv", ["demo.py", "--model", str(tmp_path / "model"), "--store", str(tmp_path / "store")]
     )
@@ -56,6 +58,7 @@ def small(tmp_path):
 
 def test_a_long_context_is_computed_once_and_in_pieces(small, tmp_path, monkeypatch, capfd):
     example = load(ROOT / "examples" / "long_context.py")
+    monkeypatch.setattr(example, "subprocess", processes)
     options = {"--model": small, "--tokens": 1300, "--piece": 512, "--questions": 2, "--new-tokens": 4}
     monkeypatch.setattr(sys, "argv", ["long_context.py", *(str(word) for pair in options.items() for word in pair)])
     assert example.main() == 0
@@ -110,7 +113,7 @@ def test_facts_stand_in_the_text_where_they_are_said_to():
 def chat(folder, *arguments, code=0):
     """What `examples/chat.py` says in a process of its own."""
     command = [sys.executable, str(ROOT / "examples" / "chat.py"), "--store", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = processes.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     return done.stdout
 

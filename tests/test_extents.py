@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -421,7 +421,7 @@ disk = store._storage.disk
 disk.remove = after("removed", disk.remove)
 store.relayout(KVDrive(budget=0.2, local=16, index="clusters", extents=True), progress=False)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         there = {path.stem for path in Path(tmp_path, "segments").iterdir()}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import struct
-import subprocess
 import sys
 import threading
 
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -246,7 +246,7 @@ model, store = build("llama"), KVStore({str(root)!r})
 model.generate(prompt(100, seed=30), past_key_values=TieredCache(model, store), max_new_tokens=6, do_sample=False)
 store.flush()
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    assert processes.run([sys.executable, "-c", code], timeout=120).returncode == -9
     with KVStore(root) as store:
         assert store.verify().ok
         assert ask(model, store, prompt(100, seed=30)).tokens_restored == 0
@@ -273,7 +273,7 @@ class Killer:
 ids = prompt(100, seed=31)
 model.generate(ids, past_key_values=TieredCache(model, store), max_new_tokens=60, do_sample=False, streamer=Killer())
 """
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == -9
+    assert processes.run([sys.executable, "-c", code], timeout=120).returncode == -9
     with KVStore(root) as store:
         assert ask(model, store, prompt(100, seed=31)).tokens_restored == 96
 
@@ -290,8 +290,8 @@ with KVStore({str(root)!r}) as store:
         cache = TieredCache(model, store)
         model.generate(prompt(120, seed=seed), past_key_values=cache, max_new_tokens=4, do_sample=False)
 """
-    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
-    assert [process.wait(timeout=240) for process in processes] == [0, 0, 0]
+    writers = [processes.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [writer.wait(timeout=240) for writer in writers] == [0, 0, 0]
     with KVStore(root) as store:
         assert store.verify().ok
         assert len(store.segments()) == 2 + 6

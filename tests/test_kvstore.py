@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -327,7 +328,7 @@ from hf_tiered_cache import KVStore
 with KVStore({str(tmp_path)!r}) as store:
     store.precompute(build("llama"), prompt(100), progress=False)
 """
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        processes.run([sys.executable, "-c", code], check=True, timeout=120)
         assert restored(model, store) == 96
 
 

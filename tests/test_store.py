@@ -8,11 +8,11 @@ import os
 import shutil
 import sqlite3
 import struct
-import subprocess
 import sys
 import threading
 import time
 
+import processes
 import pytest
 import torch
 from segments import hashes, open_store, read_back, segment, written_at_once
@@ -199,8 +199,9 @@ def test_many_processes_may_open_a_new_store_at_once(tmp_path):
         "s = open_store(Path(sys.argv[1])); h, c, b = segment(hashes(2, sys.argv[3])); assert s.publish(h, c, b)\n"
     )
     here = os.path.dirname(__file__)
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "new"), here, str(i)]) for i in range(4)]
-    assert [p.wait(timeout=120) for p in processes] == [0] * 4
+    arguments = [sys.executable, "-c", code, str(tmp_path / "new"), here]
+    started = [processes.Popen([*arguments, str(i)]) for i in range(4)]
+    assert [process.wait(timeout=120) for process in started] == [0] * 4
     assert len(open_store(tmp_path / "new").index.catalogue.ids()) == 4
 
 
@@ -323,7 +324,7 @@ def adding(self, *row):
 os.pwrite, os.link, Catalogue.add = counting, linking, adding
 store.publish(header, chain, blocks)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -9, done.stderr
     again = open_store(tmp_path)
     header, _chain, blocks = segment(hashes(3, "new"))
@@ -367,7 +368,7 @@ def holder(tmp_path):
 
     def start(what):
         arguments = [sys.executable, "-c", HOLDER, os.path.dirname(__file__), str(tmp_path), what]
-        started.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
+        started.append(processes.Popen(arguments, stdout=processes.PIPE, text=True))
         assert started[-1].stdout.readline() == "ready\n"
         return started[-1]
 

@@ -6,13 +6,13 @@ import errno
 import gc
 import os
 import resource
-import subprocess
 import sys
 import threading
 import time
 from contextlib import contextmanager
 from sqlite3 import DatabaseError, OperationalError, connect
 
+import processes
 import pytest
 import torch
 from segments import hashes, open_store, read_back, segment
@@ -222,7 +222,7 @@ for i in range(int(sys.argv[3])):
 
 def other_process(root, rounds, limit=10**9):
     arguments = [sys.executable, "-c", OTHER, os.path.dirname(__file__), str(root), str(rounds), str(limit)]
-    return subprocess.Popen(arguments)
+    return processes.Popen(arguments)
 
 
 def test_a_process_that_opens_and_closes_leaves_the_log_of_others_alone(tmp_path):

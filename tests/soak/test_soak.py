@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import processes
 
-def test_everything_at_once_for_a_few_seconds(tmp_path):
+sys.path.append(str(Path(__file__).parent))
+
+
+def test_everything_at_once_for_a_few_seconds(tmp_path, monkeypatch):
+    import soak
+
     arguments = ["--minutes", "0.1", "--seed", "1", "--processes", "2", "--out", str(tmp_path)]
-    soak = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "soak.py"), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert soak.returncode == 0, soak.stdout
+    monkeypatch.setattr(soak, "subprocess", processes)
+    monkeypatch.setattr(sys, "argv", ["soak.py", *arguments])
+    soak.main()
     (run,) = json.loads((tmp_path / "soak.json").read_text())["runs"]
     assert run["wrong"] == []
     assert run["counts"]["requests"] > 0
