@@ -247,9 +247,7 @@ def test_usage_is_what_lies_beside_the_segments(backend):
 
 
 def test_the_lock_is_for_one_at_a_time(backend, monkeypatch):
-    monkeypatch.setattr(folder, "_LOCK_SECONDS_AFTERWARDS", 0.05)
-    if isinstance(backend, FolderBackend):
-        backend._lock_seconds = 0.2
+    monkeypatch.setattr(folder, "_LOCK_SECONDS", 0.2)  # what is waited next, once it was had
     refused = []
 
     def other():
