@@ -20,11 +20,11 @@ notebooks: $(FOR_DEV)
 	$(BIN)/python examples/notebooks/make.py $(ARGS)
 
 test: $(FOR_DEV)
-	$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal $(ARGS)
 
 # more examples of every property, for a quiet machine
 test-thorough: $(FOR_DEV)
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1800 $(ARGS)
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 1800 $(ARGS)
 
 # ten minutes of everything at once; ARGS="--seed 1 2 --minutes 30 --out bench/results"
 soak: $(FOR_DEV)
