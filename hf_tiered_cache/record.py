@@ -13,18 +13,17 @@ from functools import partial
 import numpy as np
 import torch
 
+from .caught import LayerBuffer, Sources, compact, cut_end, last_columns, packer, tokens_from
 from .errors import StoreClosedError
-from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, Part, block_groups
+from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
 from .reasons import NO_ROOM, ODD_MASK
 from .request import DecodingCheck
 from .restore.history import History
 from .shape import SegmentShape, TokenTables
 from .stats import StatsCollector
-from .store.digest import Group
 from .store.format import EXACT, SegmentHeader, segment_id
 from .store.writer import KeptOnDevice, PendingSegment, Writer
 from .tiers.interrupts import Step
-from .tiers.staging import Staging
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray | None]
@@ -47,16 +46,6 @@ class Names:
 
     model: Mapping[str, str] = field(default_factory=dict)
     label: str = ""
-
-
-@dataclass
-class LayerBuffer:
-    """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
-
-    kind: LayerKV
-    device: torch.device
-    keys: list[torch.Tensor] = field(default_factory=list)
-    values: list[torch.Tensor] = field(default_factory=list)
 
 
 class Recorder:
@@ -147,8 +136,8 @@ class Recorder:
         if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
             self._catching = False
             return
-        caught.keys.append(_compact(keys))
-        caught.values.append(_compact(values))
+        caught.keys.append(compact(keys))
+        caught.values.append(compact(values))
 
     def end(self, ids: torch.Tensor, computed: int, revocable: int = 0) -> None:
         """The pass added `ids`, int `[rows, columns]`, to the cache, and computed the last `computed` columns.
@@ -170,7 +159,7 @@ class Recorder:
         """The pass failed midway: forget what it left."""
         with self._lock, self._step:
             for tensors in self._tensors():
-                _cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
+                cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
             self._in_pass = self._catching = False
 
     # --- what generate() does to a cache
@@ -182,7 +171,7 @@ class Recorder:
             self._follow_rows()
             gone = min(columns, self._count)
             for tensors in self._tensors():
-                _cut_end(tensors, gone)
+                cut_end(tensors, gone)
             self._count -= gone
             self._first = min(self._first, self.history.columns)
             self._revocable = 0
@@ -392,7 +381,7 @@ class Recorder:
             label=self._names.label,
         )
         self._mark()
-        block_groups = _packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
+        block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
         refused = partial(self._refused, self.collector, tokens)
         return PendingSegment(header, mine, block_groups, self._ancestors[row], refused, on_device=kept)
 
@@ -403,7 +392,7 @@ class Recorder:
 
     def _tables(
         self,
-        sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
+        sources: Sources,
         row: int,
         start: int,
         tokens: int,
@@ -413,7 +402,7 @@ class Recorder:
             return None
         every = slice(None)
         pairs = (
-            (_tokens(keys, row, every, start, tokens).cpu(), _tokens(values, row, every, start, tokens).cpu())
+            (tokens_from(keys, row, every, start, tokens).cpu(), tokens_from(values, row, every, start, tokens).cpu())
             for keys, values in sources.values()
         )
         if (importance := self.rank(pairs)) is None:
@@ -425,7 +414,7 @@ class Recorder:
         end = self._first + self._count
         keep = max(0, end - column)
         for tensors in self._tensors():
-            tensors[:] = [_last(tensors, keep)] if keep else []
+            tensors[:] = [last_columns(tensors, keep)] if keep else []
         self._first, self._count = end - keep, keep
 
     def _mend(self) -> None:
@@ -438,88 +427,3 @@ class Recorder:
         self._layers.clear()
         self._reordered.clear()
         self._count = 0
-
-
-def _packer(
-    shape: SegmentShape,
-    sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]],
-    row: int,
-    start: int,
-    streams: dict[torch.device, CopyStream],
-    computed: list[Event],
-) -> Callable[[], Iterator[Group]]:
-    """A function that packs a segment's block groups, one after the other, from column `start` of `row` of the sources.
-
-    Each is packed where its first layer lies, on the side stream, and comes down in one copy; what is yielded is good
-    until the next.
-
-    Args:
-        streams: the side stream of each device.
-        computed: the points after which the sources are computed.
-    """
-
-    def block_groups() -> Iterator[Group]:
-        for event in computed:
-            event.synchronize()  # in the writer's thread: the side stream, where blocks also come up, waits for nothing
-        staging: Staging | None = None
-        for block_group in shape.block_groups:
-            device = _caught(sources, block_group.parts[0])[0].device
-            stream = streams[device]
-            device = torch.device("cpu") if stream.on_host else device
-            with stream.copying():
-                size = shape.chunks_in(block_group), block_group.block_bytes
-                blocks = torch.zeros(size, dtype=torch.uint8, device=device)
-                for part in block_group.parts:
-                    heads = slice(part.first_head, part.first_head + part.heads)
-                    tokens = _tokens(_caught(sources, part), row, heads, start, shape.tokens)
-                    shape.pack(blocks, block_group, part, tokens.to(device))
-            if stream.on_host:
-                yield blocks
-                continue
-            staging = staging or Staging(int(np.diff(shape.group_offsets).max()))
-            packed = staging.bring_down(stream, blocks)
-            del blocks
-            yield packed
-
-    return block_groups
-
-
-def _caught(sources: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]], part: Part) -> list[torch.Tensor]:
-    """The tensors that a part is packed from."""
-    return sources[part.layer][0 if part.tensor == "key" else 1]
-
-
-def _tokens(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
-    """`[heads, count, dim]`, from column `start` of the tensors set one after the other."""
-    mine = [t[row, heads] for t in tensors]
-    whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
-    return whole[:, start : start + count]
-
-
-def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
-    if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
-        return tensor.clone()
-    return tensor
-
-
-def _last(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
-    """A copy of the last `columns` columns of the tensors set one after the other."""
-    found: list[torch.Tensor] = []
-    for tensor in reversed(tensors):
-        found.insert(0, tensor[:, :, -columns:])
-        columns -= found[0].shape[2]
-        if not columns:
-            break
-    return torch.cat(found, dim=2) if len(found) > 1 else found[0].clone()
-
-
-def _cut_end(tensors: list[torch.Tensor], columns: int) -> None:
-    while columns > 0 and tensors:
-        last = tensors[-1]
-        if last.shape[2] <= columns:
-            tensors.pop()
-            columns -= last.shape[2]
-        else:
-            tensors[-1] = last[:, :, :-columns]
-            columns = 0

@@ -341,7 +341,7 @@ def test_an_interrupt_while_kv_is_recorded_stores_nothing_wrong_and_fails_no_oth
             store._storage.seal()
             cache.crop(-12)
 
-        interrupted(action, when, (f"{os.sep}record.py",))
+        interrupted(action, when, (f"{os.sep}record.py", f"{os.sep}caught.py"))
         store._storage.seal()
         for _ in range(2):
             for ids, answer in zip(prompts, answers, strict=True):

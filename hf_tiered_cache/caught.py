@@ -1,0 +1,114 @@
+"""KV as passes leave it, pieces one after the other for each layer, and how the blocks of a segment are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from .geometry import LayerKV, Part
+from .shape import SegmentShape
+from .store.digest import Group
+from .tiers.staging import Staging
+from .tiers.streams import CopyStream, Event
+
+Sources = dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""For each layer its keys and its values, `[batch, heads, tokens, dim]` each, one after the other."""
+
+
+@dataclass
+class LayerBuffer:
+    """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
+
+    kind: LayerKV
+    device: torch.device
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def packer(
+    shape: SegmentShape,
+    sources: Sources,
+    row: int,
+    start: int,
+    streams: dict[torch.device, CopyStream],
+    computed: list[Event],
+) -> Callable[[], Iterator[Group]]:
+    """A function that packs a segment's block groups, one after the other, from column `start` of `row` of the sources.
+
+    Each is packed where its first layer lies, on the side stream, and comes down in one copy; what is yielded is good
+    until the next.
+
+    Args:
+        streams: the side stream of each device.
+        computed: the points after which the sources are computed.
+    """
+
+    def block_groups() -> Iterator[Group]:
+        for event in computed:
+            event.synchronize()  # in the writer's thread: the side stream, where blocks also come up, waits for nothing
+        staging: Staging | None = None
+        for block_group in shape.block_groups:
+            device = _tensors_of(sources, block_group.parts[0])[0].device
+            stream = streams[device]
+            device = torch.device("cpu") if stream.on_host else device
+            with stream.copying():
+                size = shape.chunks_in(block_group), block_group.block_bytes
+                blocks = torch.zeros(size, dtype=torch.uint8, device=device)
+                for part in block_group.parts:
+                    heads = slice(part.first_head, part.first_head + part.heads)
+                    tokens = tokens_from(_tensors_of(sources, part), row, heads, start, shape.tokens)
+                    shape.pack(blocks, block_group, part, tokens.to(device))
+            if stream.on_host:
+                yield blocks
+                continue
+            staging = staging or Staging(int(np.diff(shape.group_offsets).max()))
+            packed = staging.bring_down(stream, blocks)
+            del blocks
+            yield packed
+
+    return block_groups
+
+
+def _tensors_of(sources: Sources, part: Part) -> list[torch.Tensor]:
+    """The tensors that a part is packed from."""
+    return sources[part.layer][0 if part.tensor == "key" else 1]
+
+
+def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
+    """`[heads, count, dim]`, from column `start` of the tensors set one after the other."""
+    mine = [t[row, heads] for t in tensors]
+    whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
+    return whole[:, start : start + count]
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
+    if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
+        return tensor.clone()
+    return tensor
+
+
+def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
+    """A copy of the last `columns` columns of the tensors set one after the other."""
+    found: list[torch.Tensor] = []
+    for tensor in reversed(tensors):
+        found.insert(0, tensor[:, :, -columns:])
+        columns -= found[0].shape[2]
+        if not columns:
+            break
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0].clone()
+
+
+def cut_end(tensors: list[torch.Tensor], columns: int) -> None:
+    """Let the last `columns` columns of the tensors go."""
+    while columns > 0 and tensors:
+        last = tensors[-1]
+        if last.shape[2] <= columns:
+            tensors.pop()
+            columns -= last.shape[2]
+        else:
+            tensors[-1] = last[:, :, :-columns]
+            columns = 0
