@@ -14,7 +14,7 @@ from .errors import ConversationInUseError, StoreClosedError, StoreError, Tiered
 from .geometry import HASH_TOKENS
 from .identity import Identity, differing_facts
 from .methods import IdleConversation, Method, describe_method
-from .payoff import idle_front
+from .payoff import costs_of, idle_front
 from .restore.distances import AttentionDistances
 from .sequence import SequenceState
 from .storage import Storage
@@ -194,7 +194,7 @@ def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tok
         noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
 
     def front(stored: float) -> float:
-        share, costs = method.front, serving.costs(sequence, tokens)
+        share, costs = method.front, costs_of(sequence, serving.attachment, tokens)
         if not can_have_fronts(serving.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":

@@ -9,14 +9,51 @@ from typing import Literal
 import numpy as np
 import torch
 
-from .calibrations import PrefixCosts
+from . import reasons
+from .calibrations import PrefixCosts, prefix_costs
+from .codecs import coded_provenance, make_codec
 from .geometry import HASH_TOKENS
+from .patches.attach import Attachment
 from .restore.plan import Plan
 from .restore.prefetch import PlanUnit, units_of
 from .restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
+from .sequence import SequenceState
 from .stats import TIERS
+from .store.format import EXACT
 from .store.segment import SegmentReader
+from .suitability import can_have_fronts
 from .tiers.residency import Residency
+
+
+def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
+    """A plan with what it computes beside loading; or None, where all is computed, and why."""
+    method, store = sequence.method, sequence.store
+    lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
+    if plan.suffix is None or not (method.decline or method.front or lacks):
+        return plan, ""
+    may_have_fronts = _may_have_fronts(plan, sequence, attachment)
+    if lacks and not may_have_fronts:
+        return None, reasons.NO_FRONT
+    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
+    known = costs is not None or method.front != "auto"
+    front = method.front if known and may_have_fronts else 0.0
+    settled = settle(plan, front, method.decline, costs, store.residency, attachment.device_of, method.flat_front)
+    return settled, "" if settled is not None else reasons.SLOWER
+
+
+def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
+    """What was measured of restoring and computing so many tokens: of exact KV, whatever the method keeps of it."""
+    stored_as = coded_provenance(EXACT, sequence.method.geometry.codec)
+    return prefix_costs(sequence.store, sequence.identity.fingerprint, attachment.model.device, stored_as, tokens)
+
+
+def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
+    """Whether layers may compute a part of what a plan restores, and the model lets them."""
+    whole = plan.exact and plan.budget_tokens is None
+    plain = plan.base == 0 and not any(sequence.history.pads)
+    lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
+    lossless = lossless or sequence.method.records_approximations
+    return whole and plain and lossless and can_have_fronts(attachment)
 
 
 def settle(

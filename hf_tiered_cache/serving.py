@@ -13,8 +13,7 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrations import PrefixCosts, calibrated_ratio, prefix_costs, profiled_windows
-from .codecs import coded_provenance, make_codec
+from .calibrations import calibrated_ratio, profiled_windows
 from .conversation import Conversation
 from .errors import CacheMismatchError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
@@ -23,7 +22,7 @@ from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.scope import leave
-from .payoff import least_fronts, settle, with_least_fronts
+from .payoff import decided, with_least_fronts
 from .prefill import can_be_cut, in_pieces
 from .record import Names, Recorder
 from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
@@ -33,8 +32,7 @@ from .sequence import SequenceState, asks_for_all
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
-from .store.format import EXACT
-from .suitability import can_have_fronts, cannot_observe
+from .suitability import cannot_observe
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -117,7 +115,7 @@ class Serving:
         while True:
             plan = None if reason or not replans else self.plan(request, sequence)
             if plan is not None:
-                plan, reason = self._settled(plan, sequence)
+                plan, reason = decided(plan, sequence, self.attachment)
             try:
                 output = self._run_planned(cache, request, sequence, plan, forward)
                 break
@@ -221,36 +219,6 @@ class Serving:
         """What a pass restores, or None if that is nothing."""
         return sequence.plan(request, self.collector)
 
-    def _settled(self, plan: Plan, sequence: SequenceState) -> tuple[Plan | None, str]:
-        """A plan with what it computes beside loading; or None, where all is computed, and why."""
-        method, attachment = sequence.method, self.attachment
-        lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
-        if plan.suffix is None or not (method.decline or method.front or lacks):
-            return plan, ""
-        may_have_fronts = self._may_have_fronts(plan, sequence)
-        if lacks and not may_have_fronts:
-            return None, reasons.NO_FRONT
-        costs = self.costs(sequence, plan.base + plan.suffix)
-        known = costs is not None or method.front != "auto"
-        front = method.front if known and may_have_fronts else 0.0
-        residency, device_of = self.store.residency, attachment.device_of
-        settled = settle(plan, front, method.decline, costs, residency, device_of, method.flat_front)
-        return settled, "" if settled is not None else reasons.SLOWER
-
-    def costs(self, sequence: SequenceState, tokens: int) -> PrefixCosts | None:
-        """What was measured of restoring and computing so many tokens: of exact KV, whatever the method keeps of it."""
-        stored_as = coded_provenance(EXACT, sequence.method.geometry.codec)
-        device = self.attachment.model.device
-        return prefix_costs(self.store, sequence.identity.fingerprint, device, stored_as, tokens)
-
-    def _may_have_fronts(self, plan: Plan, sequence: SequenceState) -> bool:
-        """Whether layers may compute a part of what a plan restores, and the model lets them."""
-        whole = plan.exact and plan.budget_tokens is None
-        plain = plan.base == 0 and not any(sequence.history.pads)
-        lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
-        lossless = lossless or sequence.method.records_approximations
-        return whole and plain and lossless and can_have_fronts(self.attachment)
-
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
         """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
         admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
@@ -260,7 +228,7 @@ class Serving:
         reason = self._why_not_looked_for(request, sequence)
         plan = None if reason else self.plan(request, sequence)
         if plan is not None:
-            settled, reason = self._settled(plan, sequence)
+            settled, reason = decided(plan, sequence, self.attachment)
             plan = settled and (plan if plan.suffix is None else with_least_fronts(plan))
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
