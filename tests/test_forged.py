@@ -45,6 +45,15 @@ def forge(path, data, size=None):
             file.truncate(size)
 
 
+def forge_section(path, name, data):
+    """Write `data`, a whole file, to `path`; section `name` is other than it was, and gets a right checksum."""
+    path.write_bytes(data)
+    page = page_of(path)
+    start, size, _ = page["sections"][name]
+    page["sections"][name][2] = xxh3(bytes(data[start : start + size]))
+    forge(path, page)
+
+
 def places(data, found=()):
     """The way to every value in it."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()

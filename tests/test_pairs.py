@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file
-from test_forged import ODD, forge, page_of, places
+from test_forged import ODD, forge, forge_section, page_of, places
 
 from hf_tiered_cache.codecs import CODECS, coded_provenance, make_codec, merged_codec
 from hf_tiered_cache.codecs.pairs import encode
@@ -26,7 +26,6 @@ from hf_tiered_cache.methods import METHODS, ContiguousKV, Exact
 from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
 from hf_tiered_cache.store.relayout import join_segments
 
@@ -611,11 +610,7 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(made, number, 
     header, _ = decode_header(whole[:HEADER_BYTES])
     data = bytearray(whole)
     struct.pack_into("<I", data, header.tables.offset + 4 * number, value)
-    path.write_bytes(data)
-    page = page_of(path)
-    start, size, _ = page["sections"]["tables"]
-    page["sections"]["tables"][2] = xxh3(bytes(data[start : start + size]))
-    forge(path, page)
+    forge_section(path, "tables", data)
     try:
         shape = read_file(path).header.shape
     except FormatError:
@@ -637,10 +632,7 @@ def test_a_file_that_holds_a_token_twice_is_refused(tmp_path):
     data = bytearray(path.read_bytes())
     data[at + 4 * 30 : at + 4 * 34] = struct.pack("<4I", *[NOT_HELD] * 4)
     data[at : at + 16] = struct.pack("<4I", 0, 1, 2, 3)  # which lie in the pair
-    path.write_bytes(data)
-    page = page_of(path)
-    page["sections"]["tables"][2] = xxh3(bytes(data[header.tables.offset :][: header.tables.nbytes]))
-    forge(path, page)
+    forge_section(path, "tables", data)
     with pytest.raises(FormatError, match="twice"):
         read_file(path)
 

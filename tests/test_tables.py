@@ -13,7 +13,7 @@ from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
-from test_forged import ODD, forge, page_of, places
+from test_forged import ODD, forge, forge_section, page_of, places
 from test_passages import BOS, PASSAGES, QUESTION, join
 from test_passages import ask as ask_passages
 from test_passages import fill as fill_passages
@@ -29,7 +29,6 @@ from hf_tiered_cache.reasons import IN_PART
 from hf_tiered_cache.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
-from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
 from hf_tiered_cache.store.relayout import relayout_segment
 
@@ -158,11 +157,7 @@ def test_tables_that_say_something_else_are_refused_or_are_tables(in_part, numbe
     header, _ = decode_header(whole[:HEADER_BYTES])
     data = bytearray(whole)
     struct.pack_into("<I", data, header.tables.offset + 4 * number, value)
-    path.write_bytes(data)
-    page = page_of(path)
-    start, size, _ = page["sections"]["tables"]
-    page["sections"]["tables"][2] = xxh3(bytes(data[start : start + size]))
-    forge(path, page)
+    forge_section(path, "tables", data)
     if bytes(data) == whole:
         return
     try:
@@ -189,10 +184,7 @@ def test_orders_of_older_programs_are_read_whatever_they_say_of_layers_that_nobo
     data = bytearray(path.read_bytes())
     rows = np.frombuffer(data, "<u4", 5 * 64, found.order.offset).reshape(5, 64)
     rows[[1, 2, 4]] = np.random.default_rng(1).permuted(rows[[1, 2, 4]], axis=1)
-    path.write_bytes(data)
-    page = page_of(path)
-    page["sections"]["order"][2] = xxh3(bytes(data[found.order.offset : found.order.offset + found.order.nbytes]))
-    forge(path, page)
+    forge_section(path, "order", data)
     store.close()
     again = open_store(tmp_path)
     reader = again.reader(made[0].id)
