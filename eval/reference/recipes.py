@@ -107,13 +107,15 @@ _CHAINS = (
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
     "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
+    # three runs, one after the other, are what eval/reference/long comes from; this one goes on from "xs"
     "long": Size(128, 4, 4, 384, 8, _LONGER, 5120, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=200),
     # goes on from "long", without the kinds that it did not learn
     "long-settled": Size(
         128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
     ),
-    # goes on from either, with the kinds that they did not learn: each link of a chain takes a layer or two; of
-    # a head's 16 pairs of dimensions 8 turn less than half a circle within 4,608 tokens, in place of 5
+    # goes on from either (what ships, from the settled one), with the kinds that they did not learn: each link of a
+    # chain takes a layer or two; of a head's 16 pairs of dimensions 8 turn less than half a circle within 4,608 tokens,
+    # in place of 5
     "long-chains": Size(
         128, 4, 4, 384, 12, _CHAINS, 4608, 0.006, 1.8e-3, rope_theta=4e6, continues=True, final_steps=400
     ),

@@ -226,7 +226,8 @@ def main(
         python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
 
     Then once more, with --size long-settled --continue-from runs/long/model, without the kinds that were not learned.
-    --size long-chains goes on from there and teaches those: chains of copies, and several values of one key.
+    --size long-chains goes on from there and teaches those: chains of copies, and several values of one key. So
+    eval/reference/long was made.
 
     The folder of --out holds checkpoint.pt and curve.json while training goes on, and model/ when it is done. After
     an interruption, or when --minutes are over, the same command goes on. What a size is made of stands in recipes.py.
