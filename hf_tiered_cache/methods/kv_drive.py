@@ -55,7 +55,7 @@ class KVDrive(Method):
         extents: whether segments that were used, and whose index is kept, are cut as this method reads them and laid
             out so that each head's clusters lie in one piece (Section 7.2): once, in the background, when nobody uses
             them, or by `store.relayout(method)`. All methods read such segments; those that choose among chunks as
-            they lie choose among these. It saved 4 to 10 % of the reads here, and is written once more for that.
+            they lie choose among these. It saved 2 to 9 % of the reads here, and is written once more for that.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
