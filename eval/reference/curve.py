@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,16 @@ def draw_curve(curve: list[dict[str, Any]], path: Path) -> None:
         losses_axes.plot(steps, [point[name] for point in curve], label=name)
     losses_axes.set(xlabel="step", ylabel="loss, nats", yscale="log")
     for kind in LONG_KINDS:
-        known = [(point["step"], point["right"][kind]) for point in curve if kind in point["right"]]
-        if known:
-            right_axes.plot(*zip(*known, strict=True), label=kind)
+        shares = [point["right"].get(kind, math.nan) for point in curve]  # a gap where it was not asked for
+        if not all(map(math.isnan, shares)):
+            right_axes.plot(steps, shares, label=kind)
     right_axes.set(xlabel="step", ylabel="share of answer tokens that are right")
-    before = None
+    before, at_the_top = None, right_axes.get_xaxis_transform()
     for point in curve:
         if point["length"] != before:
             before = point["length"]
             right_axes.axvline(point["step"], color="0.85", zorder=0)
-            right_axes.text(point["step"], 0.02, f" {before}", color="0.4", fontsize=8)
+            right_axes.text(point["step"], 1, f" {before}", color="0.4", fontsize=7, rotation=90, transform=at_the_top)
     losses_axes.legend()
     right_axes.legend()
     figure.savefig(path, dpi=100)
