@@ -321,6 +321,6 @@ def test_what_is_told_of_the_shipped_model_is_whole():
     assert all(measured[tokens, 1.0]["figures"]["full"] >= told["bars"]["full"] for tokens in (512, 2048, 4096))
     assert all(one["figures"].keys() == BARS.keys() for one in measured.values())
     curve = json.loads((LONG / "curve.json").read_text())
-    assert curve[-1]["length"] == SIZES["long"].stages[-1].length == BEYOND
+    assert curve[-1]["length"] == SIZES["long-chains"].stages[-1].length == BEYOND
     files = [path for path in (ROOT / "eval" / "reference").rglob("*") if path.is_file() and path.suffix != ".pyc"]
     assert sum(path.stat().st_size for path in files) <= 12e6
