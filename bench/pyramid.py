@@ -158,19 +158,21 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, Path(folder))
-        result = {
+        measured_on = machine(bench.model.device, Path(folder))
+        result: dict[str, Any] = {
             "shape": arguments.shape,
             "layers": bench.model.config.num_hidden_layers,
             "dtype": arguments.dtype,
             "suffix": arguments.suffix,
             "repeats": arguments.repeats,
             "token_bytes": bench.token_bytes,
-            "disks": {name_of(rate): bench.measure(rate) for rate in arguments.rates},
+            "disks": {},
         }
-        measured_on = machine(bench.model.device, Path(folder))
-    name = f"pyramid-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
-    page = report(result, measured_on)
-    save(arguments.out, f"{name}-{arguments.dtype}-{arguments.device}", {"machine": measured_on} | result, page)
+        name = f"pyramid-{arguments.shape}" + (f"-{arguments.layers}l" if arguments.layers else "")
+        for rate in arguments.rates:  # a run that is cut short keeps the disks that it has measured
+            result["disks"][name_of(rate)] = bench.measure(rate)
+            page = report(result, measured_on)
+            save(arguments.out, f"{name}-{arguments.dtype}-{arguments.device}", {"machine": measured_on} | result, page)
     print(page)
 
 
