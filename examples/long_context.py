@@ -223,25 +223,26 @@ def answer_with_all(arguments: argparse.Namespace) -> dict[str, Any]:
     return found | {"answers": answers, "same": same, "of": len(divergences), "KL": statistics.mean(divergences)}
 
 
+class Watch:
+    """A streamer, which is told of the prompt and of every token."""
+
+    def __init__(self, cache: Any) -> None:
+        self.times, self.moved, self._cache = [time.perf_counter()], list[int](), cache
+
+    def put(self, value: Any) -> None:
+        self.times.append(time.perf_counter())
+        tiers = self._cache.stats.tiers.values() if hasattr(self._cache, "stats") else ()
+        self.moved.append(sum(tier.bytes for tier in tiers))
+
+    def end(self) -> None:
+        pass
+
+
 def generate(model: Any, prompt: list[int], cache: Any, new_tokens: int) -> tuple[list[int], Any, dict[str, Any]]:
     """A greedy answer, its logits `[new_tokens, vocabulary]`, and how long it took, and what was moved for it."""
     import torch
 
-    class Watch:
-        """Is told of the prompt and of every token."""
-
-        def __init__(self) -> None:
-            self.times, self.moved = [time.perf_counter()], list[int]()
-
-        def put(self, value: Any) -> None:
-            self.times.append(time.perf_counter())
-            tiers = cache.stats.tiers.values() if hasattr(cache, "stats") else ()
-            self.moved.append(sum(tier.bytes for tier in tiers))
-
-        def end(self) -> None:
-            pass
-
-    watch, ids = Watch(), torch.tensor([prompt], device=model.device)
+    watch, ids = Watch(cache), torch.tensor([prompt], device=model.device)
     out = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),

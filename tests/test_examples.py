@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import re
 import sys
+import weakref
 from pathlib import Path
 
 import processes
 import pytest
 import torch
-from families import build
+from families import build, prompt
+from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 
@@ -89,6 +92,20 @@ def test_a_long_context_agrees_with_full_attention_as_far_as_the_budget_goes(sma
     assert found[1.0]["same"] == found[1.0]["of"] == 32
     assert found[1.0]["KL"] < 1e-8
     assert found[0.02]["KL"] > 100 * max(found[1.0]["KL"], 1e-10)
+
+
+def test_a_cache_that_has_answered_is_freed_at_once():
+    """Memory is what the example is about: six answers must not have six caches."""
+    example, model = load(ROOT / "examples" / "long_context.py"), build("qwen2")
+    cache = DynamicCache(config=model.config)
+    example.generate(model, prompt(20)[0].tolist(), cache, 2)
+    left = weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_facts_stand_in_the_text_where_they_are_said_to():
