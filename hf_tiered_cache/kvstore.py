@@ -16,9 +16,10 @@ from .errors import ConfigError
 from .geometry import Geometry
 from .lookup import Lookup, lookup, warm
 from .methods import Exact, Method, make_method
-from .passages import precompute_passages
+from .passages import precompute_passages, rank_passages
 from .precompute import PrecomputeReport, precompute
 from .profiling import WindowFindings, profile_windows
+from .ranking import passages_method, rank_stored
 from .stats import Counters, StoreStats
 from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
@@ -155,8 +156,9 @@ class KVStore:
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
                 alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
-                then `CacheTune()`, if none is given. With the ranking "context", those of one call stand before one
-                another, so give together what is asked for together; what is stored keeps its ranking.
+                then `CacheTune()`, if none is given; the others find them, too. With the ranking "context", those of
+                one call stand before one another, so give together what is asked for together. What is stored already
+                is ranked as this method asks for if it is not yet; `rank` does that anew.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
             label, tag: as for `TieredCache`.
@@ -166,6 +168,41 @@ class KVStore:
         """
         compute = precompute_passages if segments else precompute
         return compute(self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag)
+
+    def rank(
+        self,
+        method: Method | str | None = None,
+        *,
+        model: torch.nn.Module | None = None,
+        passages: Any = None,
+        ids: Iterable[str] | None = None,
+        tag: str = "",
+        progress: bool = True,
+    ) -> int:
+        """Rank the tokens of stored passages as a method wants it: add that to the rankings they have, or renew it.
+
+        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune(alpha=0.4))`. The
+        ranking "context" computes passages behind one another, and takes the model and their tokens, which are not
+        stored: `store.rank(CacheTune(ranking="context"), model=model, passages=passages)`.
+
+        Args:
+            method: whose ranking it is; `CacheTune()`, if none is given.
+            model: with `passages`, the model that they were stored for.
+            passages: as `input_ids` for `precompute`; those that are not stored are left out.
+            ids: without `passages`, which segments; all passages, if None.
+            tag: as for `TieredCache`.
+            progress: whether to show a progress bar.
+
+        Returns:
+            How many passages were ranked.
+
+        Raises:
+            ConfigError: the method ranks nothing, or its ranking takes the model and the passages.
+        """
+        wanted = passages_method(method)
+        if model is None or passages is None:
+            return rank_stored(self._storage, wanted, ids, progress)
+        return rank_passages(self._storage, model, passages, wanted, tag, progress)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""

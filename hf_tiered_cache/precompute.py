@@ -31,6 +31,8 @@ class PrecomputeReport:
     """Tokens whose KV was stored before."""
     stored: int = 0
     """Tokens whose KV is stored now and was not before."""
+    too_short: int = 0
+    """Passages of fewer than 16 tokens, which are not stored."""
 
     def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
         """This and one prompt more."""
@@ -118,5 +120,5 @@ def _chunk_tokens(cache: StoredCache) -> int | None:
     return None if varies else CHUNK_TOKENS
 
 
-def bar_over(prompts: list[torch.Tensor], progress: bool) -> tqdm:
-    return tqdm(total=sum(map(len, prompts)), unit="tok", desc="precompute", disable=not progress)
+def bar_over(prompts: list[torch.Tensor], progress: bool, name: str = "precompute") -> tqdm:
+    return tqdm(total=sum(map(len, prompts)), unit="tok", desc=name, disable=not progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +11,8 @@ from .codecs import RAW, codec_in, coded_provenance
 from .geometry import HASH_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
-from .store.format import EXACT
+from .store import EXACT, PASSAGE
+from .store.format import is_passage
 
 if TYPE_CHECKING:
     from .storage import Storage
@@ -51,6 +52,10 @@ MERGED = (
     "these tokens are stored with layers merged in pairs, which methods that choose among tokens cannot read; the "
     "method that stored them restores them"
 )
+OLD_PASSAGES = (
+    "passages of this model were stored by an earlier version, under the name of their ranking, and are found no more; "
+    "store them anew with store.precompute(model, passages, segments=True), and remove the old ones"
+)
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
     "Exact(recompute=0, decline=False) restores them all the same"
@@ -74,6 +79,14 @@ def other_codec(codec: str) -> str:
     return (
         f"these tokens are stored with the codec {codec!r}, and found with it alone; open the store, or make the "
         f"method, with codec={codec!r}"
+    )
+
+
+def unranked(ranking: str) -> str:
+    """Why what is computed of passages is not what a ranking says."""
+    return (
+        f"passages are stored without the ranking {ranking!r}, so what is computed of them goes by the order they were "
+        "stored in; store.rank(method), for 'context' with the model and the passages, adds it"
     )
 
 
@@ -110,7 +123,7 @@ def of_a_miss(
         tokens: int64 `[n]`, of one row, without padding.
         fingerprint: of the model, and its facts, as `Identity.facts` has them.
         regime: of the prompt's RoPE.
-        passages: for methods that reuse passages the provenance they look for, and the sink token.
+        passages: for methods that reuse passages the provenance that they look for, and the sink token.
         codec: that was looked for.
     """
     if len(tokens) < HASH_TOKENS:
@@ -124,12 +137,8 @@ def of_a_miss(
     for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
         if _begins(store, tokens, fingerprint, other, regime):
             return other_codec(other)
-    if passages is not None:
-        for other in _other_passages(store, tokens, fingerprint, regime, *passages):
-            ranking = other.split()[1]
-            if ranking == passages[0].split()[1] and codec_in(other) != codec:
-                return other_codec(codec_in(other))
-            return f"its passages are stored with the ranking {ranking!r}; name that ranking in the method"
+    if passages is not None and (why := _passages_otherwise(store, tokens, fingerprint, regime, *passages)):
+        return why
     return _other_keys(store, fingerprint) or NOTHING
 
 
@@ -147,11 +156,14 @@ def _other_keys(store: Storage, fingerprint: str) -> str:
     return NO_KEY if not mine else OTHER_KEY if keys - {""} else NOT_ENCRYPTED
 
 
-def _other_passages(
+def _passages_otherwise(
     store: Storage, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
-) -> Iterator[str]:
-    for other in store.disk.index.provenances(fingerprint):
-        if other not in (EXACT, provenance):
-            hasher = store.hasher(fingerprint, f"{other} {sink}", regime)
-            if find_passages(tokens, hasher, store.disk.find):
-                yield other
+) -> str:
+    """Why passages that are stored are not found, or ""."""
+    others = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
+    for other, codec in others.items():
+        hasher = store.passage_hasher(fingerprint, other, sink, regime)
+        if other == coded_provenance(PASSAGE, codec) and find_passages(tokens, hasher, store.find_parts):
+            return other_codec(codec)
+    old = any(other != coded_provenance(PASSAGE, codec) for other, codec in others.items())
+    return OLD_PASSAGES if old else ""

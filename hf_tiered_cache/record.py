@@ -21,7 +21,7 @@ from .request import DecodingCheck
 from .restore.history import History
 from .shape import SegmentShape, TokenTables
 from .stats import StatsCollector
-from .store.format import EXACT, SegmentHeader, segment_id
+from .store.format import EXACT, SegmentHeader, end_of_chain, segment_id
 from .store.writer import KeptOnDevice, PendingSegment, Writer
 from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
@@ -368,8 +368,9 @@ class Recorder:
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
         shape = SegmentShape(layout, self.geometry, tokens, self._tables(sources, row, start, tokens, layout))
         now = time.time()
+        ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
-            id=segment_id(parent, mine[-1], shape, self.provenance),
+            id=segment_id(parent, end_of_chain(mine, self.provenance), shape, self.provenance),
             fingerprint=self.fingerprint,
             shape=shape,
             parent=parent,
@@ -379,6 +380,7 @@ class Recorder:
             provenance=self.provenance,
             model=self._names.model,
             label=self._names.label,
+            scan_hashes=self.history.hasher.scan_hashes(ids),
         )
         self._mark()
         block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
@@ -407,7 +409,7 @@ class Recorder:
         )
         if (importance := self.rank(pairs)) is None:
             return None
-        return TokenTables.by_importance(importance[None], block_groups(layout, self.geometry), importance)
+        return TokenTables.by_importance(importance[None], block_groups(layout, self.geometry))
 
     def _keep_from(self, column: int) -> None:
         """Hold on to the columns from `column` on, and to no more memory than these take."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -17,12 +18,14 @@ from .identity import Identity, rope_regime
 from .methods import Method
 from .record import Recorder
 from .request import DecodingCheck, Request
+from .restore.passage_report import PassageReport
 from .restore.passages import PassageFinder, sink_token
 from .restore.plan import Plan
 from .restore.planner import make_plan
 from .shape import SegmentShape
 from .stats import StatsCollector
 from .storage import Storage
+from .store.segment import SegmentReader
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -72,6 +75,7 @@ class SequenceState:
         self.stored_in_pieces = 0
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
+        self._report = PassageReport()
         self._unused = ""  # why the method cannot use all of what was found, if so
 
     @property
@@ -127,6 +131,13 @@ class SequenceState:
         identity, codec = self.identity, self.method.geometry.codec
         return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
 
+    def why_otherwise(self, plan: Plan) -> str:
+        """Why a plan computes other tokens than the method would choose; "" if it does not."""
+        ranked_by = self.method.ranked_by
+        passages = [piece for group in plan.groups for piece in group.pieces if not piece.exact]
+        unranked = ranked_by and any(piece.scores is None for piece in passages)
+        return reasons.unranked(ranked_by) if unranked else ""
+
     # --- after a pass
 
     def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
@@ -157,6 +168,8 @@ class SequenceState:
             self.recorder.enabled = False
         computed = columns if plan is None else columns - plan.restored_until
         self.recorder.end(request.ids, computed, request.revocable)
+        if self.method.passages and columns > 1:
+            self._tell_passages(plan, collector)
         if request.text < columns:
             self.recorder.crop(columns - request.text)
             return reasons.IMAGES
@@ -172,6 +185,14 @@ class SequenceState:
         if self.approximate and not approximations:
             self.recorder.enabled = False
         return ""
+
+    def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
+        """Say what has become of the passages up to here."""
+        if plan is not None:
+            self._report.add(plan.groups, plan.base)
+        ids, finder = self.history.ids(), self._finder()
+        rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
+        collector.tell_passages(self._report.told(rows, finder.hashers, self._segments))
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """A piece of a longer prompt is computed: store it, and forget it."""
@@ -194,6 +215,7 @@ class SequenceState:
         twin.check = DecodingCheck()
         twin.recorder = self.recorder.fork(collector, twin.check)
         twin.history = twin.recorder.history
+        twin._report = self._report.fork()
         return twin
 
 
@@ -208,8 +230,13 @@ def passage_finder(
     """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
     sink = sink_token(config)
     regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
-    hashers = tuple(store.hasher(fingerprint, f"{method.passages} {sink}", each) for each in regimes)
-    return PassageFinder(hashers, sink, store.find, store.disk.found, begins)
+    hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, each) for each in regimes)
+    ranked_by = method.ranked_by
+
+    def scores(reader: SegmentReader) -> np.ndarray | None:
+        return store.rankings.of(reader).get(ranked_by) if ranked_by else None
+
+    return PassageFinder(hashers, sink, store.find_parts, store.found_passage, begins, scores)
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:

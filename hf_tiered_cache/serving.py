@@ -124,6 +124,9 @@ class Serving:
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed under way has failed this pass, and finds no other plan
                 replans = replans - 1 if self.store.usable else 0
+        why = "" if plan is None else sequence.why_otherwise(plan)
+        if why and why not in self.collector.stats.reasons:
+            self._explain(why)
         if replans < _REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and self.untold:
@@ -327,7 +330,7 @@ class Serving:
 
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
         """Why nothing is looked up for a pass, or ""."""
-        if sequence.approximate:
+        if sequence.approximate and not sequence.method.passages:  # these restore into whatever stands before them
             return reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF

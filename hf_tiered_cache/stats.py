@@ -18,6 +18,8 @@ from .units import format_bytes
 
 TIERS = ("device", "host", "disk")
 """Fastest first. Statistics are tables by these names: a further tier is one name more."""
+_MOST_PASSAGES = 8
+"""Of those not found whole, so many are printed."""
 
 
 def render(table: Table) -> str:
@@ -62,6 +64,29 @@ class TierUse:
     bytes: int = 0
     budget: int | None = 0
     """Bytes that are never exceeded, or None."""
+
+
+@dataclass(frozen=True)
+class PassageStats:
+    """A stored passage in a prompt."""
+
+    row: int
+    """Of the batch; the first one of those that are alike."""
+    at: int
+    """The token of the row at which it begins, or would if its first tokens were there."""
+    tokens: int
+    """That are stored of it; of one that was only said to begin here, how many stand there."""
+    found: int
+    """Of these, the ones that stand in the prompt: they are restored, but for those that the method computes."""
+    why: str = ""
+    """Why the others are not, or ""."""
+    segment: str = ""
+    label: str = ""
+
+    @property
+    def missed(self) -> int:
+        """Tokens of it that were not found."""
+        return self.tokens - self.found
 
 
 @dataclass
@@ -119,6 +144,8 @@ class RequestStats:
     """Times a restore failed midway and the prompt was planned again."""
     reasons: dict[str, int] = field(default_factory=dict)
     """Why prompts were not restored, or not stored, and how often."""
+    passages: list[PassageStats] = field(default_factory=list)
+    """Of methods that reuse passages: those that stand in the prompt, row by row. Not in sums over requests."""
 
     @property
     def device(self) -> TierStats:
@@ -180,6 +207,15 @@ class RequestStats:
             rows.append(("scoring reads / mis-speculated reads", *read))
         if self.ahead_blocks:
             rows.append(("blocks ahead / asked for / late", self.ahead_blocks, self.ahead_hits, self.ahead_misses))
+        if self.passages:
+            found, tokens = (sum(getattr(each, name) for each in self.passages) for name in ("found", "tokens"))
+            rows.append(("passages / their tokens found / missed", len(self.passages), found, tokens - found))
+            cut = [each for each in self.passages if each.missed]
+            for each in cut[:_MOST_PASSAGES]:
+                what = f"passage at {each.at}" + f" of row {each.row}" * bool(each.row)
+                rows.append((what, f"{each.found} of {each.tokens} tokens: {each.why}"))
+            if len(cut) > _MOST_PASSAGES:
+                rows.append(("passages not found whole, besides", len(cut) - _MOST_PASSAGES))
         for name, *values in rows:
             summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, times in self.reasons.items():
@@ -235,6 +271,11 @@ class StatsCollector:
             self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
         if self.total is not None:
             self.total.explain(reason)
+
+    def tell_passages(self, passages: list[PassageStats]) -> None:
+        """Note what became of the passages of the prompt, in the place of what was known so far."""
+        with self._lock:
+            self.stats.passages = passages
 
     def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
         """Note how many blocks were looked for in `tier`, and how many of them it gives."""

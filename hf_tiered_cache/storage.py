@@ -23,8 +23,10 @@ from tqdm.auto import tqdm
 from .errors import ConfigError, StoreClosedError, StoreError
 from .methods import Method
 from .restore.match import MatchedRun, longest_prefix
+from .restore.passage_index import PassageIndex, Seeds
 from .restore.plan import RowGroup
-from .restore.prefix_hasher import PrefixHasher
+from .restore.prefix_hasher import PassageHasher, PrefixHasher
+from .restore.rankings import KeptRankings
 from .rewriter import SegmentRewriter
 from .shape import SegmentShape
 from .stats import StatsCollector, StoreStats
@@ -90,6 +92,8 @@ class Storage:
                 named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
                 raise ConfigError(f"{path} is encrypted with another key: {named}")
             self.rewriter = SegmentRewriter(disk)
+            self.passage_index = PassageIndex(disk.index)
+            self.rankings = KeptRankings(disk)
             close = partial(_close, self.rewriter, disk, residency.scores)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
@@ -98,7 +102,7 @@ class Storage:
             disk.close()
             raise
         self._close.atexit = False  # the writer sees to that
-        disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget]
+        disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget, self.rankings.forget]
         residency.scores.load(disk.index.scores())
 
     def note_policy(self, method: Method) -> None:
@@ -115,6 +119,10 @@ class Storage:
     def hasher(self, fingerprint: str, provenance: str, regime: str) -> PrefixHasher:
         """The prefix hasher of KV made by this model, in this way, under these RoPE frequencies."""
         return PrefixHasher((fingerprint, provenance, regime), self._secret)
+
+    def passage_hasher(self, fingerprint: str, provenance: str, sink: int | None, regime: str) -> PassageHasher:
+        """The same of passages that are computed behind this token."""
+        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret)
 
     def match(
         self,
@@ -151,12 +159,21 @@ class Storage:
         self._used = (self._used or []) + [run.row.id for run, _ in found]
         return found
 
-    def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
-        """The stored segments that begin with one of `prefix_hashes`."""
+    def find_parts(self, scan_hashes: np.ndarray) -> Seeds:
+        """The parts of stored passages that may stand where these, uint32 `[n]`, are a prompt's."""
         self.check_open()
-        rows = self.disk.find(prefix_hashes)
-        self._used = (self._used or []) + [row.id for row in rows]
-        return rows
+        found = self.passage_index.seeds(scan_hashes)
+        hidden = np.array([self.disk.is_hidden(row.id) for row in found.rows], bool)
+        if not hidden.any():
+            return found
+        seen = ~hidden[found.passage]
+        return Seeds(found.at[seen], found.passage[seen], found.part[seen], found.rows)
+
+    def found_passage(self, row: SegmentRow) -> SegmentReader | None:
+        """The segment of a passage that is going to be restored, opened; None if it cannot be used."""
+        if (reader := self.disk.found(row)) is not None:
+            self._used = [*(self._used or []), row.id]
+        return reader
 
     def note_uses(self) -> None:
         """What was looked up was used: note it in the catalogue, and forget what another process has removed.

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from families import build, prompt
 from reference import kv_of
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, join, orders_in
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, join
 
 from hf_tiered_cache import KVStore
+from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import Geometry
-from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
+from hf_tiered_cache.reasons import unranked
 from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens
 
 
@@ -71,9 +71,10 @@ def test_what_stands_before_a_passage_has_positions(family, store):
     """A model of 128 positions, some of them learned, is not asked for more."""
     model, method = build(family, max_position_embeddings=128), CacheTune(ranking="context")
     fill(store, model, [*PASSAGES, prompt(127, seed=6)[0]], method)
-    importance = [store._storage.disk.reader(row.id).shape.tables.importance for row in store.segments()]
-    assert sum(scores.max() > 0 for scores in importance) == len(PASSAGES)
-    assert sum((scores == 0).all() for scores in importance) == 1  # where no position is left for anything else
+    rankings, disk = store._storage.rankings, store._storage.disk
+    every = [rankings.of(disk.reader(row.id))["context"] for row in store.segments()]
+    assert sum(scores.max() > 0 for scores in every) == len(PASSAGES)
+    assert sum((scores == 0).all() for scores in every) == 1  # where no position is left for anything else
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.9])
@@ -81,7 +82,7 @@ def test_passages_share_what_is_computed_where_their_scores_compare(share, store
     model, method = build("qwen2"), CacheTune(recompute=share, ranking="context")
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
-    scores = {n: orders_in(store)[len(PASSAGES[n])].importance for n in PLACES}
+    scores = {n: scores_in(store, "context")[len(PASSAGES[n])] for n in PLACES}
     every = sorted(((-score, n, i) for n, some in scores.items() for i, score in enumerate(some)))
     chosen = {(n, i) for _, n, i in every[: int(share * len(every))]}
     if share == 0.15:  # other than a share of each
@@ -119,15 +120,149 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
     assert cache.stats.tokens_restored > 0
 
 
-def test_a_passage_stored_without_scores_goes_by_its_order(store):
-    """As format 2 stored them."""
+def test_a_passage_whose_scores_are_lost_goes_by_its_order(store):
     model, method = build("qwen2"), CacheTune(recompute=0.25)
     fill(store, model)
-    before, _ = ask(model, store, PROMPT, method)
+    before, cache = ask(model, store, PROMPT, method)
+    assert cache.stats.reason == ""
     for row in store.segments():
-        reader = store._storage.disk.reader(row.id)
-        store._storage.rewriter._replace(row.id, reader.shape.geometry, replace(reader.shape.tables, importance=None))
-    assert all(order.importance is None for order in orders_in(store).values())
+        store._storage.disk.path(f"{row.id}.rankings").unlink()
     after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)
-    assert cache.stats.tokens_restored > 0
+    assert cache.stats.reason == unranked("low_frequency 0.5")
+
+
+# --- one KV for all rankings
+
+WAYS = [
+    CacheTune(recompute=0.25),
+    CacheTune(recompute=0.25, alpha=0.3),
+    CacheTune(recompute=0.25, ranking="high_frequency"),
+    CacheTune(recompute=0.25, ranking="random"),
+    CacheTune(recompute=0.25, ranking="context"),
+    CacheTune(recompute=0.25, check_layer=1),
+    Epic(0.25),
+    CacheBlend(0.25),
+]
+
+
+@pytest.mark.parametrize(
+    "stored_by",
+    [CacheTune(ranking="context"), CacheTune(), Epic(), CacheBlend()],
+    ids=["by context", "by energy", "epic", "cache_blend"],
+)
+def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
+    """With the same KV, and once it is ranked as they ask, with the answers that a store of their own gives."""
+    model, tokens = build("qwen2"), sum(len(PASSAGES[n]) for n in PLACES)
+    fill(store, model, method=stored_by)
+    ranked = {"", stored_by.ranked_by}
+    for way in WAYS:
+        ours, cache = ask(model, store, PROMPT, way)
+        assert sum(passage.found for passage in cache.stats.passages) == tokens
+        assert cache.stats.reason == ("" if way.ranked_by in ranked else unranked(way.ranked_by))
+        ranked.add(way.ranked_by)
+        if way.ranked_by == "context":
+            assert store.rank(way, model=model, passages=PASSAGES, progress=False) == len(PASSAGES)
+        elif way.ranked_by:
+            assert store.rank(way, progress=False) == len(PASSAGES)
+        ours, cache = ask(model, store, PROMPT, way)
+        assert cache.stats.reason == ""
+        with KVStore(tmp_path / "own", engine="posix") as own:
+            fill(own, model, method=way)
+            theirs, _ = ask(model, own, PROMPT, way)
+            own.clear(disk=True)
+        assert torch.equal(ours, theirs)
+    assert len(store.segments()) == len(PASSAGES)
+
+
+@pytest.mark.parametrize("way", WAYS[:5], ids=lambda way: way.ranked_by)
+def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path):
+    model = build("qwen2_sliding")  # a part of its layers has a window
+    fill(store, model, method=Epic())
+    assert scores_in(store, way.ranked_by) == dict.fromkeys(map(len, PASSAGES))
+    assert fill(store, model, method=way).stored == 0  # what is stored is ranked, and not computed
+    first = scores_in(store, way.ranked_by)
+    with KVStore(tmp_path / "own", engine="posix") as own:
+        fill(own, model, method=way)
+        for tokens, scores in scores_in(own, way.ranked_by).items():
+            np.testing.assert_allclose(scores, first[tokens], rtol=1e-5)
+    store.rank(WAYS[3], progress=False)  # one more stands beside the others
+    assert all(np.array_equal(scores, first[tokens]) for tokens, scores in scores_in(store, way.ranked_by).items())
+
+
+def test_a_ranking_is_renewed(store):
+    model, method = build("qwen2"), CacheTune(ranking="context")
+    fill(store, model, PASSAGES[:2], method)
+    before = scores_in(store, "context")
+    fill(store, model, PASSAGES, method)  # what has been ranked keeps its ranking
+    assert np.array_equal(scores_in(store, "context")[96], before[96])
+    assert store.rank(method, model=model, passages=[*PASSAGES, prompt(40, seed=8)[0]], progress=False) == 4
+    assert not np.array_equal(scores_in(store, "context")[96], before[96])
+
+
+def test_rankings_that_cannot_be_made_are_refused(store):
+    model = build("qwen2")
+    fill(store, model)
+    with pytest.raises(ConfigError, match=r"model=model, passages"):
+        store.rank(CacheTune(ranking="context"), progress=False)
+    with pytest.raises(ConfigError, match="goes by no ranking"):
+        store.rank(Epic(), progress=False)
+    with pytest.raises(ConfigError, match="prefixes only"):
+        store.rank("exact", progress=False)
+    (one, *_) = store.segments()
+    assert store.rank(CacheTune(alpha=0.1), ids=[one.id], progress=False) == 1
+    ranked = {tokens for tokens, scores in scores_in(store, "low_frequency 0.1").items() if scores is not None}
+    assert ranked == {one.tokens}
+
+
+@pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])
+def test_rankings_go_with_their_segment(options, tmp_path):
+    model, way = build("qwen2"), CacheTune(recompute=0.25, alpha=0.3)
+    with KVStore(tmp_path, engine="posix", **options) as store:
+        fill(store, model)
+        store.rank(way, progress=False)
+        before, _ = ask(model, store, PROMPT, way)
+        kept = {row.tokens: store._storage.disk.path(f"{row.id}.rankings") for row in store.segments()}
+        assert store.verify().ok
+        assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
+        assert not any(path.exists() for path in kept.values())
+    with KVStore(tmp_path, engine="posix", **options) as store:
+        after, cache = ask(model, store, PROMPT, way)
+        assert torch.equal(before, after) and cache.stats.reason == ""
+        assert set(scores_in(store, "low_frequency 0.5")) == set(map(len, PASSAGES))
+        store.gc()
+        assert not any(scores is None for scores in scores_in(store, "low_frequency 0.3").values())
+        store.clear(disk=True)
+        assert not list((tmp_path / "beside").iterdir())
+
+
+def test_a_damaged_ranking_is_said_and_made_anew(tmp_path):
+    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model)
+        for row in store.segments():
+            path = store._storage.disk.path(f"{row.id}.rankings")
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+    with KVStore(tmp_path, engine="posix") as store:
+        _, cache = ask(model, store, PROMPT, method)
+        assert cache.stats.tokens_restored == 72 + 84 + 60
+        assert cache.stats.reason == unranked("low_frequency 0.5")
+        assert store.rank(method, progress=False) == len(PASSAGES)
+        assert ask(model, store, PROMPT, method)[1].stats.reason == ""
+
+
+def test_a_ranking_that_another_process_renews_is_seen(tmp_path):
+    model, method = build("qwen2"), CacheTune(recompute=0.25, alpha=0.3)
+    with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
+        fill(store, model)
+        assert ask(model, other, PROMPT, method)[1].stats.reason == unranked("low_frequency 0.3")
+        store.rank(method, progress=False)
+        assert ask(model, other, PROMPT, method)[1].stats.reason == ""
+
+
+def scores_in(store, ranking):
+    """By the passage's length."""
+    disk, rankings = store._storage.disk, store._storage.rankings
+    return {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}

@@ -11,7 +11,7 @@ from families import build, prompt
 from peft import LoraConfig, get_peft_model
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, detach, reasons
-from hf_tiered_cache.methods import CacheTune, ContiguousKV
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
@@ -105,8 +105,24 @@ def test_passages_ranked_under_another_name(store):
     model, passage = build("llama"), prompt(48, seed=3)[0]
     store.precompute(model, passage, segments=True, method=CacheTune(ranking="high_frequency"), progress=False)
     ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
-    assert "'high_frequency'" in ask(model, store, ids, method=CacheTune()).reason
+    stats = ask(model, store, ids, method=CacheTune())
+    assert stats.reason == reasons.unranked("low_frequency 0.5") and stats.tokens_restored == 48 - 7
     assert ask(model, store, ids, method=CacheTune(ranking="high_frequency")).reason == ""
+    assert ask(model, store, ids, method=Epic()).reason == ""
+
+
+def test_passages_of_an_earlier_version(store, monkeypatch):
+    """Whose ranking was part of what they were found by."""
+    model, passage = build("llama"), prompt(48, seed=3)[0]
+    with monkeypatch.context() as patched:
+        patched.setattr(CacheTune, "passages", property(lambda self: "passage low_frequency 0.5"))
+        store.precompute(model, passage, segments=True, progress=False)
+    ids = torch.cat([prompt(10), passage.unsqueeze(0), prompt(10, seed=4)], dim=1)
+    stats = ask(model, store, ids, method=CacheTune())
+    assert (stats.tokens_restored, stats.reason) == (0, reasons.OLD_PASSAGES)
+    assert ask(model, store, prompt(40, seed=9)).reason != reasons.OLD_PASSAGES  # of methods that look for none
+    store.precompute(model, passage, segments=True, progress=False)
+    assert ask(model, store, ids, method=CacheTune()).reason == ""
 
 
 def test_a_full_store_says_that_not_all_was_stored(tmp_path):

@@ -186,6 +186,11 @@ class Method:
         return ""
 
     @property
+    def ranked_by(self) -> str:
+        """The name of the ranking of their tokens that it goes by; "" if it goes by none."""
+        return ""
+
+    @property
     def selects(self) -> bool:
         """Whether layers with full attention attend to less than what is restored."""
         return False

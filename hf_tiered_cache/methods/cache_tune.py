@@ -16,6 +16,7 @@ from ..geometry import Geometry
 from ..restore.plan import PlanContext, SegmentSlice
 from ..restore.recompute import LOWEST
 from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
+from ..store import PASSAGE
 from .base import Method
 
 logger = logging.getLogger("hf_tiered_cache")
@@ -28,9 +29,10 @@ class Passages(Method, ABC):
     A prefix that is stored as such is restored first, and whole: it is exact.
 
     Args:
-        ranking: by what the tokens of a passage were ranked when it was stored: "low_frequency" (the paper's),
+        ranking: by what the tokens of a passage are ranked, for methods that go by it: "low_frequency" (the paper's),
             "high_frequency" or "random" (what it is compared with), or "context" (ours: by how far their KV moves when
-            other text stands before them, for which each passage is computed twice).
+            other text stands before them, for which each passage is computed twice). The KV is the same for all, and
+            found by all; passages that are not ranked so go by the order in which their tokens were stored.
         alpha: share of the frequencies that are low (Section 4.1), where these rank.
         check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
     """
@@ -51,8 +53,7 @@ class Passages(Method, ABC):
 
     @property
     def passages(self) -> str:
-        ranked_by = f"passage {self.ranking}" + f" {self.alpha}" * self.ranking.endswith("frequency")
-        return coded_provenance(ranked_by, self.geometry.codec)
+        return coded_provenance(PASSAGE, self.geometry.codec)
 
     def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
         """How much it matters that each token of a new passage is computed in context: float32 `[tokens]`.
@@ -113,6 +114,10 @@ class CacheTune(Passages):
         if self.recompute != "auto":
             check_share(self.recompute)
 
+    @property
+    def ranked_by(self) -> str:
+        return f"{self.ranking} {self.alpha}" if self.ranking.endswith("frequency") else self.ranking
+
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> CacheTune:
         if self.recompute != "auto":
             return self
@@ -128,7 +133,8 @@ class CacheTune(Passages):
         if not passages:
             return []
         importance = [importance_of(piece) for piece in passages]
-        together = self.across and self.ranking in RANKED_IN_CONTEXT
+        # orders, which unranked ones go by, do not compare
+        together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         kept = np.concatenate([self._least(pool) for pool in pools])
         return [np.flatnonzero(part) for part in np.split(kept, np.cumsum([len(each) for each in importance[:-1]]))]
@@ -201,10 +207,10 @@ class CacheBlend(Passages):
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:
     """How much it matters that each token of a passage is computed: float `[tokens]`."""
-    tables = piece.reader.shape.tables
-    assert tables is not None  # passages have some
-    every = tables.importance
-    if every is None:  # format 2 keeps the order alone, one for all layers
+    every, tables = piece.scores, piece.reader.shape.tables
+    if every is None:  # not ranked as it is asked for: by the order in which it was stored, one for all layers
+        if tables is None or not len(tables.slot_of_token):
+            return -np.arange(piece.first, piece.first + piece.count, dtype=np.float64)
         every = -tables.slot_of_token[0].astype(np.float64)
     return every[piece.first : piece.first + piece.count]
 

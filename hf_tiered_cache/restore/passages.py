@@ -1,8 +1,8 @@
-"""Stored passages anywhere in a prompt (CacheTune, Section 4): found by their tokens, in one scan."""
+"""Stored passages anywhere in a prompt (CacheTune, Section 4): found by any part of their tokens, in one scan."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,28 @@ from ..geometry import HASH_TOKENS
 from ..store.catalogue import SegmentRow
 from ..store.format import HASH_BYTES
 from ..store.segment import SegmentReader
+from .passage_index import Seeds
 from .plan import SegmentSlice
-from .prefix_hasher import PrefixHasher
+from .prefix_hasher import PassageHasher
+
+
+@dataclass(frozen=True)
+class PassageMatch:
+    """`num_hashes` hashes of a stored passage, from number `first` on, stand in the prompt from token `at` on."""
+
+    row: SegmentRow
+    at: int
+    first: int
+    num_hashes: int
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.num_hashes * HASH_TOKENS
+
+    @property
+    def begin(self) -> int:
+        """The token of the prompt at which the passage would begin; below 0 where it is cut off in front."""
+        return self.at - self.first * HASH_TOKENS
 
 
 @dataclass(frozen=True)
@@ -23,47 +43,41 @@ class PassageFinder:
     Args:
         hashers: that passages are hashed with, first of all the one of the row's own RoPE regime.
         sink: the token that stood before each passage when its KV was computed, or None.
-        find: gives the segments that begin with one of some prefix hashes.
-        reader: opens one of them, or gives None.
+        seeds: gives the parts of passages that may stand where scan hashes say.
+        reader: opens the segment of a row, or gives None.
         begins: the tokens at which passages may begin, or None for any.
+        scores: gives those of a segment's tokens, by the ranking that is asked for, or None.
     """
 
-    hashers: tuple[PrefixHasher, ...]
+    hashers: tuple[PassageHasher, ...]
     sink: int | None
-    find: Callable[[Sequence[bytes]], list[SegmentRow]]
+    seeds: Callable[[np.ndarray], Seeds]
     reader: Callable[[SegmentRow], SegmentReader | None]
     begins: tuple[int, ...] | None = None
+    scores: Callable[[SegmentReader], np.ndarray | None] = lambda reader: None
 
     def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
         """Where they stand in `tokens`, int64 `[n]`, from `start` on."""
         for number, hasher in enumerate(self.hashers):
             pieces = []
-            for match in find_passages(tokens, hasher, self.find, start, self.begins):
+            for match in find_passages(tokens, hasher, self.seeds, start, self.begins):
                 reader = self.reader(match.row)
-                whole = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes)
-                exact = number == 0 and self._begins_with(tokens, match.at)
-                if reader and whole and (exact or reader.shape.layout.position_independent):
-                    pieces.append(SegmentSlice(reader, 0, whole * HASH_TOKENS, match.at, exact))
+                count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
+                exact = number == 0 and self._is_exact(tokens, match, hasher)
+                if reader and count > 0 and (exact or reader.shape.layout.position_independent):
+                    first = match.first * HASH_TOKENS
+                    scores = None if exact else self.scores(reader)
+                    pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
             if pieces:
                 return pieces
         return []
 
-    def _begins_with(self, tokens: np.ndarray, at: int) -> bool:
-        """Whether a passage stands just where it stood when its KV was computed."""
-        return at == 0 if self.sink is None else at == 1 and tokens[0] == self.sink
-
-
-@dataclass(frozen=True)
-class PassageMatch:
-    """The first `num_hashes` hashes of a stored passage stand in the prompt from token `at` on."""
-
-    row: SegmentRow
-    at: int
-    num_hashes: int
-
-    @property
-    def stop(self) -> int:
-        return self.at + self.num_hashes * HASH_TOKENS
+    def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
+        """Whether a passage stands just where it stood when its KV was computed, behind the same tokens."""
+        if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
+            return False
+        before = match.first * HASH_BYTES
+        return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:before]
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:
@@ -79,57 +93,96 @@ def sink_token(config: PreTrainedConfig) -> int | None:
 
 def find_passages(
     tokens: np.ndarray,
-    hasher: PrefixHasher,
-    find: Callable[[Sequence[bytes]], Iterable[SegmentRow]],
+    hasher: PassageHasher,
+    seeds: Callable[[np.ndarray], Seeds],
     start: int = 0,
-    begins: Sequence[int] | None = None,
+    begins: tuple[int, ...] | None = None,
 ) -> list[PassageMatch]:
     """Where stored passages stand in a prompt, in order, none of them over another; the longest are taken first.
 
+    Of a passage that stands there changed, each run of whole hashes is a match by itself.
+
     Args:
         tokens: int64 `[n]`, the prompt.
-        hasher: that passages are hashed with, each from its own beginning.
-        find: gives the segments that begin with one of some prefix hashes.
+        hasher: that passages are hashed with.
+        seeds: gives what may stand where scan hashes, uint32 `[n - 15]`, say. What it gives is compared.
         start: where to begin.
         begins: the tokens at which passages may begin, or None for any.
     """
-    last = len(tokens) - HASH_TOKENS
-    places = range(start, last + 1) if begins is None else sorted({i for i in begins if start <= i <= last})
-    firsts = {at: hasher.hashes(tokens[at : at + HASH_TOKENS])[0] for at in places}
-    known: dict[bytes, list[SegmentRow]] = {}
-    for row in find(list(dict.fromkeys(firsts.values()))):
-        known.setdefault(row.first, []).append(row)
-    matches = []
-    for at, first in firsts.items():
-        rows = known.get(first, ())
-        if rows:
-            most = max(row.valid_hashes for row in rows)
-            prefix_hashes = hasher.hashes(tokens[at : at + most * HASH_TOKENS])
-            matches.append(
-                max(
-                    (PassageMatch(row, at, _shared(row, prefix_hashes)) for row in rows),
-                    key=lambda match: match.num_hashes,
-                )
-            )
-    return _disjoint(matches)
+    found = seeds(hasher.scan(tokens[start:]))
+    at, passage, part = found.at + start, found.passage, found.part
+    valid = np.array([row.valid_hashes for row in found.rows], np.int64)
+    keep = part < valid[passage] if len(valid) else np.zeros(0, bool)
+    if begins is not None:
+        keep &= np.isin(at - part * HASH_TOKENS, begins)
+    run = _longest_runs(at[keep], passage[keep], part[keep])
+    matches: list[PassageMatch] = []
+    for one, begin, first, count in zip(*(each.tolist() for each in run), strict=True):
+        matches += _compared(tokens, hasher, PassageMatch(found.rows[one], begin, first, count), start)
+    return _disjoint(matches, len(tokens))
 
 
-def _shared(row: SegmentRow, prefix_hashes: list[bytes]) -> int:
-    """How many of the segment's prefix hashes these are."""
-    most = min(row.valid_hashes, len(prefix_hashes))
-    for i in range(most):
-        if row.chain[i * HASH_BYTES : (i + 1) * HASH_BYTES] != prefix_hashes[i]:
-            return i
-    return most
+def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Parts that follow one another as one; of those that begin at the same token that of the longest run.
+
+    Returns:
+        For each run its passage, the first token, the first part, and how many: int64 `[runs]` each.
+    """
+    for again in (False, True):
+        begin = at - part * HASH_TOKENS
+        order = np.lexsort((part, begin, passage))
+        at, passage, part, begin = (each[order] for each in (at, passage, part, begin))
+        goes_on = (np.diff(passage) == 0) & (np.diff(begin) == 0) & (np.diff(part) == 1)
+        heads = np.flatnonzero(np.concatenate([[True] * bool(len(at)), ~goes_on]))
+        counts = np.diff(np.append(heads, len(at)))
+        if again:
+            break
+        run = np.repeat(np.arange(len(heads)), counts)
+        order = np.lexsort((run, -counts[run], at))
+        best = order[np.flatnonzero(np.diff(at[order], prepend=-1))]
+        at, passage, part = at[best], passage[best], part[best]
+    return passage[heads], at[heads], part[heads], counts
 
 
-def _disjoint(matches: list[PassageMatch]) -> list[PassageMatch]:
-    """The longest ones, and of the others what stands before these: a passage's beginning is of use without its end."""
+def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, start: int) -> Iterator[PassageMatch]:
+    """The runs of a match that the hashes themselves bear out, made longer where they bear out more."""
+    row, step, begin = match.row, HASH_TOKENS, match.begin
+
+    def same(number: int) -> bool:
+        at = begin + number * step
+        return hasher.hashes(tokens[at : at + step]) == [row.chain[number * HASH_BYTES : (number + 1) * HASH_BYTES]]
+
+    first, stop = match.first, match.first + match.num_hashes
+    mine = hasher.hashes(tokens[match.at : match.stop])
+    theirs = row.chain[first * HASH_BYTES : stop * HASH_BYTES]
+    right = [True] * len(mine)
+    if b"".join(mine) != theirs:
+        right = [one == theirs[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i, one in enumerate(mine)]
+    if right[0]:
+        while first > 0 and begin + (first - 1) * step >= start and same(first - 1):
+            first, right = first - 1, [True, *right]
+    if right[-1]:
+        most = min(row.valid_hashes, (len(tokens) - begin) // step)
+        while stop < most and same(stop):
+            stop, right = stop + 1, [*right, True]
+    held = np.concatenate([[False], right, [False]])
+    edges = np.flatnonzero(held[1:] != held[:-1]).reshape(-1, 2)
+    for low, high in edges.tolist():
+        yield PassageMatch(row, begin + (first + low) * step, first + low, high - low)
+
+
+def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
+    """The longest ones, and of the others the hashes of which these leave all tokens."""
     taken: list[PassageMatch] = []
+    covered = np.zeros(tokens, bool)
     for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):
-        if any(other.at <= match.at < other.stop for other in taken):
-            continue
-        room = min((other.at for other in taken if other.at > match.at), default=match.stop) - match.at
-        if (num_hashes := min(match.num_hashes, room // HASH_TOKENS)) > 0:
-            taken.append(PassageMatch(match.row, match.at, num_hashes))
+        span = covered[match.at : match.stop]
+        if not span.any():
+            taken.append(match)
+        else:
+            free = np.concatenate([[False], ~span.reshape(-1, HASH_TOKENS).any(axis=1), [False]])
+            for low, high in np.flatnonzero(free[1:] != free[:-1]).reshape(-1, 2).tolist():
+                at = match.at + low * HASH_TOKENS
+                taken.append(PassageMatch(match.row, at, match.first + low, high - low))
+        span[:] = True
     return sorted(taken, key=lambda match: match.at)

@@ -7,7 +7,7 @@ reuse is the simplest plan: every layer computes the suffix.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,6 +45,9 @@ class SegmentSlice:
     """Position of that token in the row, padding not counted."""
     exact: bool = True
     """Whether this is the KV that computing the row would give: a passage's lacks what stands before it."""
+    scores: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Of a passage: how much it matters that each token of the segment is computed, float32 `[segment's tokens]`, by
+    the ranking that the method asks for; None where it has not been ranked so."""
 
 
 @dataclass(frozen=True)

@@ -62,16 +62,16 @@ def make_plan(
         rules: say what to compute, and how much of the rest may be attended to.
         layers: of the model.
         match: looks up.
-        find: looks for passages behind what is matched, where the cache is empty; or None.
+        find: looks for passages behind what is matched; or None.
 
     Returns:
         The plan, or None if nothing can be restored; and what was found.
     """
     base, columns = history.columns, ids.shape[1]
+    whole_rows = np.concatenate([history.ids(), ids], axis=1)
     alike: dict[tuple[int, bytes], list[int]] = {}
     for row, pad in enumerate(history.pads):
-        whole = np.concatenate([history.ids()[row], ids[row]])
-        alike.setdefault((pad, whole[pad:].tobytes()), []).append(row)
+        alike.setdefault((pad, whole_rows[row][pad:].tobytes()), []).append(row)
     groups, found, restorable = [], [], columns
     for (pad, _), rows in alike.items():
         held = max(0, base - pad) // HASH_TOKENS
@@ -80,8 +80,10 @@ def make_plan(
             pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
             tokens = run.stop * HASH_TOKENS
         found.append(PrefixLookup(tuple(rows), held, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces)))
-        for piece in find(ids[rows[0], pad:], tokens) if find is not None and base == 0 else ():
-            pieces.append(piece)
+        if find is not None:  # of what the cache holds a part's beginning may be known
+            known = base - pad
+            start = tokens if tokens > known else max(0, known - (HASH_TOKENS - 1))
+            pieces += find(whole_rows[rows[0]][pad:], start)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))

@@ -21,7 +21,7 @@ from .database import Database, connect_read_only
 if TYPE_CHECKING:
     from .format import SegmentHeader
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 _MOST_PARAMETERS = 500
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
@@ -30,20 +30,22 @@ _SCHEMA = (
     "CREATE TABLE models (fingerprint TEXT PRIMARY KEY, facts TEXT NOT NULL) WITHOUT ROWID",
     "CREATE TABLE scores (segment TEXT, lane INTEGER, row BLOB NOT NULL, PRIMARY KEY (segment, lane)) WITHOUT ROWID",
     """CREATE TABLE segments (
-        id TEXT PRIMARY KEY, fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
+        number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+        fingerprint TEXT NOT NULL, provenance TEXT NOT NULL,
         first BLOB NOT NULL, usable_links INTEGER NOT NULL,
         tokens INTEGER NOT NULL, position INTEGER NOT NULL, nbytes INTEGER NOT NULL,
         created REAL NOT NULL, expires REAL, used REAL NOT NULL, uses INTEGER NOT NULL, label TEXT NOT NULL,
-        key TEXT NOT NULL,
+        key TEXT NOT NULL, scan BLOB NOT NULL,
         chain BLOB NOT NULL  -- last: it is long, and what asks for other columns does not read it then
     )""",
     "CREATE INDEX by_first ON segments(first)",
     "CREATE INDEX by_use ON segments(used, position DESC)",
+    "CREATE INDEX scanned ON segments(number) WHERE length(scan) > 0",
     f"PRAGMA user_version={SCHEMA_VERSION}",
 )
 _COLUMNS = (
     "id, fingerprint, provenance, first, usable_links, tokens, position, nbytes, created, expires, used, uses, chain, "
-    "label, key"
+    "label, key, scan"
 )
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
 """What the catalogue knows of its own, or nobody finds a segment by."""
@@ -77,6 +79,8 @@ class SegmentRow:
     """What the user calls it."""
     key: str = ""
     """Which key its file is encrypted with (see `StoreCipher.key_id`), or ""."""
+    scan: bytes = b""
+    """What a passage is looked for by in prompts (see `SegmentHeader.scan_hashes`)."""
 
     @classmethod
     def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
@@ -97,6 +101,7 @@ class SegmentRow:
             uses=0,
             label=header.label,
             key="" if header.seal is None else header.seal.key_id,
+            scan=header.scan_hashes,
         )
 
     def fits(self, header: SegmentHeader, chain: bytes) -> bool:
@@ -157,6 +162,20 @@ class Catalogue:
             some = prefix_hashes[i : i + _MOST_PARAMETERS]
             where = f"WHERE first IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
             now = time.time()
+            rows += self._query(where, (*some, now, now))
+        return rows
+
+    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
+        """Of the passages that were entered behind this number: their numbers, ascending, ids and scan hashes."""
+        query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
+        return self._run(lambda db: db.execute(query, (number,)).fetchall())
+
+    def live(self, ids: Sequence[str]) -> list[SegmentRow]:
+        """Those of these segments that are there, and can be used."""
+        rows: list[SegmentRow] = []
+        for i in range(0, len(ids), _MOST_PARAMETERS):
+            some, now = ids[i : i + _MOST_PARAMETERS], time.time()
+            where = f"WHERE id IN ({', '.join('?' * len(some))}) AND usable_links > 0 AND coalesce(expires, ?) >= ?"
             rows += self._query(where, (*some, now, now))
         return rows
 

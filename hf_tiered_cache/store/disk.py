@@ -71,7 +71,7 @@ class SegmentStore:
         self._notices = Notices()
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
         self.index = Index(backend, counters, self._notices)
-        self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self._is_hidden)
+        self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
         self.beside = Beside(backend, self.cipher, counters, self._notices, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of what was there when it was opened
 
@@ -87,9 +87,10 @@ class SegmentStore:
 
     def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
         """The live segments whose chain begins with one of `prefix_hashes`; none if the catalogue fails."""
-        return [row for row in self.index.beginning_with(prefix_hashes) if not self._is_hidden(row.id)]
+        return [row for row in self.index.beginning_with(prefix_hashes) if not self.is_hidden(row.id)]
 
-    def _is_hidden(self, segment_id: str) -> bool:
+    def is_hidden(self, segment_id: str) -> bool:
+        """Whether it failed to be read in this process lately."""
         return self._hidden.get(segment_id, 0.0) > time.monotonic()
 
     def reader(self, segment_id: str) -> SegmentReader | None:

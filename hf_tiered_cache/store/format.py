@@ -1,6 +1,6 @@
 """The segment file, byte by byte. docs/format.md specifies it on one page; this module is its only reader and writer.
 
-    header page | hash chain | digest table | order of tokens and what it goes by, if any | blocks, group after group
+    header page | hash chain | digest table | scan hashes, and order of tokens, if any | blocks, group after group
 
 Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum. Of an encrypted file only the
 blocks are (see cipher.py); what stands before them is under a tag, too.
@@ -12,7 +12,7 @@ import hashlib
 import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,21 +22,21 @@ from ..codecs import RAW, codec_in, coded_provenance
 from ..errors import ConfigError, FormatError, NewerFormatError
 from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from ..shape import SegmentShape, TokenTables
-from . import EXACT, HASH_BYTES
+from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .digest import DIGEST_DTYPE, Guard, xxh3
 
 MAGIC = b"HFTCKV\r\n"
 """Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
-_TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 6, 5, 4
+_PAIRS_VERSION, _TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 7, 6, 5, 4
 _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
 CIPHER = "aes-256-gcm"
 KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
 _NUMBER_BYTES = 4  # of a slot, of the number of a table, of an importance
-_SECTIONS = ("chain", "digests", "order", "tables", "importance", "blocks")
-_OPTIONAL = ("order", "tables", "importance")
+_SECTIONS = ("chain", "digests", "scan", "order", "tables", "importance", "blocks")
+_OPTIONAL = ("scan", "order", "tables", "importance")
 _MOST_TOKENS, _MOST_POSITION, _MOST_SECONDS = 1 << 28, 1 << 48, 1e12
 _MOST_BRACKETS = 1000  # a layout has a few, and one for each kind of layer
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
@@ -90,8 +90,11 @@ class SegmentHeader:
     """What the user calls it."""
     seal: Seal | None = None
     """How it is encrypted, if it is."""
+    scan_hashes: bytes = b""
+    """Of a passage: for each prefix hash what its tokens are looked for by in prompts, `SCAN_BYTES` each."""
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
+    scan: Section = Section(0, 0)
     order: Section = Section(0, 0)
     tables: Section = Section(0, 0)
     importance: Section = Section(0, 0)
@@ -102,8 +105,24 @@ class SegmentHeader:
         return self.blocks.offset + self.blocks.nbytes
 
 
+def is_passage(provenance: str) -> bool:
+    """Whether KV of this provenance is a passage's: computed alone, to be restored wherever it stands."""
+    return provenance.partition(" ")[0] == PASSAGE
+
+
+def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
+    """What names all prefix hashes of a segment: the last one, which covers those before it. A passage's do not."""
+    if not is_passage(provenance):
+        return prefix_hashes[-1]
+    return hashlib.blake2b(b"".join(prefix_hashes), digest_size=HASH_BYTES).digest()
+
+
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """The name of a segment between two prefix hashes of a chain: what it holds, how it is cut and made."""
+    """The name of a segment between two prefix hashes of a chain: what it holds, how it is cut and made.
+
+    Args:
+        last: see `end_of_chain`.
+    """
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
         name.update(item)
@@ -126,9 +145,15 @@ def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
     return found
 
 
+def _optional_sections(header: SegmentHeader) -> dict[str, bytes]:
+    """The sections that some segments have, without padding."""
+    scan = {"scan": header.scan_hashes} if header.scan_hashes else {}
+    return scan | _sections_of_tables(header.shape)
+
+
 def lay_out(header: SegmentHeader, num_hashes: int) -> SegmentHeader:
     """`header` with the offsets of its sections, which follow from its shape and the number of prefix hashes."""
-    return _lay_out(header, num_hashes, {name: len(data) for name, data in _sections_of_tables(header.shape).items()})
+    return _lay_out(header, num_hashes, {name: len(data) for name, data in _optional_sections(header).items()})
 
 
 def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int]) -> SegmentHeader:
@@ -156,7 +181,7 @@ def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.n
         digests: `DIGEST_DTYPE` `[blocks]`, block group after block group.
         guard: of the blocks; makes the tag, if there is to be one.
     """
-    data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_sections_of_tables(header.shape)}
+    data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_optional_sections(header)}
     found = {}
     for name in _SECTIONS[:-1]:
         section = getattr(header, name)
@@ -228,8 +253,10 @@ def _encode_json(data: dict[str, Any]) -> bytes:
 
 
 def _version(header: SegmentHeader) -> int:
-    if header.shape.geometry.pairs:
+    if header.scan.nbytes:
         return FORMAT_VERSION
+    if header.shape.geometry.pairs:
+        return _PAIRS_VERSION
     if header.tables.nbytes:
         return _TABLES_VERSION
     if header.shape.geometry.codec != RAW:
@@ -284,6 +311,7 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
     """What lies where follows from the shape. With token tables, which are not read yet, it is this or less."""
     shape, groups = header.shape, len(header.shape.block_groups)
     most = {
+        "scan": SCAN_BYTES * num_hashes,
         "order": _NUMBER_BYTES * len(shape.layout.layers) * shape.tokens,
         "tables": _NUMBER_BYTES * (1 + groups * (1 + shape.tokens)),
         "importance": _NUMBER_BYTES * shape.tokens,
@@ -321,12 +349,13 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
         model={str(name): str(value) for name, value in dict(data.get("model") or {}).items()},
         label=str(data.get("label") or ""),
         seal=Seal.from_json(data["cipher"]) if "cipher" in data else None,
-        **{
-            name: Section(*(_whole(number, 0, 1 << 64) for number in section))
-            for name, section in data["sections"].items()
-            if name in _SECTIONS
-        },
     )
+    placed: dict[str, Any] = {
+        name: Section(*(_whole(number, 0, 1 << 64) for number in section))
+        for name, section in data["sections"].items()
+        if name in _SECTIONS
+    }
+    header = replace(header, **placed)
     _check_provenance(header)
     return header, num_hashes
 
@@ -380,7 +409,7 @@ def decode_tables(
             if xxh3(found[name]) != section.digest:
                 raise FormatError(f"the section {name!r} fails its checksum")
     shape = replace(header.shape, tables=_tables(header.shape, found))
-    header = replace(header, shape=shape)
+    header = replace(header, shape=shape, scan_hashes=found.get("scan", b"")[: num_hashes * SCAN_BYTES])
     if _extents(lay_out(header, num_hashes)) != _extents(header):
         raise FormatError("the header's offsets do not follow from its token tables")
     if shape.geometry.pairs:

@@ -101,6 +101,19 @@ class Index:
         """The live segments whose chain begins with one of `prefix_hashes`."""
         return self.ask(lambda c: c.beginning_with(prefix_hashes), [])
 
+    @property
+    def generation(self) -> tuple[int, int]:
+        """Another value as soon as numbers of passages begin anew."""
+        return id(self.catalogue), self.catalogue.generation
+
+    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
+        """What has come since of passages (see `Catalogue.passages_since`)."""
+        return self.ask(lambda c: c.passages_since(number), [])
+
+    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
+        """Those of these segments that are there, and can be used; None if that cannot be said."""
+        return self.ask(lambda c: c.live(ids), None)
+
     def models(self) -> dict[str, dict[str, str]]:
         """For each fingerprint of which segments are stored what is known of the model."""
         return self.ask(Catalogue.models, {})

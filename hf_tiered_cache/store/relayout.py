@@ -12,7 +12,7 @@ import torch
 from ..codecs.pairs import TOWARD, angle, encode
 from ..geometry import HASH_TOKENS, BlockGroup, Geometry, Part
 from ..shape import SegmentShape, TokenTables
-from .format import HASH_BYTES, SegmentHeader, segment_id
+from .format import HASH_BYTES, SegmentHeader, end_of_chain, segment_id
 from .segment import SegmentReader
 
 _SOON = 4
@@ -65,7 +65,7 @@ def join_segments(
     shape = SegmentShape(first.shape.layout, geometry, len(prefix_hashes) * HASH_TOKENS, tables)
     if (lacking := _lacking(pieces, shape)) is not None:
         raise ValueError(f"{lacking} holds a part of its tokens, and not all that are asked for")
-    name = segment_id(first.parent, prefix_hashes[-1], shape, first.provenance)
+    name = segment_id(first.parent, end_of_chain(prefix_hashes, first.provenance), shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
     return header, prefix_hashes, _Join(pieces, shape, blocks_of, toward).block_groups()
 

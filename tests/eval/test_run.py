@@ -206,9 +206,8 @@ def test_passages_of_a_corpus_are_ranked_among_those_of_other_prompts(saved, fol
         assert result.exit_code == 0, result.output
         (path,) = (tmp_path / name / "stores").iterdir()
         with KVStore(path, host_memory=0) as store:
-            ranked.append(
-                {row.chain: store._storage.disk.reader(row.id).shape.tables.importance for row in store.segments()}
-            )
+            rankings, disk = store._storage.rankings, store._storage.disk
+            ranked.append({row.chain: rankings.of(disk.reader(row.id))["context"] for row in store.segments()})
         assert all(
             line["restored"] > 0
             for line in lines(tmp_path / name / "musique" / "cache_tune-ranking=context@0.15" / "predictions.jsonl")
