@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .patches import detach
     from .prompt import Passage, Prompt, build_prompt
     from .session import TieredSession, attach, tiered
-    from .stats import RequestStats, StoreStats
+    from .stats import PassageStats, RequestStats, StoreStats
 
 __version__ = "0.1.0"
 
@@ -50,6 +50,7 @@ __all__ = [
     "Method",
     "NewerFormatError",
     "Passage",
+    "PassageStats",
     "Prompt",
     "QuotaError",
     "RequestStats",
@@ -75,6 +76,7 @@ _ELSEWHERE = {
     "Lookup": "lookup",
     "Method": "methods",
     "Passage": "prompt",
+    "PassageStats": "stats",
     "Prompt": "prompt",
     "RequestStats": "stats",
     "StoreStats": "stats",
