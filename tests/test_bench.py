@@ -71,6 +71,21 @@ def test_encryption(tmp_path, monkeypatch):
     assert "decrypt" in (tmp_path / "encryption-tiny-float32-cpu.md").read_text()
 
 
+def test_find_passages(tmp_path, monkeypatch):
+    import find_passages
+
+    options = ["--passages", "3,6", "--tokens", "40", "--prompt", "150", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["find_passages.py", *options])
+    find_passages.main()
+    document = json.loads((tmp_path / "find-passages-cpu.json").read_text())
+    for passages, result in document["results"].items():
+        full, none = result["full of passages"], result["without any"]
+        assert (full["passages"], full["tokens"]) == (3, 3 * 32)
+        assert (none["passages"], none["tokens"]) == (0, 0), passages
+        assert all(len(times) == 2 and min(times) > 0 for times in full["seconds"].values())
+    assert find_passages.STEPS["found"] in (tmp_path / "find-passages-cpu.md").read_text()
+
+
 def test_codec(tmp_path, monkeypatch):
     import codec
 

@@ -1,0 +1,140 @@
+"""How long it takes to find the stored passages in a prompt, step by step, beside a hash in Python at every token.
+
+    python bench/find_passages.py          # prompts of 31,000 tokens, stores of 60 and of 1,000 passages
+
+No KV is read: the model is tiny, and what counts is hashes. Times are of one thread, best and median of many turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, machine, median, save, table
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.identity import Fingerprinter, rope_regime
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.restore.passages import find_passages, sink_token
+from hf_tiered_cache.serving import CacheOptions
+from hf_tiered_cache.stored_cache import StoredCache
+
+STEPS = {
+    "scan": "quick hashes of the prompt, at every token",
+    "index": "which of them are stored, and where",
+    "found": "all: these two, runs of them, and the hashes of 16 tokens compared",
+    "matched": "the same in a request: prefix looked up, segments opened, scores read",
+    "before": "a hash of 16 tokens at every token, one by one in Python",
+}
+
+
+class Bench:
+    """A store of passages, and prompts with and without them."""
+
+    def __init__(self, arguments: argparse.Namespace, passages: int, folder: Path) -> None:
+        self.arguments = arguments
+        device = torch.device("cpu")
+        self.model = build("tiny", torch.float32, device, layers=1)
+        random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
+        pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(passages)]
+        self.store = KVStore(folder, host_memory=0, engine="posix")
+        self.store.precompute(self.model, pool, segments=True)
+        size = arguments.prompt
+        parts = itertools.chain.from_iterable(
+            (torch.from_numpy(random.integers(3, vocabulary, 5)), pool[i])
+            for i in random.permutation(passages)[: size // arguments.tokens]
+        )
+        none = torch.from_numpy(random.integers(3, vocabulary, size))
+        full = torch.cat(list(parts))[:size]
+        self.prompts = {"full of passages": torch.cat([full, none[len(full) :]]), "without any": none}
+
+    def measure(self) -> dict[str, Any]:
+        """For each prompt what was found, and the seconds of each step."""
+        return {name: self._measure(ids) for name, ids in self.prompts.items()}
+
+    def _measure(self, ids: torch.Tensor) -> dict[str, Any]:
+        storage, method, config = storage_of(self.store), CacheTune(), self.model.config
+        regime = rope_regime(config, len(ids)) or ""
+        fingerprint = Fingerprinter(self.model)()
+        hasher = storage.passage_hasher(fingerprint, method.passages, sink_token(config), regime)
+        tokens, hashes = ids.numpy(), hasher.scan(ids.numpy())
+        found = find_passages(tokens, hasher, storage.find_parts)
+
+        def match() -> float:
+            cache = StoredCache.over(self.model, storage, method, CacheOptions(record=False))
+            cache.look_up(ids.unsqueeze(0))
+            return cache.stats.match_seconds
+
+        def before() -> None:
+            for at in range(len(tokens) - 15):
+                hasher.hashes(tokens[at : at + 16])
+
+        steps: dict[str, Callable[[], object]] = {
+            "scan": lambda: hasher.scan(tokens),
+            "index": lambda: storage.find_parts(hashes),
+            "found": lambda: find_passages(tokens, hasher, storage.find_parts),
+            "matched": match,
+            "before": before,
+        }
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in tqdm(range(self.arguments.repeats), unit="turn"):
+            for name, step in steps.items():
+                started = time.perf_counter()
+                said = step()
+                times[name].append(said if isinstance(said, float) else time.perf_counter() - started)
+        return {"passages": len(found), "tokens": 16 * sum(match.num_hashes for match in found), "seconds": times}
+
+
+def report(document: dict[str, Any]) -> str:
+    """The page."""
+    rows, on = [], document["machine"]
+    for passages, prompts in document["results"].items():
+        for name, result in prompts.items():
+            for step, said in STEPS.items():
+                times = result["seconds"][step]
+                what = [passages, f"{name}, {result['tokens']:,} tokens found"] if step == "scan" else ["", ""]
+                rows.append([*what, said, f"{min(times) * 1e3:.1f} ms", f"{median(times) * 1e3:.1f} ms"])
+    headings = ["passages stored", f"prompt of {document['prompt']:,} tokens", "step", "best", "median"]
+    return f"""# Finding passages
+
+{on["cpu"]}, one thread; Python {on["python"]}; {on["date"]}. Load average {document["load"]:.1f}: above
+{on["cores"]} others worked beside.
+
+{table(headings, rows)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--passages", default="60,1000", help="stored, for each store")
+    parser.add_argument("--tokens", type=int, default=512, help="of a passage")
+    parser.add_argument("--prompt", type=int, default=31000, help="tokens of the prompts")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--store", default=None, help="where stores are made for as long as this runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="bench-find-", dir=arguments.store) as folder:
+        on = machine(torch.device("cpu"), Path(folder))
+        for passages in map(int, arguments.passages.split(",")):
+            bench = Bench(arguments, passages, Path(folder) / str(passages))
+            results[str(passages)] = bench.measure()
+            bench.store.close()
+    load = os.getloadavg()[0]
+    document = {"machine": on, "load": load, "prompt": arguments.prompt, "tokens": arguments.tokens, "results": results}
+    save(arguments.out, "find-passages-cpu", document, report(document))
+
+
+if __name__ == "__main__":
+    main()
