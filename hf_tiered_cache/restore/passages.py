@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 from transformers import PreTrainedConfig
@@ -165,10 +166,18 @@ def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, st
         most = min(row.valid_hashes, (len(tokens) - begin) // step)
         while stop < most and same(stop):
             stop, right = stop + 1, [*right, True]
-    held = np.concatenate([[False], right, [False]])
-    edges = np.flatnonzero(held[1:] != held[:-1]).reshape(-1, 2)
-    for low, high in edges.tolist():
+    for low, high in _true_runs(right):
         yield PassageMatch(row, begin + (first + low) * step, first + low, high - low)
+
+
+def _true_runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Where values that are true begin and end."""
+    at = 0
+    for value, run in groupby(values):
+        stop = at + sum(1 for _ in run)
+        if value:
+            yield at, stop
+        at = stop
 
 
 def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
@@ -180,8 +189,8 @@ def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
         if not span.any():
             taken.append(match)
         else:
-            free = np.concatenate([[False], ~span.reshape(-1, HASH_TOKENS).any(axis=1), [False]])
-            for low, high in np.flatnonzero(free[1:] != free[:-1]).reshape(-1, 2).tolist():
+            free = [not bool(part.any()) for part in span.reshape(-1, HASH_TOKENS)]
+            for low, high in _true_runs(free):
                 at = match.at + low * HASH_TOKENS
                 taken.append(PassageMatch(match.row, at, match.first + low, high - low))
         span[:] = True
