@@ -62,7 +62,7 @@ def calibrate(
         ConfigError: the model's positions end before such a prompt does.
     """
     storage.check_open()
-    method, options = CacheTune(), CacheOptions(record=False)
+    method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
     probe = StoredCache.over(model, storage, method, options)
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     length = passages * tokens + suffix

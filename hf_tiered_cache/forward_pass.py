@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -31,11 +30,11 @@ from .restore.prefetch import Prefetch
 from .restore.selective import SelectiveRestore
 from .restore.streamed import StreamedPrefix
 from .select.selector import Selector
-from .sources import kv_sources
+from .sources import LayerTensors, kv_sources
 from .stats import StatsCollector
 from .storage import Storage
 from .suitability import cannot_select, needs_attention
-from .transfers import to_device, to_host
+from .transfers import to_device
 
 _layer_kv = lru_cache(maxsize=256)(LayerKV)
 """Layers are alike at every token, and often among themselves: what describes them is made once."""
@@ -85,7 +84,11 @@ class ForwardPass(Scope):
             self._begin(stack)
             stack.enter_context(self.attachment.running_eagerly())
             stack.enter_context(entered(self))
-            return forward(**kwargs)
+            return self._compute(forward, kwargs)
+
+    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model, within the scope of the pass."""
+        return forward(**kwargs)
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """Let an observer see its queries.
@@ -198,6 +201,7 @@ class RestoringForward(ForwardPass):
         plan: what is computed and what restored.
         store: where blocks are.
         method: whose plan it is.
+        only: gives the arguments for computing some of the columns alone.
     """
 
     def __init__(
@@ -212,9 +216,10 @@ class RestoringForward(ForwardPass):
         plan: Plan,
         store: Storage,
         method: Method,
+        only: Callable[[np.ndarray], dict[str, Any]],
     ) -> None:
         super().__init__(cache, sources, attachment, collector, recorder, first)
-        self.plan, self.method = plan, method
+        self.plan, self.method, self._only = plan, method, only
         self._captures = True
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -267,14 +272,12 @@ class RestoringForward(ForwardPass):
         if plan.suffix is None:
             if not can_scatter(config):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
-            told = plan.computed[0]
             if plan.fronts and can_select(config) and shows_queries(self.attachment.model):
-                self.fronts, told = plan.fronts, told[plan.fronts[0] :]
-            self.positions = to_device(told + plan.base, self.attachment.device_of(0))
-            self._drop_with_depth(plan)
-            if self.rows:
+                self.fronts = plan.fronts
+            self._place(plan)
+            if self.rows or plan.under_way is not None:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
-                stack.enter_context(dropping(layers, min(self.rows)))
+                stack.enter_context(dropping(layers, 1 if plan.under_way is not None else min(self.rows)))
         stack.callback(self.fetcher.cancel)
         if self.selects and not can_select(config):
             raise needs_attention(self.method, self.attachment.model, SELECTING)
@@ -293,6 +296,12 @@ class RestoringForward(ForwardPass):
         return ComputedColumns(
             self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
         )
+
+    def _place(self, plan: Plan) -> None:
+        """Say where the queries of a plan stand, and which layers keep which."""
+        told = plan.computed[0][self.fronts[0] if self.fronts else 0 :]
+        self.positions = to_device(told + plan.base, self.attachment.device_of(0))
+        self._drop_with_depth(plan)
 
     def _drop_with_depth(self, plan: Plan) -> None:
         self.rows.clear()
@@ -329,6 +338,9 @@ class RestoringForward(ForwardPass):
             self._front_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
         return self._front_masks[key][None, None, :front, :front]
 
+    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        return super()._compute(forward, self._only(self.plan.computed[0]))
+
     # --- what sources ask (see `RestoringPass`)
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
@@ -349,13 +361,17 @@ class RestoringForward(ForwardPass):
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
 
-    def compare(self, layer: int, stored: torch.Tensor, computed: torch.Tensor) -> None:
-        plan = self.plan
-        (deviation,) = to_host((stored.float() - computed.float()).square().sum((0, 1, 3)))  # [n]
-        every, least = plan.computed[layer], plan.computed[-1]
-        reusable = np.isin(every, least, invert=True)
-        chosen = np.union1d(least, every[reusable][self.method.select_deviating(deviation[reusable])])
-        layers = tuple(before if before is not least else chosen for before in plan.computed)
-        self.plan = self.prefetch.plan = replace(plan, computed=layers)
-        self._columns.clear()  # they go by the old plan's arrays
-        self._drop_with_depth(self.plan)
+    def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
+        return None
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        return None
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        return False
+
+    def compares(self, layer: int) -> bool:
+        return False
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        raise TypeError("only a plan that is settled under way compares")

@@ -22,7 +22,6 @@ from .ranking import check_ranks, passages_method, rank_one
 from .record import Names, Rank, Recorder, Submit
 from .request import DecodingCheck
 from .restore.history import History
-from .restore.passages import sink_token
 from .restore.rankings import Columns
 from .restore.spectral import KV, RANKED_IN_CONTEXT
 from .serving import CacheOptions, Serving
@@ -116,7 +115,7 @@ class PassageServing(Serving):
 
     def __init__(self, like: Serving, context: torch.Tensor | None) -> None:
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
-        self.sink = sink_token(like.attachment.config)
+        self.sink = self.method.sink_token(like.attachment.config)
         sink = torch.tensor([] if self.sink is None else [self.sink], dtype=torch.int64)
         self.context_ids = sink if context is None else torch.cat([sink, context])
         """What is computed before the passage: the sink, if the model has such a token, and the context."""

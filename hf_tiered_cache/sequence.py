@@ -19,7 +19,7 @@ from .methods import Method
 from .record import Recorder
 from .request import DecodingCheck, Request
 from .restore.passage_report import PassageReport
-from .restore.passages import PassageFinder, sink_token
+from .restore.passages import PassageFinder
 from .restore.plan import Plan
 from .restore.planner import make_plan
 from .shape import SegmentShape
@@ -126,7 +126,7 @@ class SequenceState:
             return ""
         if self._unused:
             return self._unused
-        passages = (self.method.passages, sink_token(self.config)) if self.method.passages else None
+        passages = (self.method.passages, self.method.sink_token(self.config)) if self.method.passages else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
         identity, codec = self.identity, self.method.geometry.codec
         return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
@@ -228,7 +228,7 @@ def passage_finder(
     begins: tuple[int, ...] | None = None,
 ) -> PassageFinder:
     """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
-    sink = sink_token(config)
+    sink = method.sink_token(config)
     regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
     hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, each) for each in regimes)
     ranked_by = method.ranked_by

@@ -29,6 +29,7 @@ from .request import DecodingCheck, Request, count_tokens, parse_request, placeh
 from .restore.history import History
 from .restore.plan import Plan
 from .sequence import SequenceState, asks_for_all
+from .settling import SettlingForward
 from .sources import kv_sources
 from .stats import StatsCollector
 from .storage import Storage
@@ -117,7 +118,7 @@ class Serving:
             if plan is not None:
                 plan, reason = decided(plan, sequence, self.attachment)
             try:
-                output = self._run_planned(cache, request, sequence, plan, forward)
+                output, plan = self._run_planned(cache, request, sequence, plan, forward)
                 break
             except RestoreError as error:
                 self.collector.add(recomputed=1)
@@ -170,8 +171,8 @@ class Serving:
 
     def _run_planned(
         self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]
-    ) -> Any:
-        """Run the model on what the plan has computed."""
+    ) -> tuple[Any, Plan | None]:
+        """Run the model on what the plan has computed. Returns its output, and the plan as it was followed."""
         recorder = sequence.recorder
         knows = plan is None or plan.exact or sequence.method.records_approximations
         records = recorder.enabled and knows
@@ -184,11 +185,13 @@ class Serving:
             for geometry in {reader.shape.geometry for reader in plan.readers}:
                 if said := self.method.misfit(geometry):
                     self.store.disk.warn(said, said)
-            forward_pass = RestoringForward(*own, plan=plan, store=self.store, method=self.method)
-            kwargs = request.only(plan.computed[0], plan.base, pads, plan.suffix is not None)
+            only = partial(request.only, base=plan.base, pads=pads, suffix=plan.suffix is not None)
+            kind = RestoringForward if plan.under_way is None else SettlingForward
+            forward_pass = kind(*own, plan=plan, store=self.store, method=self.method, only=only)
         if self.observer is not None:
             forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
-        return self._run(cache, forward_pass, forward, kwargs)
+        output = self._run(cache, forward_pass, forward, kwargs)
+        return output, forward_pass.plan if isinstance(forward_pass, RestoringForward) else plan
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a pass; one that fails leaves no trace."""

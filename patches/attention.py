@@ -98,9 +98,11 @@ def make_mask(
     if scope.positions is not None:
         positions = on(kwargs["device"], scope.positions)
         asked = mask_function
+        visible = None if scope.visible is None else on(kwargs["device"], scope.visible)
 
         def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return asked(batch, head, positions[query], key)
+            seen = asked(batch, head, positions[query], key)
+            return seen if visible is None else seen & visible[key]
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
         if scope.fronts:

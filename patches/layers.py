@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_module
 
 from ..errors import UnsupportedModelError
-from .scope import current, on
+from .scope import Scope, current, on
 
 _TAKEN = frozenset(
     {
@@ -45,6 +46,26 @@ def can_drop(model: nn.Module, count: int) -> bool:
     return all(inspect.signature(forward).parameters.keys() <= _TAKEN for forward in forwards)
 
 
+class Stopped(Exception):
+    """A pass has got as far as it was to."""
+
+
+@contextmanager
+def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
+    """Within this, a pass of this thread ends with `Stopped` before it comes to layer `before`."""
+    scope = current()
+
+    def stop(module: nn.Module, args: tuple) -> None:
+        if current() is scope:
+            raise Stopped
+
+    handle = layers[before].register_forward_pre_hook(stop)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 @contextmanager
 def dropping(layers: nn.ModuleList, first: int) -> Iterator[None]:
     """Within this, the layers from `first` on keep only the hidden states that the current scope says."""
@@ -61,20 +82,52 @@ def dropping(layers: nn.ModuleList, first: int) -> Iterator[None]:
 def _drop_before(layer: int) -> Any:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         scope = current()
-        if scope is None or layer not in scope.rows:
+        if scope is None:
             return None
-        rows = scope.tap.rows = scope.rows[layer]
-        hidden_states = args[0] if args else kwargs["hidden_states"]
-        if layer in scope.kept:
-            hidden_states = _rows(hidden_states, scope.kept[layer])
-        # all but the hidden states is made once for the first layer's queries, and handed to every layer
-        masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
-        changed = {name: _sliced(name, value, rows, masks) for name, value in kwargs.items()}
-        if args:
-            return (hidden_states, *args[1:]), changed
-        return args, changed | {"hidden_states": hidden_states}
+        if scope.peeks_at(layer) and runs_unnoticed(module):
+            some, named = again(*_dropped(scope, layer, args, kwargs))
+            scope.peek(layer, lambda: module.forward(*some, **named))
+        return _dropped(scope, layer, args, kwargs)
 
     return hook
+
+
+def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A layer's arguments, of the hidden states that it keeps."""
+    if layer not in scope.rows:
+        return args, kwargs
+    rows = scope.tap.rows = scope.rows[layer]
+    hidden_states = args[0] if args else kwargs["hidden_states"]
+    if layer in scope.kept:
+        hidden_states = _rows(hidden_states, scope.kept[layer])
+    # all but the hidden states is made once for the first layer's queries, and handed to every layer
+    masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
+    changed = {name: _sliced(name, value, rows, masks) for name, value in kwargs.items()}
+    if args:
+        return (hidden_states, *args[1:]), changed
+    return args, changed | {"hidden_states": hidden_states}
+
+
+def runs_unnoticed(layer: nn.Module) -> bool:
+    """Whether nobody sees that it runs: no hook within it, no forward that was replaced, and nothing random.
+
+    Its own hooks are left out, and those of accelerate, which brings weights from elsewhere, replace the forward.
+    """
+    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
+        return False
+    return not any(
+        module.training
+        or "forward" in module.__dict__
+        or (module is not layer and (module._forward_pre_hooks or module._forward_hooks))
+        for module in layer.modules()
+    )
+
+
+def again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """A layer's arguments with hidden states of their own, should it write to them."""
+    if args:
+        return (args[0].clone(), *args[1:]), kwargs
+    return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
 
 
 def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...]) -> Any:

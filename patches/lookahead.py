@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers import Cache
 
+from .layers import again, runs_unnoticed
 from .rotary import RotaryTap
 from .scope import QueryObserver, Scope, current, entered
 
@@ -90,7 +90,7 @@ class LookAhead:
 
     def _predict(self, layer: int) -> PredictedQuery | None:
         module, (args, kwargs) = self._layers[layer], self._seen[self._source[layer]]
-        if not _runs_unnoticed(module):
+        if not runs_unnoticed(module):
             return None
         args, kwargs = _again(args, kwargs)
         peek = _Peek()
@@ -119,25 +119,7 @@ class _Peek(QueryObserver):
         raise _Asked
 
 
-def _runs_unnoticed(layer: nn.Module) -> bool:
-    """Whether nobody sees that it runs: no hook within it, no forward that was replaced, and nothing random.
-
-    Its own hooks are left out, and those of accelerate, which brings weights from elsewhere, replace the forward.
-    """
-    if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
-        return False
-    return not any(
-        module.training
-        or "forward" in module.__dict__
-        or (module is not layer and (module._forward_pre_hooks or module._forward_hooks))
-        for module in layer.modules()
-    )
-
-
 def _again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's arguments without its cache, and with hidden states of their own, should it write to them."""
+    """A layer's arguments without its cache, and with hidden states of their own."""
     args = tuple(None if isinstance(value, Cache) else value for value in args)
-    kwargs = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-    if args:
-        return (args[0].clone(), *args[1:]), kwargs
-    return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
+    return again(args, {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()})

@@ -39,6 +39,7 @@ class Scope:
         positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None. Such tensors
             of indices lie on the model's device.
         kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
+        visible: which columns queries may attend to at all, bool `[columns]`; None: as the model's mask says.
         rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
         fronts: for each layer how many of its queries, the first ones, stand at the first columns, one after the other;
             masks and `positions` are of the others alone. () where no layer has such.
@@ -47,6 +48,7 @@ class Scope:
     cache: object
     tap: RotaryTap
     positions: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     fronts: tuple[int, ...] = ()
@@ -69,6 +71,13 @@ class Scope:
         Or what they get of it, `[batch, heads, n, dim]`, where attention is done already.
         """
         return keys, values
+
+    def peeks_at(self, layer: int) -> bool:
+        """Whether a layer first runs up to its attention, which may say that it computes fewer columns."""
+        return False
+
+    def peek(self, layer: int, run: Callable[[], object]) -> None:
+        """Let it: `run` runs the layer on what the one before has computed."""
 
     def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """The mask of a layer's front, bool `[1, 1, queries, columns]`; None where that is causal and no more."""

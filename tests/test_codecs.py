@@ -437,7 +437,7 @@ def test_passages(codec, root):
     model = build("llama")
     passages = [prompt(96, seed=1)[0], prompt(64, seed=2)[0]]
     ids = torch.cat([torch.tensor([1]), prompt(7, seed=3)[0], passages[1], passages[0], prompt(9, seed=4)[0]])[None]
-    method = CacheTune(recompute=0.2)
+    method = CacheTune.paper(0.2)
     with opened(root, codec) as store, opened(root.parent / "raw") as raw:
         for each in (store, raw):
             each.precompute(model, passages, segments=True, method=method, progress=False)
@@ -451,7 +451,7 @@ def test_passages(codec, root):
         assert 0 < off < 0.05
         assert {row.provenance for row in store.segments()} == {f"passage {codec}"}
         # another codec's passages are not seen, and the reason says which codec they have
-        _, stats = ask(model, store, ids, CacheTune(recompute=0.2, codec="raw"))
+        _, stats = ask(model, store, ids, replace(method, codec="raw"))
         assert stats.tokens_restored == 0 and f"codec={codec!r}" in stats.reason
         # nor is one stored once more with the codec it has
         assert store.precompute(model, passages, segments=True, method=method, progress=False).stored == 0

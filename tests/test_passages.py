@@ -48,6 +48,11 @@ def join(*parts):
     return torch.cat(parts).unsqueeze(0)
 
 
+def fixed(recompute, **options):
+    """Of each passage the tokens that its ranking says, the same in all layers, whatever is asked."""
+    return CacheTune(recompute, **({"probe": False, "widen": 1, "across": False} | options))
+
+
 @torch.no_grad()
 def ask(model, store, ids, method, **options):
     cache = TieredCache(model, store, method=method, record=False, **options)
@@ -142,7 +147,7 @@ def test_reused_tokens_stand_at_their_new_positions(family, store):
 def test_positions_under_every_scaling(rope, store):
     model = build("llama", rope_parameters=ROPES[rope], max_position_embeddings=2048)
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, CacheTune(recompute=0.25))
+    ours, cache = ask(model, store, PROMPT, fixed(0.25))
     assert cache.stats.tokens_restored > 0
     theirs = expected(model, PROMPT, of_each(chosen_by(store, 0.25)))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -153,18 +158,19 @@ def test_positions_under_every_scaling(rope, store):
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_chosen_tokens_are_computed_in_true_context(ranking, share, check_layer, store):
     model = build("qwen2")
-    method = CacheTune(recompute=share, ranking=ranking, check_layer=check_layer, across=False)
+    method = fixed(share, ranking=ranking, check_layer=check_layer)
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
     theirs = expected(model, PROMPT, of_each(chosen_by(store, share)), from_layer=check_layer)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     restored = sum(len(PASSAGES[n]) - int(share * len(PASSAGES[n])) for n in PLACES)
-    assert cache.stats.tokens_restored == (0 if check_layer else restored)
+    assert cache.stats.tokens_restored == restored
+    assert cache.stats.tokens_recomputed == round(check_layer * restored / model.config.num_hidden_layers)
 
 
 def test_epic_computes_the_beginnings(store):
     model = build("qwen2")
-    fill(store, model)
+    fill(store, model, method=Epic())
     ours, _ = ask(model, store, PROMPT, Epic(first=20))
     theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -226,7 +232,7 @@ def test_a_stored_prefix_is_restored_whole(store):
         cache.store_now()
     store.flush()
     ids = join(beginning[0], PASSAGES[0], QUESTION)
-    ours, cache = ask(model, store, ids, CacheTune(recompute=0.25))
+    ours, cache = ask(model, store, ids, fixed(0.25))
     begins = len(beginning[0])
     theirs = expected(model, ids, [(begins, PASSAGES[0], chosen_by(store, 0.25)(PASSAGES[0]))])
     assert cache.stats.tokens_restored == begins // 16 * 16 + 72
@@ -240,7 +246,7 @@ def test_the_same_passage_twice(store):
     model = build("qwen2")
     fill(store, model)
     ids = join(BOS, QUESTION, PASSAGES[1], PASSAGES[1], QUESTION)
-    ours, cache = ask(model, store, ids, CacheTune(recompute=0.25))
+    ours, cache = ask(model, store, ids, fixed(0.25))
     which = chosen_by(store, 0.25)(PASSAGES[1])
     theirs = expected(model, ids, [(25, PASSAGES[1], which), (89, PASSAGES[1], which)])
     assert cache.stats.tokens_restored == 2 * 48
@@ -648,13 +654,29 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         assert fill(store, model, [passage]).stored == 320
         assert fill(store, model, [passage]).restored == 320
         assert len(store.segments()) == 1
-        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), CacheTune(recompute=0.15))
+        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), fixed(0.15))
         token = 6 * 2 * 2 * 64 * 4  # layers, keys and values, heads, dim, bytes
         assert cache.stats.bytes_used == (320 - 48) * token
         assert cache.stats.bytes_read == (320 - 48) * token  # 48 tokens are three blocks
+        fill(store, model, [passage], Epic())
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=24))
-        assert cache.stats.bytes_used == (320 - 24) * token  # the first ones lie anywhere: more is read than used
-        assert cache.stats.bytes_used < cache.stats.bytes_read <= 320 * token
+        assert cache.stats.bytes_used == (320 - 24) * token
+        assert cache.stats.bytes_read == (320 - 16) * token  # in their own order: the first block is not read
+        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=64, ranking="context"))
+        assert cache.stats.bytes_used == (320 - 64) * token  # the first ones lie anywhere: more is read than used
+        assert cache.stats.bytes_read > (320 - 64) * token
+
+
+def test_epic_without_a_sink(store):
+    """Each passage is computed with nothing before it, and found by who asks for such."""
+    model = build("qwen2")
+    fill(store, model, method=Epic(sink=False))
+    assert ask(model, store, PROMPT, Epic(first=20))[1].stats.tokens_restored == 0
+    ours, cache = ask(model, store, PROMPT, Epic(first=20, sink=False))
+    assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) - 20 for number in PLACES)
+    theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))), sink=BOS[:0])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    assert (ours - expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))).abs().max() > 1e-3
 
 
 def test_another_model_finds_nothing(store):

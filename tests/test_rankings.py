@@ -7,7 +7,7 @@ import pytest
 import torch
 from families import build, prompt
 from reference import kv_of
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, join
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, fixed, join
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
@@ -79,7 +79,7 @@ def test_what_stands_before_a_passage_has_positions(family, store):
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.9])
 def test_passages_share_what_is_computed_where_their_scores_compare(share, store):
-    model, method = build("qwen2"), CacheTune(recompute=share, ranking="context")
+    model, method = build("qwen2"), fixed(share, across=True)
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
     scores = {n: scores_in(store, "context")[len(PASSAGES[n])] for n in PLACES}
@@ -110,7 +110,7 @@ def test_a_passage_given_twice_is_stored_once(store, ranking, caplog):
 
 
 def test_laid_out_anew_a_passage_keeps_its_ranking(store):
-    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    model, method = build("qwen2"), fixed(0.25)
     fill(store, model)
     before, _ = ask(model, store, PROMPT, method)
     assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
@@ -121,7 +121,7 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
 
 
 def test_a_passage_whose_scores_are_lost_goes_by_its_order(store):
-    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    model, method = build("qwen2"), fixed(0.25)
     fill(store, model)
     before, cache = ask(model, store, PROMPT, method)
     assert cache.stats.reason == ""

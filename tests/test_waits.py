@@ -135,8 +135,13 @@ def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
     assert many.read_down - few.read_down == 2 * 2 * 2 * rechoose  # two tokens, two periods
 
 
-@pytest.mark.parametrize("method", [CacheTune(), CacheTune(check_layer=1), CacheBlend()], ids=["0", "1", "blend"])
-def test_passages_wait_for_what_is_compared_alone(model, tmp_path, method):
+@pytest.mark.parametrize(
+    "method, choices",
+    [(CacheTune.paper(), 0), (CacheTune(probe=False), 2), (CacheTune(probe=True), 3), (CacheBlend(), 1)],
+    ids=["paper", "unasked", "asked", "blend"],
+)
+def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices):
+    """For what the question attends to, and for how far tokens have moved."""
     passages = [prompt(64, seed=seed)[0] for seed in (11, 12, 13)]
     ids = torch.cat([*passages[::-1], prompt(24, seed=5)[0]])[None]
     with KVStore(tmp_path, engine="posix") as store:
@@ -144,7 +149,7 @@ def test_passages_wait_for_what_is_compared_alone(model, tmp_path, method):
         ask(model, store, ids, method, 1)
         counted = waits(model, store, ids, method)
     assert counted.found == {}
-    assert counted.read_down == int(method.compare_layer is not None)
+    assert counted.read_down == choices
 
 
 @pytest.mark.parametrize("host", ["64MiB", "0"])

@@ -9,12 +9,14 @@ from typing import Any
 from ..errors import ConfigError
 from .base import IdleConversation, Method
 from .baselines import H2O, AttentionStore, PartialRecompute, Recompute
-from .cache_tune import CacheBlend, CacheTune, Epic, Passages
+from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
 from .krul import Krul, MiniCache
 from .kv_drive import KVDrive
+from .passage_baselines import CacheBlend, Epic
+from .passages import Passages
 
 METHODS: dict[str, type[Method]] = {
     "exact": Exact,
@@ -100,8 +102,9 @@ def describe_method(method: Method) -> str:
 def _read(text: str, option: Field) -> Any:
     kind: Callable[[str], Any] = type(option.default)
     said = str(option.type)
-    if option.default is None or said.startswith("float"):  # such as "float | None"
-        kind = {"float": float, "str": str}[said.partition(" ")[0]]
+    first = said.partition(" ")[0]
+    if option.default is None or first in ("float", "bool"):  # such as "float | None"
+        kind = {"float": float, "int": int, "bool": bool, "str": str}[first]
     if repr(text) in said.replace('"', "'"):  # one of a few words
         return text
     if kind is bool:

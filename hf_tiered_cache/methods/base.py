@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
+from transformers import PreTrainedConfig
 
 from ..codecs import RAW, coded_provenance
 from ..errors import ConfigError
 from ..geometry import Geometry
 from ..restore.observe import CacheObserver, Later
-from ..restore.plan import PlanContext
+from ..restore.plan import PlanContext, UnderWay
 from ..select.by_index import WindowSizes
 from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..shape import SegmentShape
-from ..sources import DenseSource, SelectedSource
+from ..sources import DenseSource, LayerTensors, SelectedSource
 from ..store.format import EXACT
 
 if TYPE_CHECKING:
@@ -104,9 +106,6 @@ class Method:
         """Share of a stored prefix that is computed while the rest is loaded, or "auto" for what is quickest."""
         return 0.0
 
-    compare_layer: ClassVar[int | None] = None
-    """The layer at which stored values are compared with computed ones, to choose what later layers compute."""
-
     def __post_init__(self) -> None:
         if self.geometry.pairs:
             raise ConfigError("pairs of layers are a segment's (see `join_segments`), and of no method's geometry")
@@ -185,6 +184,10 @@ class Method:
         """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
         return ""
 
+    def sink_token(self, config: PreTrainedConfig) -> int | None:
+        """What stands before a passage while its KV is computed, or None."""
+        return None
+
     @property
     def ranked_by(self) -> str:
         """The name of the ranking of their tokens that it goes by; "" if it goes by none."""
@@ -224,8 +227,34 @@ class Method:
         """
         return self
 
-    def select_deviating(self, deviation: np.ndarray) -> np.ndarray:
-        """Which reusable tokens the layers behind `compare_layer` compute, by how far their values have changed."""
+    def under_way(self, context: PlanContext) -> UnderWay | None:
+        """What of a plan that is not exact is settled while it is followed; None for nothing."""
+        return None
+
+    def first_computed(self, context: PlanContext, attention: np.ndarray | None) -> tuple[np.ndarray, ...]:
+        """What `positions_to_compute` would say if it knew what the question attends to.
+
+        Args:
+            attention: float `[rows, columns]`, not negative, or None where that is not to be had.
+        """
+        return self.positions_to_compute(context)
+
+    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+        """How far computed keys and values, `[batch, heads, n, dim]`, are from stored ones: float32 `[batch, n]`."""
+        raise TypeError(f"{type(self).__name__} compares nothing")
+
+    def go_on(
+        self, under_way: UnderWay, layer: int, columns: np.ndarray, moved: np.ndarray, attention: np.ndarray | None
+    ) -> np.ndarray:
+        """The columns that are computed from one of the `compare_layers` on: int64, ascending.
+
+        Args:
+            under_way: of the plan.
+            layer: which.
+            columns: those that were computed up to there, int64 `[n]`.
+            moved: how far their KV is from what is stored, float `[rows, n]`; without meaning where nothing is.
+            attention: as for `first_computed`, in the same pass.
+        """
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def observer(self, later: Later | None) -> CacheObserver | None:

@@ -59,6 +59,34 @@ class RowGroup:
     pieces: tuple[SegmentSlice, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class UnderWay:
+    """What of a plan for passages is settled while it is followed.
+
+    Args:
+        context: what was planned for.
+        every: the columns that may be computed, int64 ascending: all that are not exact.
+        least: those that are computed in any case.
+        question: the first column of the question, which is computed in every layer, as all behind it are; None: there
+            is no question.
+        asked_layers: through so many of the first layers the question goes by itself before the pass, over stored KV,
+            to say what is computed there; 0 where that is planned. The plan then computes the least.
+        compare_layers: the layers, ascending, at which stored KV is compared with computed KV; from there on, or from
+            the next layer on, fewer columns are computed.
+    """
+
+    context: PlanContext
+    every: np.ndarray
+    least: np.ndarray
+    question: int | None = None
+    asked_layers: int = 0
+    compare_layers: tuple[int, ...] = ()
+
+    def wants_all(self, layers: Sequence[int]) -> bool:
+        """Whether one of `layers`, ascending, needs the stored KV of tokens that it computes, too."""
+        return layers[0] < self.asked_layers or not set(layers).isdisjoint(self.compare_layers)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is computed and what restored in one forward pass.
@@ -73,8 +101,7 @@ class Plan:
             Which ones is chosen when the queries are there.
         streamed: whether their queries attend to all restored tokens nevertheless, which come run by run and go again:
             what is computed is exact, and what the budget says is held for the tokens to come.
-        compare_layer: the layer at which stored values of passages are compared with computed ones; the layers behind
-            it then compute what the method says, at least what stands here.
+        under_way: how it is settled while it is followed; None for a plan that stays as it is.
         fronts: for each layer how many columns, from the first on, it computes though they are stored, and loads what
             lies behind them up to the suffix; () for none. `computed` holds them, too. The cache is empty then, and
             rows have no padding.
@@ -86,7 +113,7 @@ class Plan:
     groups: tuple[RowGroup, ...]
     budget_tokens: int | None = None
     streamed: bool = False
-    compare_layer: int | None = None
+    under_way: UnderWay | None = None
     fronts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -115,7 +142,7 @@ class Plan:
     @cached_property
     def suffix(self) -> int | None:
         """The first computed column if every layer computes just the suffix from there, else None."""
-        if self.fronts:
+        if self.fronts or self.under_way is not None:
             return None
         first = self.computed[0]
         whole = len(first) == self.columns - first[0]
@@ -152,7 +179,8 @@ class Plan:
         """The first column that a layer with this sliding window (0: none) still needs when the pass begins."""
         if not window:
             return -self.base
-        return max(-self.base, int(self.computed[0][0]) - (window - 1))
+        first = self.computed[0] if self.under_way is None else self.under_way.every
+        return max(-self.base, int(first[0]) - (window - 1))
 
     def wanted_tokens(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
@@ -180,7 +208,7 @@ class Plan:
             begin, end = self.restored_columns(layers[-1], window)
             return np.arange(max(low, begin - start), min(high, end - start))
         tokens = np.arange(low, high)
-        if self.compare_layer in layers and not piece.exact:
+        if self.under_way is not None and self.under_way.wants_all(layers) and not piece.exact:
             return tokens
         return tokens[~np.isin(tokens + start, self.computed[layers[-1]], assume_unique=True)]
 
@@ -217,16 +245,24 @@ class Plan:
 
     @property
     def restored_tokens(self) -> int:
-        """Tokens, over all rows, that no layer computes, or that stand in a front."""
-        computed = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[0]
-        total = 0
-        for group in self.groups:
-            start = max(0, group.pad - self.base)
-            total += (self.columns - start - int((computed >= start).sum())) * len(group.rows)
-        return total
+        """Tokens, over all rows, that a layer restores: those that the last one does not compute, or a front holds."""
+        least = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[-1]
+        return sum(
+            len(group.rows) * (self.columns - max(0, group.pad - self.base)) for group in self.groups
+        ) - self._tokens_in(least)
 
     @property
     def recomputed_tokens(self) -> float:
-        """Of these, those that a layer computes all the same, a mean over the layers."""
-        rows = sum(len(group.rows) for group in self.groups)
-        return rows * sum(self.fronts) / max(1, len(self.fronts))
+        """Of these, those that a layer computes all the same, a mean over the layers; a question's own pass counts."""
+        rows, layers = sum(len(group.rows) for group in self.groups), len(self.computed)
+        if self.fronts:
+            return rows * sum(self.fronts) / layers
+        counts = {id(columns): self._tokens_in(columns) for columns in self.computed}
+        more = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
+        if self.under_way is not None and self.under_way.question is not None:
+            more += rows * (self.columns - self.under_way.question) * self.under_way.asked_layers
+        return more / layers
+
+    def _tokens_in(self, columns: np.ndarray) -> int:
+        """How many tokens, over all rows, stand in some columns."""
+        return sum(len(group.rows) * int((columns >= max(0, group.pad - self.base)).sum()) for group in self.groups)

@@ -12,7 +12,7 @@ from ..geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
 from .history import History
 from .match import MatchedRun
-from .plan import Plan, PlanContext, RowGroup, SegmentSlice
+from .plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
 
 Find = Callable[[np.ndarray, int], list[SegmentSlice]]
 """Returns where stored passages stand in a row's tokens, from that one on: in order, apart from one another."""
@@ -24,10 +24,9 @@ Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 class Rules(Protocol):
     """What a method has to say on a plan (see `Method`)."""
 
-    @property
-    def compare_layer(self) -> int | None: ...
-
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]: ...
+
+    def under_way(self, context: PlanContext) -> UnderWay | None: ...
 
     def token_budget(self, prefix_tokens: int) -> int: ...
 
@@ -89,7 +88,7 @@ def make_plan(
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
     if not plan.exact:
-        plan = replace(plan, compare_layer=rules.compare_layer)
+        plan = replace(plan, under_way=rules.under_way(context))
     if not plan.restored_tokens and len(plan.computed[-1]) == columns:
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may

@@ -75,3 +75,18 @@ def fastest_ratio(
             low, left = left, right
             right = low + _GOLDEN * (high - low)
     return min(known, key=known.__getitem__)
+
+
+def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) -> tuple[float, float]:
+    """Shares of tokens to compute in the first layers and in the others, the former `widen` times the latter.
+
+    Args:
+        mean: over all layers. Where the first ones compute everything, the others get what is left of it.
+        widen: at least 1.
+        wide_layers: how many first layers there are, fewer than `layers`.
+        layers: of the model.
+    """
+    few = mean * layers / ((widen - 1) * wide_layers + layers)
+    if widen * few <= 1:
+        return widen * few, few
+    return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))

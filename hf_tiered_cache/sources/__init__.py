@@ -9,11 +9,20 @@ from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import UnsupportedModelError
-from .base import KVSource, RestoringPass
+from .base import KVSource, LayerTensors, RestoringPass
 from .dense import DenseSource, SlidingSource
 from .selected import SelectedSource
 
-__all__ = ["DenseSource", "KVSource", "RestoringPass", "SelectedSource", "SlidingSource", "kv_sources", "sources_for"]
+__all__ = [
+    "DenseSource",
+    "KVSource",
+    "LayerTensors",
+    "RestoringPass",
+    "SelectedSource",
+    "SlidingSource",
+    "kv_sources",
+    "sources_for",
+]
 
 _DummyLayer = getattr(cache_utils, "DummyLayer", ())  # since transformers 5.19: layers that use another's KV
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -15,6 +15,9 @@ from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.selective import SelectiveRestore
 from ..restore.streamed import StreamedPrefix
+
+LayerTensors = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer."""
 
 
 class Pass(Protocol):
@@ -54,8 +57,20 @@ class RestoringPass(Pass, Protocol):
     def cannot_select(self) -> UnsupportedModelError:
         """The model does not show what it attends to."""
 
-    def compare(self, layer: int, stored: torch.Tensor, computed: torch.Tensor) -> None:
-        """A layer's stored and computed values, `[batch, heads, n, dim]`, say what later layers compute."""
+    def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
+        """Columns that are neither restored nor computed, and seen by none, int64 `[n]`, counted from `first`."""
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        """The state of a layer's buffer that holds what is restored already, if there is one."""
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        """Whether a layer runs for its attention alone, and the state of its buffer is kept for when it is computed."""
+
+    def compares(self, layer: int) -> bool:
+        """Whether a layer's stored and computed KV is to be compared now."""
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        """A layer's stored and computed KV, `[batch, heads, n, dim]` each, says what is computed from then on."""
 
 
 class KVSource(Protocol):

@@ -105,10 +105,15 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """Restored and computed columns, side by side."""
         plan = restoring.plan
         first = max(0, plan.first_kept(self.window))
-        keys, values = self.extend(key_states, value_states, plan.columns, first)
-        rotate_ = partial(restoring.tap.rotate_, pre_rope)
-        dtype = pre_rope.keys.dtype
-        restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        before, filled = self.snapshot(), restoring.take_filled(self.index)
+        if filled is None:
+            keys, values = self.extend(key_states, value_states, plan.columns, first)
+            rotate_ = partial(restoring.tap.rotate_, pre_rope)
+            dtype = pre_rope.keys.dtype
+            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        else:
+            self.rollback(filled)
+            keys, values = self._views()
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
@@ -120,10 +125,17 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 whole[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if self.index == plan.compare_layer:
-            restoring.compare(self.index, values.index_select(2, columns), value_states)
+        if (hidden := restoring.hidden(first, keys.device)) is not None:
+            for tensor in (keys, values):
+                tensor.index_fill_(2, hidden, 0)  # masked, but must be finite
+        if restoring.compares(self.index):
+            stored = keys.index_select(2, columns), values.index_select(2, columns)
+            restoring.compare(self.index, stored, (key_states, value_states))
         keys.index_copy_(2, columns, key_states)
         values.index_copy_(2, columns, value_states)
+        if restoring.may_fill(self.index, self.snapshot()):
+            self.rollback(before)
+            return keys, values
         return self._visible(None)
 
     # --- what transformers asks of a cache layer

@@ -1,0 +1,86 @@
+"""What CacheTune is compared with, as their papers define them: EPIC and CacheBlend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from ..restore.plan import SegmentSlice
+from ..sources import LayerTensors
+from .passages import Passages, check_share, count_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epic(Passages):
+    """The first tokens of each passage are computed, where those that took it for a beginning attended (LegoLink).
+
+    Args:
+        recompute: a share of each passage, or None for the `first` tokens.
+        first: how many (Hu et al. 2025).
+        sink: false computes passages with nothing before them. The paper's do so: each then has a first token that
+            takes most of the attention, and computing it anew is what the method is for.
+    """
+
+    recompute: float | None = field(default=None, kw_only=False)
+    first: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.first < 0:
+            raise ConfigError(f"first is a number of tokens, not {self.first!r}")
+        if self.recompute is not None:
+            check_share(self.recompute)
+
+    def reused_tokens(
+        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        return [np.arange(min(self._beginning(piece.count), piece.count), piece.count) for piece in passages]
+
+    def _beginning(self, count: int) -> int:
+        return self.first if self.recompute is None else count_of(self.recompute, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheBlend(Passages):
+    """The tokens whose values at layer 1 are furthest from the stored ones are computed (Yao et al. 2025).
+
+    Layer 0 computes all tokens, layer 1 the keys and values of all and the rest of these; the KV of all of them is
+    read from layer 1 on.
+
+    Args:
+        recompute: share of all reused tokens that is computed, in the end.
+        gradual: over so many further layers (the paper's Section 5.1) the share comes down to that from twice as much,
+            compared anew at each; 0 takes it at layer 1 at once, as the authors' public code does.
+    """
+
+    recompute: float = field(default=0.15, kw_only=False)
+    gradual: int = 0
+    check_layer: Literal[1] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self.recompute)
+        if self.check_layer != 1:
+            raise ConfigError("CacheBlend's check_layer is 1")
+        if self.gradual < 0:
+            raise ConfigError(f"gradual is a number of layers, not {self.gradual!r}")
+
+    def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
+        """See `Passages`."""
+        last = max(0, min(self.gradual, layers - 2))
+        shares = (self.recompute * (1 + (last - step) / max(1, last)) for step in range(last))
+        return tuple(enumerate([*(min(1.0, share) for share in shares), self.recompute], start=1))[: layers - 1]
+
+    def reused_tokens(
+        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
+    ) -> list[np.ndarray]:
+        return [np.empty(0, np.int64)] * len(passages)
+
+    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+        """See `Method`: of values alone."""
+        return (stored[1].float() - computed[1].float()).square().sum((1, 3))

@@ -1,0 +1,175 @@
+"""A pass over passages whose plan is settled while it is followed: by the question, and by what has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from .forward_pass import RestoringForward
+from .methods import Method
+from .patches.attach import Attachment
+from .patches.attention import can_select, shows_queries
+from .patches.layers import Stopped, decoder_layers, stopping
+from .patches.rotary import RotaryTap
+from .restore.asking import QuestionAttention
+from .restore.plan import Plan, UnderWay
+from .sources import LayerTensors
+from .transfers import to_device, to_host
+
+
+class SettlingForward(RestoringForward):
+    """A pass that follows a plan as far as it is settled, and settles the rest (see `UnderWay`).
+
+    1. The question goes through the first layers by itself. What these restore for it stays, and is taken over when the
+       layers are computed: so a layer's blocks are read and rotated once. What it attends to says what is computed.
+    2. A layer that compares runs twice: up to its attention, on what the layer before has computed, and as a whole on
+       what is chosen by that. Where a model does not let it, it runs once, and the next layer computes fewer tokens.
+
+    Args:
+        plan, attachment, method, others: see `RestoringForward`.
+    """
+
+    def __init__(
+        self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
+    ) -> None:
+        self._sees = can_select(attachment.config) and shows_queries(attachment.model)
+        if not self._sees:
+            plan = _without_question(plan, method)
+        super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
+        self._filled: dict[int, dict[str, Any]] = {}  # of layers that hold what is restored: the state of the buffer
+        self._to_compare = set(() if plan.under_way is None else plan.under_way.compare_layers)
+        self._peeking: int | None = None  # the layer that runs up to its attention
+        self._moved: torch.Tensor | None = None  # float32 [batch, n], at the layer that compares
+        self._hidden: np.ndarray | None = None  # while the question is asked
+        self._attention: QuestionAttention | None = None
+
+    def _begin(self, stack: ExitStack) -> None:
+        super()._begin(stack)
+        self.selects = self._sees
+        self._watch_question()
+
+    def _watch_question(self) -> None:
+        """Add up, from here on, what the question attends to."""
+        under_way = self.plan.under_way
+        if under_way is not None and under_way.question is not None:
+            self._attention = QuestionAttention(self.plan.columns - under_way.question)
+
+    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        under_way = self.plan.under_way
+        if under_way is not None and under_way.asked_layers:
+            self._ask(forward, under_way)
+        return super()._compute(forward, kwargs)
+
+    # --- the question
+
+    def _ask(self, forward: Callable[..., Any], under_way: UnderWay) -> None:
+        """Let the question go through the first layers by itself, and say what is computed.
+
+        It sees itself, what is restored, and the first token of each row, which takes much of all attention.
+        """
+        plan, question, seen = self.plan, under_way.question, self._attention
+        assert question is not None and seen is not None
+        begins = np.array([group.pad - plan.base for group in plan.groups])
+        asked = np.union1d(np.intersect1d(begins, under_way.least), np.arange(question, plan.columns))
+        self._hidden = np.setdiff1d(under_way.least, asked, assume_unique=True)
+        visible = np.isin(np.arange(plan.columns), self._hidden, invert=True)
+        self.visible = to_device(visible, self.attachment.device_of(0))
+        self._follow(replace(plan, computed=(asked,) * len(plan.computed)))
+        layers = decoder_layers(self.attachment.model, len(plan.computed))
+        with suppress(Stopped), stopping(layers, under_way.asked_layers):
+            forward(**self._only(asked))
+        self._hidden = self.visible = None
+        self.tap = RotaryTap(self.attachment.kept_tables)
+        with self.collector.timing("select_seconds"):
+            computed = self.method.first_computed(under_way.context, seen.result())
+        self._follow(replace(plan, computed=computed))
+        self._watch_question()
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """See `ForwardPass`."""
+        if self._attention is not None and not self.sources[layer].window:
+            with self.collector.timing("select_seconds"):
+                self._attention.note(query, keys, mask, scaling)
+        if self._peeking == layer:
+            self._go_on(layer, first=layer)
+            raise Stopped
+        return super().attend(layer, query, keys, values, mask, scaling)
+
+    def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
+        return None if self._hidden is None else to_device(self._hidden[self._hidden >= first] - first, device)
+
+    # --- what has moved
+
+    def peeks_at(self, layer: int) -> bool:
+        """See `Scope`."""
+        return self._sees and self.compares(layer)
+
+    def peek(self, layer: int, run: Callable[[], object]) -> None:
+        """See `Scope`."""
+        self._peeking = layer
+        try:
+            with suppress(Stopped):
+                run()
+        finally:
+            self._peeking = None
+
+    def compares(self, layer: int) -> bool:
+        return self._hidden is None and layer in self._to_compare
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        self._moved = self.method.moved(stored, computed)
+        if self._peeking != layer:
+            self._go_on(layer, first=layer + 1)
+
+    def _go_on(self, layer: int, first: int) -> None:
+        """Choose what is computed from the layer `first` on, by what was compared at `layer`."""
+        plan = self.plan
+        assert self._moved is not None and plan.under_way is not None
+        with self.collector.timing("select_seconds"):
+            attention = None if self._attention is None else self._attention.result()
+            (moved,) = to_host(self._moved)
+            chosen = self.method.go_on(plan.under_way, layer, plan.computed[layer], moved, attention)
+        self._follow(replace(plan, computed=plan.computed[:first] + (chosen,) * (len(plan.computed) - first)))
+        self._to_compare.remove(layer)
+        if not self._to_compare:
+            self._attention = None
+
+    # --- both
+
+    def _follow(self, plan: Plan) -> None:
+        """From here on."""
+        self.plan = self.prefetch.plan = plan
+        self._columns.clear()  # they go by the old plan's arrays
+        self._place(plan)
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        return self._filled.pop(layer, None)
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        if self._hidden is None and self._peeking != layer:
+            return False
+        self._filled[layer] = filled
+        return True
+
+
+def _without_question(plan: Plan, method: Method) -> Plan:
+    """The plan for a model whose queries are not seen: nobody asks."""
+    under_way = plan.under_way
+    if under_way is None or under_way.question is None:
+        return plan
+    computed = method.first_computed(under_way.context, None)
+    compares = replace(under_way, question=None, asked_layers=0) if under_way.compare_layers else None
+    return replace(plan, computed=computed, under_way=compares)

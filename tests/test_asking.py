@@ -1,0 +1,386 @@
+"""Passages of which the question says what is computed: what it attends to, what moved, and fewer tokens with depth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import build
+from reference import Remembering, kv_of
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, fill, join, orders_in
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import CacheBlend, CacheTune
+from hf_tiered_cache.restore.asking import QuestionAttention
+from hf_tiered_cache.restore.recompute import LOWEST, narrowed_shares
+
+COLUMNS = PROMPT.shape[1]
+HOLDS = {n: np.arange(at, at + len(PASSAGES[n])) for n, at in PLACES.items()}
+"""The columns of each passage in the prompt."""
+LAYERS, NARROW_AT = 6, 2
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+class Noting(CacheTune):
+    """Keeps what it has chosen."""
+
+    def first_computed(self, context, attention):
+        computed = super().first_computed(context, attention)
+        self.__dict__.update(first=computed[0], last=computed[-1], attention=attention)
+        return computed
+
+    def go_on(self, under_way, layer, columns, moved, attention):
+        chosen = super().go_on(under_way, layer, columns, moved, attention)
+        self.__dict__.update(chosen=chosen, moved_by=moved, asked_again=attention)
+        return chosen
+
+    def with_calibrated_ratio(self, ratio):
+        return self
+
+
+class Replacing(Remembering):
+    """A DynamicCache in which layers have stored KV in the columns that they do not compute."""
+
+    def __init__(self, model, kv, without):
+        super().__init__(model)
+        self.kv, self.without = kv, without  # without: of each layer, bool [rows, columns]
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        if key_states.shape[2] > 1:
+            held = torch.from_numpy(self.without[layer_idx])[:, None, :, None]
+            key_states = torch.where(held, self.kv[layer_idx][0], key_states)
+            value_states = torch.where(held, self.kv[layer_idx][1], value_states)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+
+@torch.no_grad()
+def stored_kv(model, places, columns):
+    """Of each layer what a prompt's passages have where they stand, computed alone behind the sink; zero elsewhere."""
+    whole = None
+    for at, tokens in places:
+        cache, positions = Remembering(model), torch.arange(at - 1, at + len(tokens)).unsqueeze(0)
+        model(input_ids=join(BOS, tokens), position_ids=positions, past_key_values=cache, use_cache=True)
+        every = cache.all()
+        if whole is None:
+            whole = [[t.new_zeros(*t.shape[:2], columns, t.shape[3]) for t in layer] for layer in every]
+        for held, layer in zip(whole, every, strict=True):
+            for to, tensor in zip(held, layer, strict=True):
+                to[:, :, at : at + len(tokens)] = tensor[:, :, 1:]
+    return [tuple(layer) for layer in whole]
+
+
+def reusable():
+    found = np.zeros(COLUMNS, bool)
+    for columns in HOLDS.values():
+        found[columns] = True
+    return found
+
+
+def without(computed):
+    """bool `[1, columns]`: passages' columns that are not among those computed."""
+    found = reusable()
+    found[computed] = False
+    return found[None]
+
+
+@torch.no_grad()
+def expected(model, first, chosen, narrow_at, **options):
+    kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
+    layers = [without(first if layer <= narrow_at else chosen) for layer in range(model.config.num_hidden_layers)]
+    return model(input_ids=PROMPT, past_key_values=Replacing(model, kv, layers), logits_to_keep=1, **options)
+
+
+FAMILIES = ["llama", "qwen2", "phi3", "gemma2", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "glm4", "cohere"]
+
+
+@pytest.mark.parametrize("probe", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_chosen_under_way_is_computed_in_true_context(family, probe, store):
+    model, method = build(family), Noting(0.3, probe=probe)
+    fill(store, model, method=CacheTune())
+    ours, cache = ask(model, store, PROMPT, method)
+    assert 0 < len(method.chosen) < len(method.first) < COLUMNS
+    theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+    full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
+    assert (ours - full).abs().max() > 1e-3 * full.abs().max()  # so that the lines above say something
+    many, few, seen = len(method.first), len(method.chosen), model.config._attn_implementation == "sdpa"
+    wide = NARROW_AT if seen else NARROW_AT + 1  # gemma2's attention is eager
+    asked = len(QUESTION) * (LAYERS // 2) * (probe and seen)
+    assert cache.stats.tokens_computed == few
+    assert cache.stats.tokens_recomputed == round((wide * (many - few) + asked) / LAYERS)
+    assert cache.stats.tokens_restored == COLUMNS - few
+
+
+def share_of(layers, mean=0.3, wide=NARROW_AT):
+    few = mean * layers / (2 * wide + layers)
+    return 3 * few, few
+
+
+@torch.no_grad()
+def attention_alone(model, asked):
+    """What the question attends to, `[tokens asked, columns]`, behind the first token and the passages alone."""
+    kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
+    sink, shown = kv_of(model, BOS.unsqueeze(0)), np.flatnonzero(reusable())
+    cache = Remembering(model)
+    for layer, held, first in zip(cache.layers, kv, sink, strict=True):
+        keys, values = (torch.cat([f, h[:, :, shown]], dim=2) for f, h in zip(first, held, strict=True))
+        layer.lazy_initialization(keys, values)
+        layer.keys, layer.values = keys, values
+    positions = torch.arange(COLUMNS - len(QUESTION), COLUMNS).unsqueeze(0)
+    said = model(input_ids=QUESTION.unsqueeze(0), position_ids=positions, past_key_values=cache, output_attentions=True)
+    total = np.zeros(COLUMNS)
+    for weights in said.attentions[:asked]:
+        total[shown] += weights[0].mean((0, 1))[1 : 1 + len(shown)].double().numpy()
+    return total
+
+
+def eager(family):
+    model = build(family)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def highest(scores, count):
+    return set(sorted(scores, key=lambda column: (-scores[column], column))[:count])
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_candidates_are_those_that_move_and_are_asked_for(family, store):
+    """By brute force: the question over stored KV, with the model's own attention weights."""
+    model, method = build(family), Noting(0.3, probe=True)
+    fill(store, model, method=CacheTune())
+    ask(model, store, PROMPT, method)
+    attention, mine = attention_alone(eager(family), LAYERS // 2), np.flatnonzero(reusable())
+    torch.testing.assert_close(torch.from_numpy(method.attention[0, mine]).double(), torch.from_numpy(attention[mine]))
+    stored = {tables.importance.tobytes(): tables for tables in orders_in(store).values()}
+    assert len(stored) == len(PASSAGES)
+    scores = {}
+    for n, columns in HOLDS.items():
+        importance = orders_in(store)[len(PASSAGES[n])].importance
+        for score, column in zip(importance, columns, strict=True):
+            scores[column] = score * (attention[column] / attention[mine].mean() + 1)
+    wide, _ = share_of(LAYERS)
+    assert highest(scores, int(wide * len(mine))) == set(method.first) & set(mine)
+    unasked = {column: score / (attention[column] / attention[mine].mean() + 1) for column, score in scores.items()}
+    ranked = (sorted(some, key=some.get) for some in (unasked, scores))
+    assert next(ranked) != next(ranked)  # so that the line above says something
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_what_goes_on_has_moved_and_is_asked_for(family, store):
+    """By brute force: the KV of the comparing layer, and what the question attends to up to there."""
+    model, method = build(family), Noting(0.3, probe=False)
+    fill(store, model, method=CacheTune())
+    ask(model, store, PROMPT, method)
+    plain, at = eager(family), NARROW_AT
+    seen = expected(plain, method.first, method.first, LAYERS, output_attentions=True)
+    kv = stored_kv(plain, [(place, PASSAGES[n]) for n, place in PLACES.items()], COLUMNS)[at]
+    computed = seen.past_key_values.all()[at]
+    moved = sum(
+        (new - old).square().sum((0, 1, 3)) / old.square().sum((0, 1, 3)).clamp_min(1e-30)
+        for new, old in zip(computed, kv, strict=True)
+    ).sqrt()
+    attention = sum(weights[0, :, -len(QUESTION) :].mean((0, 1)) for weights in seen.attentions[: at + 1])
+    mine = reusable()
+    scores = moved * (attention / attention[torch.from_numpy(mine)].mean() + 1)
+    among = [column for column in method.first if mine[column]]
+    _, few = share_of(LAYERS)
+    found = highest({column: float(scores[column]) for column in among}, int(few * mine.sum()))
+    assert found == set(method.chosen) & set(np.flatnonzero(mine))
+
+
+def test_attention_by_hand():
+    generator = torch.Generator().manual_seed(0)
+    query, keys = torch.randn(2, 4, 5, 8, generator=generator), torch.randn(2, 2, 9, 8, generator=generator)
+    mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.3
+    asking = QuestionAttention(3)
+    asking.note(query, keys, mask, None)
+    asking.note(query, keys, torch.zeros(1, 1, 5, 9).masked_fill(~mask[:1], -torch.inf), 0.5)
+    total = np.zeros((2, 9))
+    for scaling, masks in ((8**-0.5, mask), (0.5, mask[:1].expand(2, -1, -1, -1))):
+        for row in range(2):
+            for head in range(4):
+                logits = query[row, head, -3:] @ keys[row, head // 2].T * scaling
+                total[row] += logits.masked_fill(~masks[row, 0, -3:], -torch.inf).softmax(-1).sum(0).numpy() / 12
+    np.testing.assert_allclose(asking.result(), total, rtol=1e-5)
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_the_first_layer_may_compute_all(probe, store):
+    model, method = build("qwen2"), Noting(0.3, probe=probe, check_layer=1, widen=1)
+    fill(store, model, method=CacheTune())
+    ours, _ = ask(model, store, PROMPT, method)
+    kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
+    computed = method.last
+    layers = [without(np.arange(COLUMNS)), *[without(computed)] * (LAYERS - 1)]
+    with torch.no_grad():
+        theirs = model(input_ids=PROMPT, past_key_values=Replacing(model, kv, layers), logits_to_keep=1).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_prompt_that_ends_in_a_passage_asks_nobody(probe, store):
+    model, method = build("qwen2"), Noting(0.3, probe=probe)
+    fill(store, model, method=CacheTune())
+    ids = join(BOS, QUESTION, PASSAGES[0], PASSAGES[1])
+    _, cache = ask(model, store, ids, method)
+    assert method.attention is None and method.asked_again is None
+    assert cache.stats.tokens_restored > 0
+    ask(model, store, join(ids[0], QUESTION), method)
+    assert method.asked_again is not None
+
+
+def test_the_question_may_be_named(store):
+    """Of a longer text behind the passages."""
+    model = build("qwen2")
+    fill(store, model, method=CacheTune())
+    found = []
+    for question in (None, 5, len(QUESTION)):
+        method = Noting(0.3, probe=True, question=question)
+        ask(model, store, PROMPT, method)
+        found.append(method.attention)
+    np.testing.assert_array_equal(found[0], found[2])
+    assert np.abs(found[0] - found[1]).max() > 1e-4
+
+
+def test_without_a_view_of_queries_nobody_is_asked(store):
+    """Eager attention: tokens are chosen by how far they move, in the layer behind."""
+    model, method = eager("qwen2"), Noting(0.3, probe=True)
+    fill(store, model, method=CacheTune())
+    ours, _ = ask(model, store, PROMPT, method)
+    assert method.attention is None and method.asked_again is None
+    theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+# --- batches
+
+
+ROWS = [(QUESTION[:7], PASSAGES[2], PASSAGES[1], QUESTION), (QUESTION[:2], PASSAGES[1], PASSAGES[0], QUESTION)]
+"""The second one is shorter, so that it is padded; none of its passages begins it."""
+
+
+def batch():
+    """Ids and mask `[2, columns]`, and of each row where its passages stand, by column."""
+    parts = [(BOS, *row) for row in ROWS]
+    width = max(sum(map(len, row)) for row in parts)
+    ids, places = torch.zeros(2, width, dtype=torch.int64), []
+    for number, row in enumerate(parts):
+        at = width - sum(map(len, row))
+        ids[number, at:] = torch.cat(row)
+        begins = at + np.cumsum([0, *map(len, row)])
+        places.append([(int(begins[2]), row[2]), (int(begins[3]), row[3])])
+    return ids, (ids != 0).long(), places
+
+
+@torch.no_grad()
+def expected_of_row(model, ids, pad, places, computed):
+    """Logits of one row, computed alone, where each layer reuses what it does not compute."""
+    kv = stored_kv(model, [(at - pad, tokens) for at, tokens in places], ids.shape[0] - pad)
+    found = np.zeros(ids.shape[0], bool)
+    for at, tokens in places:
+        found[at : at + len(tokens)] = True
+    layers = []
+    for columns in computed:
+        mine = found.copy()
+        mine[columns] = False
+        layers.append(mine[None, pad:])
+    return model(input_ids=ids[None, pad:], past_key_values=Replacing(model, kv, layers), logits_to_keep=1).logits
+
+
+@pytest.mark.parametrize("how", ["reuse", "plain", "asked"])
+def test_every_row_of_a_batch_has_its_own_passages(how, store):
+    """The second row's, too: alike in what is computed, and each row as it would be alone."""
+    model = build("qwen2")
+    fill(store, model, method=CacheTune())
+    ids, mask, places = batch()
+    method = {
+        "reuse": Noting(0.0),
+        "plain": Noting(0.3, probe=False, widen=1),
+        "asked": Noting(0.3, probe=True),
+    }[how]
+    cache = TieredCache(model, store, method=method, record=False)
+    with torch.no_grad():
+        ours = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+            past_key_values=cache,
+            logits_to_keep=1,
+        ).logits
+    assert cache.stats.tokens_restored > 40
+    later = method.chosen if how == "asked" else method.first
+    computed = [method.first if layer <= NARROW_AT else later for layer in range(LAYERS)]
+    for row in range(2):
+        pad = int((mask[row] == 0).sum())
+        theirs = expected_of_row(model, ids[row], pad, places[row], computed)
+        torch.testing.assert_close(ours[row : row + 1], theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+# --- baselines, settings
+
+
+def test_cacheblend_attends_in_its_comparing_layer_with_what_it_chose(store, monkeypatch):
+    """Layer 1 computes keys and values of all tokens, and the rest of it of the chosen ones only."""
+    model = build("qwen2")
+    kind, rows = type(model.model.layers[0].mlp), []
+    forward = kind.forward
+
+    def counted(self, hidden):
+        rows.append(hidden.shape[1])
+        return forward(self, hidden)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    fill(store, model, method=CacheTune())
+    rows.clear()
+    _, cache = ask(model, store, PROMPT, CacheBlend(0.15))
+    must = COLUMNS - int(reusable().sum())
+    few = must + int(0.15 * reusable().sum())
+    assert rows == [COLUMNS, *[few] * 5]
+    assert cache.stats.tokens_computed == few
+    assert cache.stats.tokens_recomputed == round((COLUMNS - few) / 6)
+    rows.clear()
+    ask(model, store, PROMPT, CacheBlend(0.15, gradual=2))
+    assert rows == [COLUMNS, *(must + int(share * reusable().sum()) for share in (0.3, 0.225, 0.15, 0.15, 0.15))]
+
+
+def test_the_paper_is_one_name_away(store):
+    model = build("qwen2")
+    method = CacheTune.paper(0.25)
+    fill(store, model, method=method)
+    ours, cache = ask(model, store, PROMPT, method)
+    assert method.ranking == "low_frequency" and not method.narrowing(24)
+    assert cache.stats.tokens_recomputed == 0
+    plain = CacheTune(0.25, ranking="low_frequency", probe=False, widen=1, across=False)
+    assert torch.equal(ours, ask(model, store, PROMPT, plain)[0])
+
+
+@pytest.mark.parametrize("found, probe", [(None, True), (LOWEST, True), (0.31, False)])
+def test_where_loading_takes_longer_the_question_waits_with_the_rest(found, probe):
+    assert CacheTune(probe="auto").with_calibrated_ratio(lambda: found).probe is probe
+    assert CacheTune(probe=True).with_calibrated_ratio(lambda: found).probe is True
+    assert CacheTune(probe=False).with_calibrated_ratio(lambda: found).probe is False
+
+
+@pytest.mark.parametrize("mean", [0.02, 0.15, 0.3, 0.6, 0.95, 1.0])
+@pytest.mark.parametrize("layers", [4, 8, 24, 80])
+def test_what_is_computed_is_a_mean_over_the_layers(mean, layers):
+    wide, few = narrowed_shares(mean, 3.0, 3, layers)
+    assert (3 * wide + (layers - 3) * few) / layers == pytest.approx(mean)
+    assert few <= wide <= 1
+    assert wide == pytest.approx(min(1.0, 3 * few)) or wide == 1.0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"probe": "never"}, {"question": -1}, {"widen": 0.5}, {"narrow_at": 0}, {"floor": -1.0}], ids=str
+)
+def test_settings_without_meaning_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        CacheTune(**wrong)
