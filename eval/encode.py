@@ -23,7 +23,8 @@ class Prompt:
         question: what is new.
         choices: continuations to choose from.
         answer: the first accepted answer; of a choice, the right one.
-        passages: the parts of the prefix that are segments of their own, as far as they are whole.
+        passages: the parts of the prefix that are segments of their own, as far as they are whole; without the one that
+            begins it, which is an instruction, or would be exact wherever it is stored.
     """
 
     prefix: tuple[int, ...]
@@ -76,7 +77,7 @@ def encode(
         ranges = [(a, b) if b <= half else (a - cut, b - cut) for a, b in ranges if b <= half or a >= half + cut]
         whole = whole[:half] + whole[len(whole) - (room - half) :]
         prefix, asked = whole[: room - keep], whole[room - keep :]
-    passages = tuple(tuple(prefix[a:b]) for a, b in ranges if b <= len(prefix))
+    passages = tuple(tuple(prefix[a:b]) for a, b in ranges[1:] if b <= len(prefix))
     return Prompt(tuple(prefix), tuple(asked), choices, answer[: task.max_new_tokens], passages)
 
 

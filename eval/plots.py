@@ -22,6 +22,7 @@ _DODGE = 1.045
 _IN_WORDS = {"qa_f1": "F1", "rouge_l": "ROUGE-L"}
 _PANELS_A_ROW = 4
 _SHARE = "share attended to or computed anew"
+_COMPUTE = "computed of what is stored, measured, %"
 _LINEAR_BELOW = 1e-4
 _KL = "KL to full KV, nats"
 
@@ -69,8 +70,8 @@ def draw_task(task: str, rows: list[Row], styles: dict[str, Style]) -> Figure:
     _against_share(scores, rows, "score", styles)
     _against_share(divergences, rows, "kl", styles)
     _against_time(times, rows, styles)
-    scores.set_xlabel(_SHARE)
-    divergences.set_xlabel(_SHARE)
+    scores.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE)
+    divergences.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE)
     figure.suptitle(f"{task} ({rows[0]['examples']} examples)")
     _legend(figure, scores)
     return figure
@@ -91,7 +92,7 @@ def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figu
         upper, lower = grid[2 * band][column], grid[2 * band + 1][column]
         _against_share(upper, rows, "score", styles)
         _against_share(lower, rows, "kl", styles)
-        lower.set_xlabel(_SHARE, fontsize="small")
+        lower.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE, fontsize="small")
         upper.set_title(name, fontsize="medium", fontweight="bold" if name not in tasks else "normal")
         if column:
             lower.set_ylabel("")
@@ -118,7 +119,7 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
     for of_each in found.values():
         if len(of_each) == len(tasks):
             mean = {name: of_each[0][name] for name in ("variant", "metric", "budget")}
-            for name in ("score", "kl"):
+            for name in ("score", "kl", "compute"):
                 if all(row.get(name) for row in of_each):
                     middle = fmean(row[name]["mean"] for row in of_each)
                     mean[name] = {"mean": middle, "low": middle, "high": middle}
@@ -127,17 +128,21 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
 
 
 def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style]) -> None:
-    """A curve for each method over its shares; a level for one that has none."""
-    shares = sorted({row["budget"] for row in rows if row["budget"] is not None})
+    """A curve for each method over its shares, or over what they made it compute; a level for one that has none."""
+    shares, measured = sorted({row["budget"] for row in rows if row["budget"] is not None}), _are_measured(rows)
     for name, found in _by_method(rows, up, styles):
         style, means = styles[name], [row[up]["mean"] for row in found]
         if found[0]["budget"] is None:
             width = 1.0 if name == FULL else 1.6
             axes.axhline(means[0], color=style.color, linestyle=style.line, linewidth=width, label=name, zorder=1)
             continue
-        _curve(axes, [style.at(row["budget"]) for row in found], means, _around(found, up), name, style)
-    axes.set_xscale("log")
-    if shares:
+        across = [row["compute"]["mean"] if measured else style.at(row["budget"]) for row in found]
+        _curve(axes, across, means, _around(found, up), name, style)
+    if not measured:
+        axes.set_xscale("log")
+    if measured:
+        axes.set_xlim(left=0)
+    elif shares:
         axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
         axes.set_xlim(shares[0] / 1.35, shares[-1] * 1.35)
     else:
@@ -150,6 +155,12 @@ def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style
     else:
         _name_metric(axes, rows)
     _bare(axes)
+
+
+def _are_measured(rows: list[Row]) -> bool:
+    """Whether it was counted what methods with a share compute: then that is what they are drawn against."""
+    counted = ["compute" in row for row in rows if row["budget"] is not None]
+    return bool(counted) and all(counted)
 
 
 def _against_time(axes: Axes, rows: list[Row], styles: dict[str, Style]) -> None:

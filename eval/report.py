@@ -15,7 +15,7 @@ from .errors import EvalError
 from .plots import Row, draw_overview, draw_task, metric_label, styles_of
 from .runner import FULL
 
-_COLUMNS = ("method", "score", "top-1, %", "KL, nats", "TTFT, ms", "restored tokens")
+_COLUMNS = ("method", "score", "top-1, %", "KL, nats", "computed, %", "TTFT, ms", "restored tokens")
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
@@ -40,7 +40,15 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
 
 def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """The Markdown page."""
-    together = "Passages of all prompts were stored together, as a corpus. " * config.get("corpus", False)
+    together = ""
+    if any("compute" in row for rows in tasks.values() for row in rows):
+        how = "all prompts were stored as a corpus" if config.get("corpus") else "each prompt were stored together"
+        together = (
+            f"Passages of {how}. `computed`: of their stored tokens, as measured, a mean over the layers; a question's "
+            "own pass counts. "
+        )
+    if (half := config.get("half")) is not None:
+        together += f"Of the examples that were drawn every second one, from number {half} on. "
     lines = [
         f"# {Path(config['model']).name}: methods against full KV",
         "",
@@ -58,7 +66,8 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
         lines += [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
         for row in sorted(rows, key=lambda r: (r["variant"] != FULL, r["variant"])):
             cells = [row["variant"], _cell(row, "score", ".1f"), _cell(row, "top1", ".1f"), _cell(row, "kl", ".2g")]
-            cells += [_cell(row, "ttft", ".3g", 1e3), _cell(row, "restored", ".0f", interval=False)]
+            cells += [_cell(row, "compute", ".1f", interval=False), _cell(row, "ttft", ".3g", 1e3)]
+            cells += [_cell(row, "restored", ".0f", interval=False)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -51,6 +51,10 @@ def main(
         typer.Option(help="For methods that reuse passages: shares of them computed anew; default: each method's."),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
+    half: Annotated[
+        int | None,
+        typer.Option(min=0, max=1, help="Of the examples every second one, from this on: to choose by, or to report."),
+    ] = None,
     data: Annotated[
         Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; without it, the hub.")
     ] = None,
@@ -61,8 +65,9 @@ def main(
         int | None, typer.Option(min=64, help="Tokens of prompt and answer; default: the model's.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, in tasks that allow it.")] = False,
-    corpus: Annotated[
-        bool, typer.Option("--corpus", help="Store a task's passages all together, not those of each prompt.")
+    together: Annotated[
+        bool,
+        typer.Option("--together", help="Store the passages of each prompt together, not all of a task's as a corpus."),
     ] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
@@ -88,6 +93,8 @@ def main(
         length = max_length or limit_of_model
         prefix_tokens = min(prefix_tokens, length * 3 // 4)
         examples = draw_examples(found, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
+        if half is not None:
+            examples = {task: some[half::2] for task, some in examples.items()}
         for task, some in examples.items():
             encode(some[0], task, tokenizer, length, chat)  # what cannot be encoded is said before anything is written
         config = {
@@ -99,13 +106,15 @@ def main(
             "prefix_tokens": prefix_tokens,
             "max_length": length,
             "chat": chat,
-            "corpus": corpus,
+            "corpus": not together,
+            "half": half,
             "prompts": None if prompts is None else prompts.name,
             "seed": seed,
             "dtype": str(loaded.dtype).removeprefix("torch."),
         }
         _begin(out, config)
-        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat, corpus=corpus)(examples)
+        stores, corpus = store or out / "stores", not together
+        results = Run(loaded, tokenizer, variants, out, stores, length, chat, corpus=corpus)(examples)
     except (EvalError, TieredCacheError) as error:
         typer.echo(f"eval.run: {error}", err=True)
         raise typer.Exit(2) from None

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import make_method
 
 from .encode import Prompt, encode
@@ -93,8 +94,8 @@ class Run:
         stores: the folder of stores, one for each method.
         max_length: tokens of prompt and answer.
         chat: whether tasks that allow it use the chat template.
-        corpus: whether the passages of all of a task's prompts are stored together, as those of a corpus are, and not
-            those of each prompt by themselves.
+        corpus: whether the passages of all of a task's prompts are stored together, as those of a corpus are, or those
+            of each prompt by themselves.
     """
 
     model: PreTrainedModel
@@ -105,7 +106,7 @@ class Run:
     max_length: int
     chat: bool = False
     host_memory: str = "1GiB"
-    corpus: bool = False
+    corpus: bool = True
 
     def __call__(self, tasks: dict[Task, list[Example]]) -> dict[str, dict[str, Any]]:
         """Evaluate, and return the metrics by task and variant."""
@@ -172,7 +173,7 @@ class Run:
         lines = [found[example.id] for example in examples]
         result: dict[str, Any] = {"task": task.name, "variant": variant.name, "metric": task.metric}
         result |= {"budget": variant.budget, "examples": len(lines)}
-        for name in ("score", "top1", "kl", "nll", "ttft", "restored", "computed", "bytes_read"):
+        for name in ("score", "top1", "kl", "nll", "ttft", "restored", "computed", "compute", "bytes_read"):
             values = [line[name] for line in lines if line.get(name) is not None]
             if values:
                 low, high = interval(values)
@@ -183,30 +184,32 @@ class Run:
 
 
 class Stores:
-    """The stores of a run, one for each method, since methods cut segments differently."""
+    """The stores of a run, one for each method, since methods cut segments differently; of passages one for each way to
+    store them.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._subjects: dict[str, Subject] = {}
+        self._stores: dict[str, KVStore] = {}
 
     def subject(self, variant: Variant) -> Subject:
         if variant.name not in self._subjects:
-            run, store = self._run, None
-            if variant.method is not None:
-                name = variant.folder.split("@")[0]
-                kin = next(
-                    (s for n, s in self._subjects.items() if n.split("@")[0] == variant.name.split("@")[0]), None
-                )
-                policy = variant.method.policy
-                store = kin.store if kin else KVStore(run.stores / name, host_memory=run.host_memory, policy=policy)
-            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, variant.method)
+            run, store, method = self._run, None, variant.method
+            if method is not None:
+                name = method.passages.replace(" ", "-") or variant.folder.split("@")[0]
+                if name not in self._stores:
+                    path = run.stores / name
+                    self._stores[name] = KVStore(path, host_memory=run.host_memory, policy=method.policy)
+                store = self._stores[name]
+            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method)
         return self._subjects[variant.name]
 
     def __enter__(self) -> Stores:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for store in {id(s.store): s.store for s in self._subjects.values() if s.store is not None}.values():
+        for store in self._stores.values():
             store.close()
 
 
@@ -236,9 +239,11 @@ def _line(task: Task, example: Example, prompt: Prompt, answer: Answer, full: An
         stats = asdict(answer.stats)
         line |= {
             "restored": stats["tokens_restored"],
-            "computed": stats["tokens_computed"],
+            "computed": stats["tokens_computed"] + stats["tokens_recomputed"],
             "bytes_read": stats["bytes_read"],
         }
+        if stored := sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in prompt.passages):
+            line["compute"] = 100 * (line["computed"] - len(prompt.whole) + stored) / stored
     return line
 
 

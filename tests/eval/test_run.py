@@ -199,7 +199,7 @@ def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
 def test_passages_of_a_corpus_are_ranked_among_those_of_other_prompts(saved, folder, tmp_path):
     common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique", "--device", "cpu")
     ranked = []
-    for name, option in (("apart", ()), ("corpus", ("--corpus",))):
+    for name, option in (("apart", ("--together",)), ("corpus", ())):
         result = run(
             *common, "--methods", "cache_tune:ranking=context", "--ratios", 0.15, "--out", tmp_path / name, *option
         )
