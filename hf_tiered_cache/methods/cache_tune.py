@@ -39,7 +39,7 @@ class CacheTune(Passages):
         probe: whether the question goes through the first half of the layers, over stored KV, before anything is
             chosen: these layers are loaded before any other is computed. "auto" leaves it out where `calibrate` found
             that more is worth computing than the least, since loading takes longer.
-        question: tokens at the end of the prompt that ask; None for all behind the last passage, the last 128 of them.
+        question: tokens at the end of the prompt that ask; None for those behind the last passage, 32 at most.
             Where a prompt ends in a passage nobody asks: tokens are chosen by how far they move alone.
         widen: how many times the tokens are computed in the first layers that are computed in the others; 1 computes
             the same in all.
@@ -155,7 +155,7 @@ class CacheTune(Passages):
         return (keys + values).sqrt()
 
 
-_LONGEST_QUESTION = 128
+_LONGEST_QUESTION = 32
 _NARROW_AT = 3
 _SMALL = 1e-30
 
