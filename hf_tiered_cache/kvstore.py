@@ -156,7 +156,7 @@ class KVStore:
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
                 alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
-                then `CacheTune()`, if none is given; the others find them, too. With the ranking "context", those of
+                then `CacheTune()`, if none is given; the others find them, too. With the ranking "context", the default, those of
                 one call stand before one another, so give together what is asked for together. What is stored already
                 is ranked as this method asks for if it is not yet; `rank` does that anew.
             progress: whether to show a progress bar.

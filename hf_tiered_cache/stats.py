@@ -103,7 +103,9 @@ class RequestStats:
     """Prompts: 1, or more where a cache went on, and in sums."""
     tokens_restored: int = 0
     tokens_recomputed: int = 0
-    """Of these, the ones that layers computed all the same because it was quicker: a mean over the layers."""
+    """Of these, the ones that layers computed all the same, since it was quicker, or since other text stands before a
+    passage now: a mean over the layers. Where a question went through layers by itself first, it counts here.
+    """
     tokens_computed: int = 0
     tokens_stored: int = 0
     """Handed to the store; what it then has no room for does not count."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from families import build
 from reference import Remembering, kv_of
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, fill, join, orders_in
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, fill, join
+from test_rankings import scores_in
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
@@ -159,11 +160,9 @@ def test_candidates_are_those_that_move_and_are_asked_for(family, store):
     ask(model, store, PROMPT, method)
     attention, mine = attention_alone(eager(family), LAYERS // 2), np.flatnonzero(reusable())
     torch.testing.assert_close(torch.from_numpy(method.attention[0, mine]).double(), torch.from_numpy(attention[mine]))
-    stored = {tables.importance.tobytes(): tables for tables in orders_in(store).values()}
-    assert len(stored) == len(PASSAGES)
     scores = {}
     for n, columns in HOLDS.items():
-        importance = orders_in(store)[len(PASSAGES[n])].importance
+        importance = scores_in(store, "context")[len(PASSAGES[n])]
         for score, column in zip(importance, columns, strict=True):
             scores[column] = score * (attention[column] / attention[mine].mean() + 1)
     wide, _ = share_of(LAYERS)
