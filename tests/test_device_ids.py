@@ -47,7 +47,7 @@ def test_prompts_are_stored_found_and_brought_into_memory(model, tmp_path, shape
         assert store.warm(model, on_device(first), progress=False).bytes["disk"] == 0
 
 
-@pytest.mark.parametrize("method", [CacheTune(), CacheTune(ranking="context")], ids=["tune", "context"])
+@pytest.mark.parametrize("method", [CacheTune(), CacheTune.paper()], ids=["tune", "paper"])
 def test_passages_are_stored_and_found(model, tmp_path, method):
     asked = torch.cat([*PASSAGES[::-1], prompt(20)[0]])
     with KVStore(tmp_path) as store:

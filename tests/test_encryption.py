@@ -229,7 +229,7 @@ def test_every_method_gives_what_it_gives_without_a_key(tmp_path, model, method)
 
 
 def test_passages_come_back_too(tmp_path, model):
-    method, logits = CacheTune(recompute=0.25, ranking="context"), []
+    method, logits = CacheTune(recompute=0.25), []
     ids = torch.cat([prompt(8, seed=4)[0], OTHER[0, :96], IDS[0, :96], prompt(8, seed=5)[0]]).unsqueeze(0)
     for options in ({}, {"key": KEY}):
         with KVStore(tmp_path / str(len(options)), **options) as store, torch.no_grad():
