@@ -188,6 +188,7 @@ def test_what_goes_on_has_moved_and_is_asked_for(family, store):
     ).sqrt()
     attention = sum(weights[0, :, -len(QUESTION) :].mean((0, 1)) for weights in seen.attentions[: at + 1])
     mine = reusable()
+    torch.testing.assert_close(torch.from_numpy(method.asked_again[0]), attention.float())
     scores = moved * (attention / attention[torch.from_numpy(mine)].mean() + 1)
     among = [column for column in method.first if mine[column]]
     _, few = share_of(LAYERS)
@@ -215,7 +216,8 @@ def test_attention_by_hand():
 def test_the_first_layer_may_compute_all(probe, store):
     model, method = build("qwen2"), Noting(0.3, probe=probe, check_layer=1, widen=1)
     fill(store, model, method=CacheTune())
-    ours, _ = ask(model, store, PROMPT, method)
+    ours, cache = ask(model, store, PROMPT, method)
+    assert cache.stats.recomputed == 0 and cache.stats.tokens_restored > 100
     kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
     computed = method.last
     layers = [without(np.arange(COLUMNS)), *[without(computed)] * (LAYERS - 1)]
