@@ -156,7 +156,7 @@ class KVStore:
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
                 alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
-                then `CacheTune()`, if none is given; the others find them, too. With the ranking "context", the default, those of
+                then `CacheTune()`, if none is given; the others find them, too. With its ranking, "context", those of
                 one call stand before one another, so give together what is asked for together. What is stored already
                 is ranked as this method asks for if it is not yet; `rank` does that anew.
             progress: whether to show a progress bar.
@@ -181,9 +181,9 @@ class KVStore:
     ) -> int:
         """Rank the tokens of stored passages as a method wants it: add that to the rankings they have, or renew it.
 
-        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune(alpha=0.4))`. The
+        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune.paper())`. The
         ranking "context" computes passages behind one another, and takes the model and their tokens, which are not
-        stored: `store.rank(CacheTune(ranking="context"), model=model, passages=passages)`.
+        stored: `store.rank(CacheTune(), model=model, passages=passages)`.
 
         Args:
             method: whose ranking it is; `CacheTune()`, if none is given.

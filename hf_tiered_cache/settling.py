@@ -38,7 +38,7 @@ class SettlingForward(RestoringForward):
         self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
     ) -> None:
         self._sees = can_select(attachment.config) and shows_queries(attachment.model)
-        if not self._sees:
+        if not self._sees or plan.base:  # what the cache holds is not attended to where the question goes by itself
             plan = _without_question(plan, method)
         super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
         self._filled: dict[int, dict[str, Any]] = {}  # of layers that hold what is restored: the state of the buffer
@@ -166,7 +166,7 @@ class SettlingForward(RestoringForward):
 
 
 def _without_question(plan: Plan, method: Method) -> Plan:
-    """The plan for a model whose queries are not seen: nobody asks."""
+    """The plan where nobody asks: for a model whose queries are not seen, and behind tokens that a cache holds."""
     under_way = plan.under_way
     if under_way is None or under_way.question is None:
         return plan

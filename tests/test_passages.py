@@ -305,21 +305,21 @@ def test_chunked_prefill_restores_all_passages(family, store):
 
 @pytest.mark.parametrize(
     "method",
-    [CacheTune(0.25), CacheTune(0.25, check_layer=1), CacheBlend(0.25), Epic()],
-    ids=lambda method: type(method).__name__,
+    [fixed(0.25), fixed(0.25, check_layer=1), Epic(), CacheTune(0.25), CacheBlend(0.25)],
+    ids=["fixed", "checked", "Epic", "CacheTune", "CacheBlend"],
 )
 def test_chunked_prefill_with_what_is_computed(method, store):
-    """A passage in each chunk, so that each chunk chooses as one pass would."""
+    """A passage in each chunk, so that each chunk chooses as one pass would, unless it compares or asks."""
     model, between = build("qwen2"), prompt(4, seed=51)[0]
     fill(store, model)
     ids = join(BOS, between, PASSAGES[1], between, PASSAGES[3], between, QUESTION)
-    whole, _ = ask(model, store, ids, CacheTune(0.25, across=False) if isinstance(method, CacheBlend) else method)
+    whole, _ = ask(model, store, ids, method)
     cache = TieredCache(model, store, method=method, record=False)
     with torch.no_grad():
         for chunk in ids.split([1 + 4 + 64 + 2, len(ids[0]) - 71], dim=1):
             ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     assert [each.found for each in cache.stats.passages] == [64, 80]
-    if not isinstance(method, CacheBlend):  # which chooses among all passages of a pass
+    if method in (fixed(0.25), fixed(0.25, check_layer=1), Epic()):
         torch.testing.assert_close(ours, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
     assert torch.isfinite(ours).all()
 
@@ -443,7 +443,7 @@ def test_a_changed_passage_at_the_beginning_is_not_exact(store):
     theirs = expected(model, ids, [(1, PASSAGES[0], [*range(32), *range(48, 96)])])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     assert cache.stats.tokens_restored == 80
-    _, half = ask(model, store, ids, CacheTune(recompute=0.5))
+    _, half = ask(model, store, ids, fixed(0.5))
     assert half.stats.tokens_restored == 32 + 24  # what stands before the change is exact, and restored whole
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -121,8 +123,8 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
 
 
 def test_a_passage_whose_scores_are_lost_goes_by_its_order(store):
-    model, method = build("qwen2"), fixed(0.25)
-    fill(store, model)
+    model, method = build("qwen2"), LOW
+    fill(store, model, method=LOW)
     before, cache = ask(model, store, PROMPT, method)
     assert cache.stats.reason == ""
     for row in store.segments():
@@ -134,13 +136,14 @@ def test_a_passage_whose_scores_are_lost_goes_by_its_order(store):
 
 # --- one KV for all rankings
 
+LOW = fixed(0.25, ranking="low_frequency")
 WAYS = [
-    CacheTune(recompute=0.25),
-    CacheTune(recompute=0.25, alpha=0.3),
-    CacheTune(recompute=0.25, ranking="high_frequency"),
-    CacheTune(recompute=0.25, ranking="random"),
-    CacheTune(recompute=0.25, ranking="context"),
-    CacheTune(recompute=0.25, check_layer=1),
+    LOW,
+    replace(LOW, alpha=0.3),
+    fixed(0.25, ranking="high_frequency"),
+    fixed(0.25, ranking="random"),
+    CacheTune(0.25),
+    replace(LOW, check_layer=1),
     Epic(0.25),
     CacheBlend(0.25),
 ]
@@ -148,7 +151,7 @@ WAYS = [
 
 @pytest.mark.parametrize(
     "stored_by",
-    [CacheTune(ranking="context"), CacheTune(), Epic(), CacheBlend()],
+    [CacheTune(), CacheTune.paper(), Epic(), CacheBlend()],
     ids=["by context", "by energy", "epic", "cache_blend"],
 )
 def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
@@ -210,16 +213,16 @@ def test_rankings_that_cannot_be_made_are_refused(store):
     with pytest.raises(ConfigError, match="prefixes only"):
         store.rank("exact", progress=False)
     (one, *_) = store.segments()
-    assert store.rank(CacheTune(alpha=0.1), ids=[one.id], progress=False) == 1
+    assert store.rank(replace(LOW, alpha=0.1), ids=[one.id], progress=False) == 1
     ranked = {tokens for tokens, scores in scores_in(store, "low_frequency 0.1").items() if scores is not None}
     assert ranked == {one.tokens}
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])
 def test_rankings_go_with_their_segment(options, tmp_path):
-    model, way = build("qwen2"), CacheTune(recompute=0.25, alpha=0.3)
+    model, way = build("qwen2"), replace(LOW, alpha=0.3)
     with KVStore(tmp_path, engine="posix", **options) as store:
-        fill(store, model)
+        fill(store, model, method=LOW)
         store.rank(way, progress=False)
         before, _ = ask(model, store, PROMPT, way)
         kept = {row.tokens: store._storage.disk.path(f"{row.id}.rankings") for row in store.segments()}
@@ -237,9 +240,9 @@ def test_rankings_go_with_their_segment(options, tmp_path):
 
 
 def test_a_damaged_ranking_is_said_and_made_anew(tmp_path):
-    model, method = build("qwen2"), CacheTune(recompute=0.25)
+    model, method = build("qwen2"), LOW
     with KVStore(tmp_path, engine="posix") as store:
-        fill(store, model)
+        fill(store, model, method=LOW)
         for row in store.segments():
             path = store._storage.disk.path(f"{row.id}.rankings")
             data = bytearray(path.read_bytes())
@@ -254,9 +257,9 @@ def test_a_damaged_ranking_is_said_and_made_anew(tmp_path):
 
 
 def test_a_ranking_that_another_process_renews_is_seen(tmp_path):
-    model, method = build("qwen2"), CacheTune(recompute=0.25, alpha=0.3)
+    model, method = build("qwen2"), replace(LOW, alpha=0.3)
     with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
-        fill(store, model)
+        fill(store, model, method=LOW)
         assert ask(model, other, PROMPT, method)[1].stats.reason == unranked("low_frequency 0.3")
         store.rank(method, progress=False)
         assert ask(model, other, PROMPT, method)[1].stats.reason == ""
