@@ -400,8 +400,8 @@ def passages(run: Run) -> None:
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     arguments = argparse.Namespace(
         shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",
-        **({"pool": 3, "passages": 2, "tokens": 64, "requests": 1} if tiny else
-           {"pool": 12, "passages": 8, "tokens": 512, "requests": 4}),
+        **({"pool": 3, "passages": 2, "tokens": 64, "instruction": 4, "requests": 1} if tiny else
+           {"pool": 12, "passages": 8, "tokens": 512, "instruction": 24, "requests": 4}),
     )  # fmt: skip
     bench = rag.Bench(arguments, run.folder)
     wanted = [rag.System(rag.FULL, Recompute(), passages=False), *rag.systems(0.15)[2:-1]]

@@ -139,7 +139,7 @@ class Recorder:
         caught.keys.append(compact(keys))
         caught.values.append(compact(values))
 
-    def end(self, ids: torch.Tensor, computed: int, revocable: int = 0) -> None:
+    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
         """The pass added `ids`, int `[rows, columns]`, to the cache, and computed the last `computed` columns.
 
         Args:

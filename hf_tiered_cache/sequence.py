@@ -72,6 +72,8 @@ class SequenceState:
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
         """Whether it holds a selection of its tokens, or what no cache of its method's provenance would."""
+        self._asked: np.ndarray | None = None
+        """What the present pass adds, int64 `[rows, columns]`, where it was looked up."""
         self.stored_in_pieces = 0
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
@@ -88,9 +90,10 @@ class SequenceState:
     def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
         """What a pass restores, or None if that is nothing."""
         with collector.timing("match_seconds"):
+            self._asked = request.ids.to("cpu", torch.int64).numpy()
             plan, found = make_plan(
                 self.history,
-                request.ids.to("cpu", torch.int64).numpy(),
+                self._asked,
                 request.must_compute,
                 self.method,
                 self._layers,
@@ -167,7 +170,8 @@ class SequenceState:
         if plan is not None and not (plan.exact or approximations):
             self.recorder.enabled = False
         computed = columns if plan is None else columns - plan.restored_until
-        self.recorder.end(request.ids, computed, request.revocable)
+        ids, self._asked = request.ids if self._asked is None else self._asked, None  # once from the device is enough
+        self.recorder.end(ids, computed, request.revocable)
         if self.method.passages and columns > 1:
             self._tell_passages(plan, collector)
         if request.text < columns:

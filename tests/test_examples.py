@@ -231,7 +231,9 @@ def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
     }
     exec(block, names)
     stored = sum(len(passage) // 16 * 16 for passage in names["stored"])
-    assert names["cache"].stats.tokens_restored == stored - int(0.15 * stored)
+    stats = names["cache"].stats
+    assert sum(passage.found for passage in stats.passages) == stored
+    assert stored >= stats.tokens_restored >= stored - int(0.15 * stored)  # some layers compute more, others fewer
 
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"

@@ -34,11 +34,11 @@ def page_of(path):
     return json.loads(page[PREFIX.size : PREFIX.size + length])
 
 
-def forge(path, data, size=None):
+def forge(path, data, size=None, version=FORMAT_VERSION):
     """Write a page with a right checksum over what stands at `path`, or a sparse file of `size` bytes."""
     text = data if isinstance(data, bytes) else json.dumps(data, separators=(",", ":")).encode()
-    page = bytearray(PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
-    PREFIX.pack_into(page, 0, MAGIC, FORMAT_VERSION, len(text), xxh3(bytes(page)))
+    page = bytearray(PREFIX.pack(MAGIC, version, len(text), 0) + text).ljust(HEADER_BYTES, b"\0")[:HEADER_BYTES]
+    PREFIX.pack_into(page, 0, MAGIC, version, len(text), xxh3(bytes(page)))
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.write(page)
         if size is not None:

@@ -533,7 +533,7 @@ def test_files_of_format_7_are_what_they_were(tmp_path, codec):
 
 def forge_time(path, page):
     page["created"] = 1.0
-    forge(path, page)
+    forge(path, page, version=7)
 
 
 def test_older_programs_leave_such_files_alone(tmp_path, monkeypatch):

@@ -22,23 +22,23 @@ class History:
         self.pads = pads
         self.columns = 0
         self._ids = np.empty((len(pads), 0), np.int64)
-        self._fresh: list[torch.Tensor] = []  # [rows, n] each, not yet in _ids
+        self._fresh: list[torch.Tensor | np.ndarray] = []  # [rows, n] each, not yet in _ids
         self._prefix_hashes: list[list[bytes]] = [[] for _ in pads]
 
     @property
     def rows(self) -> int:
         return len(self.pads)
 
-    def append(self, ids: torch.Tensor) -> None:
-        """Note that the cache now holds `ids`, int `[rows, n]`, too."""
+    def append(self, ids: torch.Tensor | np.ndarray) -> None:
+        """Note that the cache now holds `ids`, int `[rows, n]`, too. A tensor is read when it is asked for."""
         self._fresh.append(ids)
         self.columns += ids.shape[1]
 
     def ids(self) -> np.ndarray:
         """int64 `[rows, columns]`."""
         if self._fresh:
-            fresh = torch.cat([ids.to("cpu", torch.int64) for ids in self._fresh], dim=1).numpy()
-            self._ids = np.concatenate([self._ids, fresh], axis=1)
+            fresh = [ids if isinstance(ids, np.ndarray) else ids.to("cpu", torch.int64).numpy() for ids in self._fresh]
+            self._ids = np.concatenate([self._ids, *fresh], axis=1)
             self._fresh.clear()
         return self._ids
 
