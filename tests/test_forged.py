@@ -96,7 +96,8 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
             read_back(store, name)  # what still serves is what was there
     else:
         stats = store.counters.snapshot()
-        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.index.catalogue.ids() == {name}
+        counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
+        assert counted or store.index.catalogue.ids() == {name}
     assert maintain.verify(store).segments == 1
     assert time.monotonic() - started < 5
     store.close()

@@ -144,7 +144,8 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(in_part, data):
         read_back(store, name)
     else:
         stats = store.counters.snapshot()
-        assert stats.damaged_files + stats.read_errors + stats.newer_files == 1 or store.index.catalogue.ids() == {name}
+        counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
+        assert counted or store.index.catalogue.ids() == {name}
     store.close()
 
 
