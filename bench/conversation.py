@@ -408,7 +408,7 @@ def main() -> None:
             "about": bench.about,
             "token_bytes": bench.token_bytes,
             "machine": machine(bench.model.device, Path(folder)),
-            "options": {key: value if value is None else _plain(value) for key, value in vars(arguments).items()},
+            "options": {key: _plain(value) for key, value in vars(arguments).items() if key not in ("out", "folder")},
             "rates": {},
             "decode": {},
         }
