@@ -14,6 +14,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheBlend, CacheTune
 from hf_tiered_cache.restore.asking import QuestionAttention
+from hf_tiered_cache.restore.plan import PlanContext, RowGroup, SegmentSlice, UnderWay
 from hf_tiered_cache.restore.recompute import LOWEST, narrowed_shares
 
 COLUMNS = PROMPT.shape[1]
@@ -385,3 +386,14 @@ def test_what_is_computed_is_a_mean_over_the_layers(mean, layers):
 def test_settings_without_meaning_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         CacheTune(**wrong)
+
+
+def test_each_row_goes_on_by_what_has_moved_in_it():
+    """Rows with passages of their own, in the same columns: what is chosen of one is computed in all."""
+    groups = tuple(RowGroup((row,), 0, (SegmentSlice(None, 0, 20, 0, exact=False),)) for row in range(2))
+    context = PlanContext(0, 24, 0, 1, 4, groups)
+    under_way = UnderWay(context, np.arange(24), np.arange(20, 24), compare_layers=(1,))
+    moved = np.zeros((2, 24), np.float32)
+    moved[0, [3, 5]], moved[1, [11, 17]] = 1, 1
+    chosen = CacheBlend(0.1).go_on(under_way, 1, np.arange(24), moved, None)
+    assert chosen.tolist() == [3, 5, 11, 17, 20, 21, 22, 23]
