@@ -268,6 +268,8 @@ class Geometry:
 
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
+        if not isinstance(data, list):
+            raise FormatError(f"the geometry in the header is no list: {data!r}")
         try:
             chunk, layers, heads, split, *more = data
             said: list[Any] = [*more, *_UNSAID[len(more) :]]

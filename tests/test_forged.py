@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from segments import hashes, open_store, read_back, read_file, segment
 
-from hf_tiered_cache.errors import FormatError, IntegrityError
+from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.format import _PREFIX as PREFIX
@@ -101,6 +101,17 @@ def test_any_value_anywhere_in_a_header_is_a_counted_miss(made, data):
     assert maintain.verify(store).segments == 1
     assert time.monotonic() - started < 5
     store.close()
+
+
+def test_a_text_in_place_of_the_geometry_is_damage(made):
+    """Taken letter by letter, its seventh would be a codec of a newer version."""
+    root, name, whole = made
+    path = root / "segments" / f"{name}.kv"
+    path.write_bytes(whole)
+    forge(path, page_of(path) | {"geometry": "float32"})
+    with pytest.raises(FormatError, match="no list") as caught:
+        read_file(path)
+    assert not isinstance(caught.value, NewerFormatError)
 
 
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'[{"a":'])
