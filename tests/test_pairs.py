@@ -593,8 +593,10 @@ def test_any_value_anywhere_in_the_header_is_a_counted_miss(made, data):
     without_catalogue(root)
     store = open_store(root)
     if store.find(hashes(4)):
-        with suppress(IntegrityError):  # other pairs cut other blocks out of it
-            same(read(store, store.reader(name)), expected)
+        reader = store.reader(name)
+        if reader.shape.layout == LAYOUT:  # heads that fit into the ends of blocks: `check_fit` refuses them
+            with suppress(IntegrityError):  # other pairs cut other blocks out of it
+                same(read(store, reader), expected)
     else:
         stats = store.counters.snapshot()
         counted = stats.damaged_files + stats.read_errors == 1 or stats.newer_files > 0  # these stay, and count again
