@@ -55,7 +55,8 @@ class KVStore:
         salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. By itself it hides
             tokens from those who have the files, not from those who have the model, too.
         engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or its compat
-            mode), "posix", or an `Engine` made for this store.
+            mode), "posix", "page_cache", or an `Engine` made for this store. With "page_cache" and `host_memory=0` all
+            processes of a machine share one copy in memory, which the kernel keeps, and frees for whoever needs it.
         policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
             or "importance"; each method names its own: `policy=method.policy`.
         ttl: seconds a segment lives, or None.

@@ -626,3 +626,15 @@ def test_what_a_full_cache_and_files_of_layers_hold_is_what_a_store_restores(tmp
             seen.append(system.said)
     for other in seen[1:]:
         torch.testing.assert_close(other, seen[0], rtol=0, atol=1e-4)
+
+
+def test_sharing(tmp_path, monkeypatch):
+    import sharing
+
+    options = ["--shape", "tiny", "--layers", "2", "--prompts", "2", "--tokens", "64", "--processes", "2"]
+    options += ["--rounds", "1", "--repeats", "1", "--folder", str(tmp_path), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["sharing.py", *options])
+    sharing.main()
+    ways = json.loads((tmp_path / "sharing-tiny-float32-cpu.json").read_text())["ways"]
+    assert ways["page cache"][0]["page_cache_bytes"] > 0 < ways["own copies"][0]["first_token_s"]
+    assert "One copy for 2 processes" in (tmp_path / "sharing-tiny-float32-cpu.md").read_text()

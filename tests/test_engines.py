@@ -37,13 +37,13 @@ def pages(tmp_path):
     return str(path)
 
 
-@pytest.fixture(params=["posix", "posix buffered", "kvikio", "kvikio with GDS"])
+@pytest.fixture(params=["posix", "page_cache", "kvikio", "kvikio with GDS"])
 def engine(request, monkeypatch):
     if request.param.startswith("kvikio"):
         fake_kvikio.install(monkeypatch, gds="GDS" in request.param, device="GDS" in request.param)
         made = open_engine("kvikio")
     else:
-        made = PosixEngine(direct=request.param == "posix")
+        made = open_engine(request.param)
     yield made
     made.close()
 
@@ -507,7 +507,7 @@ def test_without_the_driver_nobody_is_asked(asking, tmp_path):
 
 
 def test_an_unknown_engine_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"'tape'.*kvikio, posix"):
+    with pytest.raises(ConfigError, match=r"'tape'.*kvikio, page_cache, posix"):
         open_engine("tape")
 
 

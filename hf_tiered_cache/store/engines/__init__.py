@@ -12,9 +12,10 @@ from functools import partial
 from ...errors import ConfigError, EngineUnavailableError
 from .base import Engine, EngineFile, ReadOp, ReadReport
 from .kvikio import KvikioEngine
+from .page_cache import PageCacheEngine
 from .posix import PosixEngine
 
-ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "posix": PosixEngine}
+ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "page_cache": PageCacheEngine, "posix": PosixEngine}
 _AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)
 """What `auto` tries, in this order."""
 

@@ -1,0 +1,195 @@
+"""One copy of stored KV for all processes of a machine: what they take in memory, and what it costs in time.
+
+    python bench/sharing.py                                             # 4 processes, Qwen2.5-0.5B's shape, 6 layers
+    python bench/sharing.py --shape tiny --layers 2 --prompts 2 --tokens 64 --processes 2 --repeats 1
+
+N processes ask for the same prompts at once, in orders of their own, with one thread each. *Own copies*: each keeps all
+in host memory of its own. *Page cache*: `KVStore(engine="page_cache", host_memory=0)`. *Disk*: nobody keeps anything.
+Processes are started anew for each turn, and a first round, which fills memory, does not count. Memory is what the
+processes have grown by since they had a model, and what the kernel caches of the store's files. Weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import mmap
+import multiprocessing
+import os
+import re
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, table
+
+from hf_tiered_cache import KVStore, TieredCache
+
+OWN, SHARED, DISK = "own copies", "page cache", "disk"
+
+
+def resident_bytes(folder: Path) -> int:
+    """How much of the files below `folder` lies in the page cache."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    found = 0
+    for path in folder.rglob("*.kv"):
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
+            view = torch.frombuffer(mapped, dtype=torch.uint8)  # an address; nothing is read
+            pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+            failed = libc.mincore(ctypes.c_void_p(view.data_ptr()), ctypes.c_size_t(len(mapped)), pages)
+            del view
+            if failed:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+            found += sum(page & 1 for page in pages) * mmap.PAGESIZE
+    return found
+
+
+def own_bytes() -> int:
+    """Memory that is this process's, and no file's."""
+    (said,) = re.findall(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(said) << 10
+
+
+class Bench:
+    """The same model in each process, and a store on disk."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
+        self.arguments, self.folder = arguments, folder
+        model = self.model()
+        with KVStore(folder, host_memory=0) as store:
+            store.precompute(model, [ids[0, : -arguments.suffix] for ids in self.prompts(model)], progress=False)
+            self.kv_bytes = sum(row.nbytes for row in store.segments())
+
+    def model(self) -> Any:
+        return build(self.arguments.shape, torch.float32, torch.device("cpu"), layers=self.arguments.layers)
+
+    def prompts(self, model: Any) -> list[torch.Tensor]:
+        random = torch.Generator().manual_seed(7)
+        size = (1, self.arguments.tokens + self.arguments.suffix)
+        return [
+            torch.randint(3, model.config.vocab_size, size, generator=random) for _ in range(self.arguments.prompts)
+        ]
+
+    def store(self, way: str) -> KVStore:
+        return KVStore(
+            self.folder,
+            host_memory=2 * self.kv_bytes if way == OWN else 0,
+            engine="page_cache" if way == SHARED else "posix",
+        )
+
+    def turn(self, way: str) -> dict[str, Any]:
+        """What N processes measured."""
+        forget_page_cache(self.folder)
+        spawning = multiprocessing.get_context("spawn")
+        gate, answers = spawning.Barrier(self.arguments.processes), spawning.Queue()
+        workers = [
+            spawning.Process(target=work, args=(self, way, number, gate, answers))
+            for number in range(self.arguments.processes)
+        ]
+        for worker in workers:
+            worker.start()
+        found = [answers.get(timeout=600) for _ in workers]
+        for worker in workers:
+            worker.join()
+        cached = resident_bytes(self.folder)
+        own = sum(each["own_bytes"] for each in found)
+        seconds = [taken for each in found for taken in each["first_token_s"]]
+        return {
+            "first_token_s": median(seconds),
+            "requests_per_s": len(seconds) / max(each["seconds"] for each in found),
+            "own_bytes": own,
+            "page_cache_bytes": cached,
+            "bytes": own + cached,
+        }
+
+
+def work(bench: Bench, way: str, number: int, gate: Any, answers: Any) -> None:
+    """One of the processes."""
+    torch.set_num_threads(1)
+    model = bench.model()
+    prompts = bench.prompts(model)
+    model.generate(prompts[0], max_new_tokens=1, do_sample=False)
+    random = torch.Generator().manual_seed(number)
+    with bench.store(way) as store:
+        before = own_bytes()
+        times: list[float] = []
+        for turn in range(1 + bench.arguments.rounds):
+            gate.wait()
+            if turn == 1:
+                times, started = [], time.perf_counter()
+            for index in torch.randperm(len(prompts), generator=random).tolist():
+                cache = TieredCache(model, store, record=False)
+                times.append(first_token(model, prompts[index], lambda cache=cache: cache))
+                assert cache.stats.tokens_restored >= bench.arguments.tokens // 16 * 16, "nothing was restored"
+                del cache
+        took = time.perf_counter() - started
+        answers.put({"first_token_s": times, "seconds": took, "own_bytes": own_bytes() - before})
+        gate.wait()  # nobody leaves while another is being measured
+
+
+def report(document: dict[str, Any]) -> str:
+    said, on = document["arguments"], document["machine"]
+    ways, mib = document["ways"], 1 << 20
+    rows = [
+        [
+            way,
+            f"{median(turn['bytes'] for turn in turns) / mib:,.0f}",
+            f"{median(turn['own_bytes'] for turn in turns) / mib:,.0f}",
+            f"{median(turn['page_cache_bytes'] for turn in turns) / mib:,.0f}",
+            f"{1e3 * median(turn['first_token_s'] for turn in turns):,.0f}",
+            f"{document['first_token_over_own'][way]:.2f} ×",
+            f"{median(turn['requests_per_s'] for turn in turns):.1f}",
+        ]
+        for way, turns in ways.items()
+    ]
+    headings = ["", "memory, MiB", "own", "page cache", "first token, ms", "÷ own copies", "requests / s"]
+    return (
+        f"# One copy for {said['processes']} processes, {said['shape']} in float32 on CPU\n\n"
+        f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}, "
+        f"commit {on['commit']}. {said['layers'] or 'All'} layers; {said['prompts']} prompts of {said['tokens']:,} "
+        f"stored tokens, {document['kv_bytes'] / mib:,.0f} MiB of KV, and {said['suffix']} new ones; each process asks "
+        f"for each prompt {said['rounds']} times after a round that fills memory; medians of {said['repeats']} turns. "
+        "Random weights.\n\n" + table(headings, rows) + "\n*Memory*: what all processes have grown by since they had a "
+        "model, and what the kernel caches of the store's files. *÷ own copies*: median of the ratios within a turn.\n"
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=6, help="so many instead of all")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=2048, help="stored tokens of each prompt")
+    parser.add_argument("--suffix", type=int, default=32, help="new tokens behind them")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds through all prompts that count")
+    parser.add_argument("--repeats", type=int, default=3, help="turns, each with processes of its own")
+    parser.add_argument("--folder", type=Path, help="where the store is made; default: a temporary one")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as made:
+        folder = Path(made)
+        bench = Bench(arguments, folder)
+        ways = interleaved({way: partial(bench.turn, way) for way in (OWN, SHARED, DISK)}, arguments.repeats, warm_up=0)
+        times = {way: [turn["first_token_s"] for turn in turns] for way, turns in ways.items()}
+        document = {
+            "arguments": {key: value for key, value in vars(arguments).items() if key not in ("folder", "out")},
+            "machine": machine(torch.device("cpu"), folder),
+            "kv_bytes": bench.kv_bytes,
+            "ways": ways,
+            "first_token_over_own": {way: ratio(times[way], times[OWN]) for way in ways},
+        }
+    markdown = report(document)
+    save(arguments.out, f"sharing-{arguments.shape}-float32-cpu", document, markdown)
+    print(markdown)
+
+
+if __name__ == "__main__":
+    main()
