@@ -14,9 +14,11 @@ import fake_kvikio
 import numpy as np
 import pytest
 import torch
+from families import build, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, EngineUnavailableError, StoreClosedError
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.engines import PosixEngine, ReadOp, open_engine
@@ -515,6 +517,19 @@ def test_the_engine_is_said_once_in_the_log(caplog, monkeypatch):
     with caplog.at_level("INFO", logger="hf_tiered_cache"):
         open_engine("posix")
     assert [r.message for r in caplog.records] == ["I/O engine: posix (8 threads, O_DIRECT where possible)"]
+
+
+def test_the_page_cache_is_read_through_and_nothing_else_is_kept(pages, tmp_path):
+    engine = open_engine("page_cache")
+    assert not engine.open(pages).direct
+    model, ids = build("llama"), prompt(64)
+    with KVStore(tmp_path / "kv", engine=engine, host_memory=0) as store:
+        store.precompute(model, ids[0, :48], progress=False)
+        for _ in range(2):
+            cache = TieredCache(model, store, record=False)
+            model.generate(ids, past_key_values=cache, max_new_tokens=1)
+            assert cache.stats.tokens_restored == 48
+            assert cache.stats.host.hits == 0 < cache.stats.disk.bytes
 
 
 def test_an_engine_stands_for_itself(tmp_path):
