@@ -35,6 +35,15 @@ def test_a_first_prompt_is_new_and_a_second_needs_no_reason(store, caplog):
     assert not caplog.records  # neither is worth a warning
 
 
+def test_a_first_prompt_behind_padding_is_new_too(store):
+    model, mask = build("llama"), torch.ones(1, 80, dtype=torch.int64)
+    mask[0, :3] = 0
+    for expected in (reasons.NOTHING, ""):
+        cache = TieredCache(model, store)
+        model.generate(prompt(80), attention_mask=mask, past_key_values=cache, **GREEDY)
+        assert cache.stats.reason == expected
+
+
 def test_training_mode(store, caplog):
     model = build("llama").train()
     stats = [ask(model, store) for _ in range(2)]

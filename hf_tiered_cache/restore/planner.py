@@ -85,6 +85,8 @@ def make_plan(
             pieces += find(whole_rows[rows[0]][pad:], start)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
+    if not any(group.pieces for group in groups):
+        return None, found  # padding alone, which every row may have, is no plan
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
     if not plan.exact:
