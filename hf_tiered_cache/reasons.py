@@ -56,6 +56,15 @@ OLD_PASSAGES = (
     "passages of this model were stored by an earlier version, under the name of their ranking, and are found no more; "
     "store them anew with store.precompute(model, passages, segments=True), and remove the old ones"
 )
+JOINED = (
+    "stored passages stand in the prompt with another beginning or end, as where texts are joined and tokenized in one "
+    "piece, and that much of them is not found; build_prompt() gives each the tokens that it has by itself, and "
+    "stats.passages tells what was found of each"
+)
+NO_PASSAGES = (
+    "passages of this model are stored, and none of them was found in the prompt; if they stand there as text, "
+    "build_prompt() gives each the tokens that it has by itself"
+)
 SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
     "Exact(recompute=0, decline=False) restores them all the same"
@@ -139,7 +148,14 @@ def of_a_miss(
             return other_codec(other)
     if passages is not None and (why := _passages_otherwise(store, tokens, fingerprint, regime, *passages)):
         return why
-    return _other_keys(store, fingerprint) or NOTHING
+    if why := _other_keys(store, fingerprint):
+        return why
+    return NO_PASSAGES if passages is not None and has_passages(store, fingerprint, passages[0]) else NOTHING
+
+
+def has_passages(store: Storage, fingerprint: str, provenance: str) -> bool:
+    """Whether passages of a model are stored under this provenance."""
+    return provenance in store.disk.index.provenances(fingerprint)
 
 
 def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:

@@ -78,6 +78,8 @@ class SequenceState:
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
         self._report = PassageReport()
+        self.missed = ""
+        """Why stored passages were not found by the last pass, where something can be done about it."""
         self._unused = ""  # why the method cannot use all of what was found, if so
 
     @property
@@ -149,6 +151,7 @@ class SequenceState:
         Returns:
             Why from here on passes run as with any cache, or "".
         """
+        self.missed = ""
         rows, columns = request.ids.shape
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
@@ -196,7 +199,18 @@ class SequenceState:
             self._report.add(plan.groups, plan.base)
         ids, finder = self.history.ids(), self._finder()
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
-        collector.tell_passages(self._report.told(rows, finder.hashers, self._segments))
+        told = self._report.told(rows, finder.hashers, self._segments)
+        collector.tell_passages(told)
+        if self._report.joined(rows, finder.hashers):
+            self.missed = reasons.JOINED
+        elif plan is not None and not plan.base and not any(each.found for each in told):
+            self.missed = self._why_a_prefix_alone(plan, rows, finder)
+
+    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder) -> str:
+        """Why of a prompt nothing is restored but what it begins with; "" where passages stand in that."""
+        stored = partial(reasons.has_passages, self.store, self.identity.fingerprint, self.method.passages)
+        whole = plan.columns - plan.restored_until < HASH_TOKENS
+        return "" if whole or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
         """A piece of a longer prompt is computed: store it, and forget it."""

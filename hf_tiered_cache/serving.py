@@ -125,9 +125,7 @@ class Serving:
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed under way has failed this pass, and finds no other plan
                 replans = replans - 1 if self.store.usable else 0
-        why = "" if plan is None else sequence.why_otherwise(plan)
-        if why and why not in self.collector.stats.reasons:
-            self._explain(why)
+        otherwise = "" if plan is None else sequence.why_otherwise(plan)
         if replans < _REPLANS:
             reason = reasons.DAMAGED
         elif plan is None and self.untold:
@@ -142,6 +140,9 @@ class Serving:
             sequence.recorder.abandon()
             self.collector.add(tokens_computed=request.ids.numel())
             self._run_plain(reasons.OTHER_TOKENS)
+        for why in (otherwise, sequence.missed):
+            if why and why not in self.collector.stats.reasons:
+                self._explain(why)
         if self.untold:
             self.collector.add(tokens_kept=kept)
             self._tell(self.bypass or reason)

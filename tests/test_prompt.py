@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from hf_tiered_cache import ConfigError, KVStore, Passage, TieredCache, build_prompt
+from hf_tiered_cache import ConfigError, KVStore, Passage, TieredCache, build_prompt, reasons
 from hf_tiered_cache.methods import CacheTune
 
 TEXT = (Path(__file__).parent.parent / "examples/data/a_scandal_in_bohemia_part_1.txt").read_text()
@@ -65,10 +66,88 @@ def test_passages_are_restored_wherever_they_stand(tokenizer, tmp_path):
             cache = TieredCache(model, store, method=method)
             model.generate(prompt.input_ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
             assert cache.stats.tokens_restored == sum(len(ids) // 16 * 16 for ids in stored)
-        joined = tokenizer("Read these: " + "".join(DOCUMENTS), return_tensors="pt").input_ids
+            assert cache.stats.reason == ""
+
+
+BORDERS = [match.start() + 1 for match in re.finditer(r"(?<= )the ", TEXT)]
+"""Where the text may be cut between two letters that the tokenizer merges."""
+
+
+def cut(least, most, count=3):
+    """Pieces of the text of so many letters, each from one border to another."""
+    found = ((start, next((stop for stop in BORDERS if stop >= start + least), None)) for start in BORDERS)
+    return [TEXT[start:stop] for start, stop in found if stop and stop <= start + most][:count]
+
+
+def ask_joined(model, store, tokenizer, documents, method):
+    """Statistics of a prompt that is tokenized in one piece."""
+    joined = tokenizer("Read this: t" + "".join(documents), return_tensors="pt").input_ids[:, :-1]
+    cache, mask = TieredCache(model, store, method=method), torch.ones_like(joined)
+    model.generate(joined, attention_mask=mask, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    return cache.stats
+
+
+def test_joined_texts_are_told(tokenizer, tmp_path, caplog):
+    """What stands inside of them is found, what was merged with their neighbours is not."""
+    model, method, documents = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(200, 400)
+    with KVStore(tmp_path, engine="posix") as store:
+        stored = [Passage(document).ids(tokenizer) for document in documents]
+        store.precompute(model, stored, segments=True, method=method, progress=False)
+        for _ in range(2):
+            stats = ask_joined(model, store, tokenizer, documents, method)
+            assert 0 < stats.tokens_restored < sum(len(ids) // 16 * 16 for ids in stored)
+            assert stats.reasons == {reasons.JOINED: 1}
+        assert caplog.text.count("build_prompt()") == 1  # one warning for each cause
+        built = build_prompt(tokenizer, ["Read this: t", *map(Passage, documents), "And?"]).input_ids
         cache = TieredCache(model, store, method=method)
-        model(joined, past_key_values=cache)
-        assert cache.stats.tokens_restored < sum(len(ids) // 16 * 16 for ids in stored)
+        model.generate(built, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert cache.stats.reason == ""
+
+
+def test_joined_texts_of_which_nothing_is_left_are_told(tokenizer, tmp_path, caplog):
+    """Short ones; what stands before them may be stored, and is exact."""
+    model, method, short = build("qwen2", vocab_size=600), CacheTune(recompute=0.0), cut(45, 75)
+    other = cut(300, 500)[2:]
+    with KVStore(tmp_path, engine="posix") as store:
+        stored = [Passage(document).ids(tokenizer) for document in short]
+        assert all(16 <= len(ids) < 32 for ids in stored)  # one hash each, with the first token in it
+        assert ask_joined(model, store, tokenizer, other, method).reason == reasons.NOTHING
+        store.clear(disk=True)
+        store.precompute(model, stored, segments=True, method=method, progress=False)
+        stats = ask_joined(model, store, tokenizer, short, method)
+        assert (stats.tokens_restored, stats.reason) == (0, reasons.NO_PASSAGES)
+        store.flush()
+        stats = ask_joined(model, store, tokenizer, [*short, *other], method)
+        assert stats.tokens_restored > 0 and stats.reason == reasons.NO_PASSAGES
+        assert caplog.text.count("build_prompt()") == 1
+        assert ask_joined(model, store, tokenizer, [TEXT[9000:9300]], None).reason == reasons.NOTHING  # looks for none
+
+
+def test_passages_under_an_exact_prefix_are_not_missed(tokenizer, tmp_path):
+    model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
+    with KVStore(tmp_path, engine="posix") as store:
+        stored = [Passage(document).ids(tokenizer) for document in DOCUMENTS]
+        store.precompute(model, stored, segments=True, method=method, progress=False)
+        asked = build_prompt(tokenizer, parts_of(DOCUMENTS)).input_ids
+        store.precompute(model, asked, progress=False)
+        cache = TieredCache(model, store, method=method)
+        ids = torch.cat([asked, asked[:, 5:25]], dim=1)
+        model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=2)
+        assert cache.stats.tokens_restored >= asked.shape[1] // 16 * 16 and cache.stats.reason == ""
+
+
+def test_passages_that_begin_alike_were_not_joined(tokenizer, tmp_path):
+    """Of one that is not meant the heading is found, and its other tokens are missing."""
+    model, method = build("qwen2", vocab_size=600), CacheTune(recompute=0.0)
+    heading = torch.arange(40, 56)
+    bodies = [Passage(document).ids(tokenizer)[:16] for document in DOCUMENTS]
+    with KVStore(tmp_path, engine="posix") as store:
+        store.precompute(model, [torch.cat([heading, bodies[0]])], segments=True, method=method, progress=False)
+        cache = TieredCache(model, store, method=method)
+        ids = torch.cat([torch.arange(100, 110), heading, bodies[1], bodies[2]])[None]
+        model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+        assert [(each.found, each.missed) for each in cache.stats.passages] == [(16, 16)]
+        assert cache.stats.reason == ""
 
 
 @pytest.mark.parametrize("options", [{}, {"add_generation_prompt": False}], ids=str)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +17,7 @@ from .prefix_hasher import PassageHasher
 CUT = "cut off by the prompt's beginning or end"
 UNREADABLE = "damaged, or not stored"
 COVERED = "under a stored prefix or another passage, or where a chunk of the prompt ended"
-CHANGED = "changed, or merged by the tokenizer where texts were joined: join token ids"
+CHANGED = "changed, or merged by the tokenizer where texts were joined: take build_prompt()"
 NOTHING_BEGINS = "nothing is stored that begins here"
 TOO_SHORT = f"fewer than {HASH_TOKENS} tokens, which are never stored"
 _DRIFT = 64
@@ -74,6 +73,21 @@ class PassageReport:
         for number in range(piece.count // HASH_TOKENS):
             passage.at[first + number] = piece.at + number * HASH_TOKENS
 
+    def joined(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
+        """Whether some passage stands in a row, but for its first or last tokens: so it looks where texts were joined.
+
+        Its first tokens alone are no sign of that: passages may begin alike, with a heading.
+
+        Args:
+            rows, hashers: as for `told`.
+        """
+        for passage in self._passages:
+            ends = {0, passage.reader.shape.tokens // HASH_TOKENS - 1}
+            changed = _missed(passage, rows[passage.row], hashers).get(CHANGED)
+            if changed and ends.issuperset(changed) and max(passage.at) > 0:
+                return True
+        return False
+
     def told(
         self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
     ) -> list[PassageStats]:
@@ -92,17 +106,26 @@ class PassageReport:
 
 
 def _told(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:
-    reader, missed = passage.reader, Counter[str]()
-    parts, first = reader.shape.tokens // HASH_TOKENS, min(passage.at)
-    begin = offset = passage.at[first] - first * HASH_TOKENS
-    for part in range(parts):
+    reader, missed = passage.reader, _missed(passage, tokens, hashers)
+    first = min(passage.at)
+    begin = passage.at[first] - first * HASH_TOKENS
+    why = "; ".join(f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missed.items())
+    found = len(passage.at) * HASH_TOKENS
+    return PassageStats(passage.row, begin, reader.shape.tokens, found, why, reader.id, reader.header.label)
+
+
+def _missed(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
+    """The parts of a passage that were not found, by the reason why."""
+    reader, missed = passage.reader, dict[str, list[int]]()
+    first = min(passage.at)
+    offset = passage.at[first] - first * HASH_TOKENS
+    for part in range(reader.shape.tokens // HASH_TOKENS):
         if part in passage.at:
             offset = passage.at[part] - part * HASH_TOKENS
         else:
-            missed[_why(reader, part, tokens, offset + part * HASH_TOKENS, hashers)] += HASH_TOKENS
-    why = "; ".join(f"{count} tokens {reason}" for reason, count in missed.items())
-    found = len(passage.at) * HASH_TOKENS
-    return PassageStats(passage.row, begin, reader.shape.tokens, found, why, reader.id, reader.header.label)
+            why = _why(reader, part, tokens, offset + part * HASH_TOKENS, hashers)
+            missed.setdefault(why, []).append(part)
+    return missed
 
 
 def _why(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers: Sequence[PassageHasher]) -> str:
