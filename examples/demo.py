@@ -59,7 +59,7 @@ def ask(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def generate(model: Any, ids: Any, cache: Any) -> tuple[Any, float]:
+def generate(model: Any, ids: Any, cache: Any, new_tokens: int = ANSWER_TOKENS) -> tuple[Any, float]:
     """Greedy answer, and the seconds until its first token."""
 
     class FirstToken:
@@ -80,7 +80,7 @@ def generate(model: Any, ids: Any, cache: Any) -> tuple[Any, float]:
         ids,
         attention_mask=ids.new_ones(ids.shape),
         past_key_values=cache,
-        max_new_tokens=ANSWER_TOKENS,
+        max_new_tokens=new_tokens,
         do_sample=False,
         streamer=first,
     )

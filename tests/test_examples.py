@@ -16,7 +16,7 @@ import torch
 from families import build, prompt
 from transformers import DynamicCache
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import KVStore, Passage, TieredCache
 
 ROOT = Path(__file__).parent.parent
 
@@ -173,6 +173,92 @@ def test_a_chat_with_any_model(small, tmp_path, monkeypatch, capsys, template):
     assert [user for user, _ in history.turns] == ["Who wrote it?", "When?"]
     ids = example.Talker(example.load(example.arguments_of())[1]).prompt(history, "Why?")
     assert ids.shape[1] > prompt
+
+
+def retriever(*arguments):
+    """What `examples/retriever.py` says in a process of its own."""
+    pytest.importorskip("langchain_core", reason="langchain-core is not installed")
+    command = [sys.executable, str(ROOT / "examples" / "retriever.py"), *map(str, arguments)]
+    done = processes.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_langchain_retriever_answers_from_stored_documents(tmp_path):
+    first = retriever("--store", tmp_path, "--question", "What is k59?", "--question", "<q><k44>")
+    stored, before = map(int, re.search(r"(\d+) stored, (\d+) were before", first).groups())
+    assert stored > 3000 and before == 0
+    for found in re.findall(r"(\d+) of (\d+) tokens restored", first):
+        restored, prompt = map(int, found)
+        assert restored > prompt // 2
+    assert len(re.findall(r"'<a1><b16>', first token", first)) == 2  # with what is stored, and with all computed
+    assert len(re.findall(r"'<a8><b10>', first token", first)) == 2
+    again = retriever("--store", tmp_path, "--question", "What is k59?")
+    assert f"0 stored, {stored} were before" in again and again.count("'<a1><b16>'") == 2
+
+
+def test_a_langchain_retriever_with_any_model_and_documents(small, tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "documents").mkdir()
+    texts = ["The old man looked out over the sea. " * 6, "Nothing had moved since noon. " * 6]
+    for number, text in enumerate(texts):
+        (tmp_path / "documents" / f"{number}.txt").write_text(text)
+    words = ["--model", small, "--documents", tmp_path / "documents", "--question", "Who looked?", "--new-tokens", 4]
+    said = retriever(*words, "--k", 1, "--method", "cache_tune:recompute=0")
+    assert "documents 0\n" in said
+    restored, prompt = map(int, re.search(r"(\d+) of (\d+) tokens restored", said).groups())
+    there = len(Passage(f"{texts[0].strip()}\n\n").ids(AutoTokenizer.from_pretrained(small)))
+    assert restored == there // 16 * 16 and 100 < there < prompt
+
+
+@pytest.fixture
+def corpus(monkeypatch):
+    """`examples/stored_corpus.py`."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("stored_corpus")
+
+
+@pytest.mark.parametrize("language", [True, False])
+def test_the_retriever_finds_what_answers_take(corpus, language):
+    texts, asked = corpus.made_corpus(language)
+    assert len(texts) == 100 and len({one.question for one in asked}) == len(asked) == 64
+    found = corpus.Lexical(texts)
+    for one in asked:
+        best = found.best(one.question, 9)
+        assert len(best) == 9 and best == sorted(set(best))
+        assert set(one.needs) <= set(best) or (one.kind == "two hops" and not language)
+        assert one.answer in texts[one.needs[-1]] or one.answer in texts[one.needs[0]]
+
+
+def test_words_that_are_rare_count_more(corpus):
+    found = corpus.Lexical(["a house by the sea", "a house by the road", "the sea by the road, the grey sea"])
+    assert found.best("the house", 1) in ([0], [1]) and found.best("grey", 1) == [2]
+    assert found.scores(["nowhere"]).tolist() == [0, 0, 0]
+    scores = found.scores(["sea"])
+    assert scores[2] > scores[0] > scores[1] == 0
+
+
+def test_a_reader_gives_documents_the_tokens_they_were_stored_with(corpus, small, tmp_path):
+    """Behind a chat template, too; what it answers is what the model says to these ids."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(small), AutoTokenizer.from_pretrained(small)
+    texts = [f"{line} It was so, and it stayed so for long. " for line in ("He came.", "She left.", "They met.")]
+    with KVStore(tmp_path / "kv") as store:
+        reader = corpus.Reader(model, tokenizer, store, "cache_tune:recompute=0", new_tokens=4)
+        assert reader.keep(texts).stored > 0
+        for template in (None, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"):
+            tokenizer.chat_template = template
+            answer = reader.answer("Who came?", texts[::-1])
+            stored = [len(reader.passage(text).ids(tokenizer)) // 16 * 16 for text in texts]
+            assert sum(each.found for each in answer.stats.passages) == sum(stored)
+            assert not answer.stats.reason and answer.ttft > 0
+            anew = reader.answer("Who came?", texts, DynamicCache(config=model.config))
+            ids = reader.prompt("Who came?", texts).input_ids
+            said = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+            assert anew.text == tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True).strip()
+            assert anew.tokens == ids.shape[1] and anew.stats is None
 
 
 def save_tokenizer(folder):

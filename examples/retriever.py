@@ -1,0 +1,158 @@
+"""Retrieval with LangChain: documents whose KV is stored, so that an answer does not wait for reading them again.
+
+    python examples/retriever.py                                   # a hundred documents, six questions; no network
+    python examples/retriever.py --question "What is k7?" --k 6
+    python examples/retriever.py --model Qwen/Qwen2.5-0.5B-Instruct
+    python examples/retriever.py --model NAME_OR_PATH --documents FOLDER --question "Who wrote it?"
+
+It takes `pip install langchain-core`. The documents' KV is computed once, into --store; another run finds it there. For
+each question a retriever of LangChain's says which documents bear on it, `build_prompt` joins their tokens, and
+`generate(past_key_values=TieredCache(...))` restores their KV wherever they stand, and computes what the question needs
+in its true context. Beside it stands what computing the whole prompt takes, and answers.
+
+A prompt template of LangChain's would join the documents as text, and their tokens would merge at the borders: what is
+merged is not found. So documents go to the model as a list.
+
+For your own: `retriever_over` is the place for FAISS and an embedding model, or any other retriever; `Reader`, in
+stored_corpus.py, is the model's side. The model that ships speaks a language of its own ("<q><k7>" asks for k7), in
+which answers are right or wrong; it is so small that computing takes about as long as restoring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from stored_corpus import REFERENCE, Answer, Asked, Lexical, Reader, load, made_corpus
+
+try:
+    from langchain_core.documents import Document
+    from langchain_core.retrievers import BaseRetriever
+    from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+except ImportError:
+    raise SystemExit("this example takes LangChain: pip install langchain-core") from None
+
+
+class LexicalRetriever(BaseRetriever):
+    """A retriever by words, which needs no model.
+
+    Args:
+        documents: in their order.
+        k: how many are given.
+    """
+
+    documents: list[Document]
+    k: int = 8
+
+    def model_post_init(self, context: Any) -> None:
+        self._lexical = Lexical([document.page_content for document in self.documents])
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return [self.documents[number] for number in self._lexical.best(query, self.k)]
+
+
+def retriever_over(documents: list[Document], k: int) -> BaseRetriever:
+    """Any retriever of LangChain's; put yours here.
+
+    With an embedding model and FAISS (`pip install langchain-huggingface langchain-community faiss-cpu`):
+
+        embeddings = HuggingFaceEmbeddings(model_name="BAAI/bge-small-en-v1.5")
+        return FAISS.from_documents(documents, embeddings).as_retriever(search_kwargs={"k": k})
+    """
+    return LexicalRetriever(documents=documents, k=k)
+
+
+def chain_of(retriever: BaseRetriever, reader: Reader) -> Any:
+    """From a question to an `Answer`, and the documents that it came from."""
+
+    def read(asked: dict[str, Any]) -> dict[str, Any]:
+        texts = [document.page_content for document in asked["documents"]]
+        return {**asked, "answer": reader.answer(asked["question"], texts)}
+
+    return {"question": RunnablePassthrough(), "documents": retriever} | RunnableLambda(read)
+
+
+def main() -> int:
+    arguments = arguments_of()
+    from hf_tiered_cache import KVStore
+
+    model, tokenizer = load(arguments.model, arguments.dtype)
+    temporary = tempfile.TemporaryDirectory(prefix="hf-tiered-retriever-")
+    with temporary as folder, KVStore(arguments.store or folder) as store:
+        reader = Reader(model, tokenizer, store, arguments.method, arguments.new_tokens)
+        texts, questions = corpus_of(arguments, reader)
+        documents = [Document(text, metadata={"number": number}) for number, text in enumerate(texts)]
+        report = reader.keep(texts, progress=True)
+        print(f"{len(texts)} documents, {report.tokens} tokens: {report.stored} stored, {report.restored} were before")
+        chain = chain_of(retriever_over(documents, arguments.k), reader)
+        chain.invoke(questions[0].question)  # the first pass of a process is slow for reasons of its own
+        for asked in questions:
+            tell(asked, chain.invoke(asked.question), reader)
+    return 0
+
+
+def tell(asked: Asked, found: dict[str, Any], reader: Reader) -> None:
+    """What was answered, from which documents, and what computing them all would have said."""
+    from transformers import DynamicCache
+
+    documents, answer = found["documents"], found["answer"]
+    numbers = ", ".join(str(document.metadata["number"]) for document in documents)
+    print(f"\n{asked.question}{f'    (right: {asked.answer})' if asked.answer else ''}\n  documents {numbers}")
+    texts = [document.page_content for document in documents]
+    anew = reader.answer(asked.question, texts, DynamicCache(config=reader.model.config))
+    stats = answer.stats
+    print(f"  {said(answer)}: {stats.tokens_restored} of {answer.tokens} tokens restored")
+    print(f"  {said(anew)}: all computed")
+    if stats.reason:
+        print(f"  {stats.reason}")
+
+
+def said(answer: Answer) -> str:
+    return f"{answer.text!r}, first token after {answer.ttft:.3f} s"
+
+
+def corpus_of(arguments: argparse.Namespace, reader: Reader) -> tuple[list[str], list[Asked]]:
+    """Documents, and what is asked about them: those of a folder, or made ones."""
+    if arguments.documents:
+        texts = [path.read_text(encoding="utf-8") for path in sorted(arguments.documents.glob("*.txt"))]
+        if not texts:
+            raise SystemExit(f"--documents: {arguments.documents} holds no .txt files")
+        made = []
+    else:
+        texts, made = made_corpus(reader.speaks_language)
+        kinds = dict.fromkeys(asked.kind for asked in made)
+        made = [[asked for asked in made if asked.kind == kind][n] for kind in kinds for n in range(2)]
+    if arguments.question:
+        made = [Asked(in_language(words, reader), "", (), "") for words in arguments.question]
+    if not made:
+        raise SystemExit("--documents goes with --question")
+    return texts, made
+
+
+def in_language(words: str, reader: Reader) -> str:
+    """As `<q><k7>` for "What is k7?", where the model speaks that; other words as they are."""
+    asked = re.findall(r"\bk\d+\b", words) if reader.speaks_language and "<" not in words else []
+    return f"<q><{asked[-1]}>" if asked else words
+
+
+def arguments_of() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", default=str(REFERENCE), help="a model of the hub, or a folder; default: one that ships"
+    )
+    parser.add_argument("--dtype", default="auto", help="default: the model's")
+    parser.add_argument("--documents", type=Path, metavar="FOLDER", help="its .txt files, in place of made documents")
+    parser.add_argument("--question", action="append", metavar="TEXT", help="may be repeated; default: made ones")
+    parser.add_argument("--k", type=int, default=8, metavar="N", help="documents in a prompt; default: %(default)s")
+    parser.add_argument("--method", help='such as "cache_tune:recompute=0.3", "epic"; default: cache_tune')
+    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="of an answer; default: %(default)s")
+    parser.add_argument("--store", metavar="DIR", help="where KV is kept; default: a temporary one, deleted at the end")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
