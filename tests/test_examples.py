@@ -303,7 +303,7 @@ def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
     """With a tokenizer that merges letters over the borders of texts, and nothing else stored."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    (block,) = (
+    block, retrieving = (
         b for b in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "segments=" in b
     )
     folder = ROOT / "eval" / "reference" / "xs"
@@ -320,6 +320,10 @@ def test_the_readmes_passages_are_found_behind_any_text(tmp_path, monkeypatch):
     stats = names["cache"].stats
     assert sum(passage.found for passage in stats.passages) == stored
     assert stored >= stats.tokens_restored >= stored - int(0.15 * stored)  # some layers compute more, others fewer
+    exec(retrieving, names)
+    stored = sum(len(Passage(text).ids(names["tokenizer"])) // 16 * 16 for text in names["documents"])
+    assert sum(passage.found for passage in names["cache"].stats.passages) == stored
+    assert names["said"] and not names["cache"].stats.reason
 
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
