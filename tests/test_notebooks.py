@@ -29,6 +29,7 @@ def printed(notebook):
 @NOTEBOOKS
 def test_it_runs_on_the_reference_model(path, monkeypatch):
     monkeypatch.setenv("NOTEBOOK_TOKENS", "256" if path.stem == "conversations" else "512")
+    monkeypatch.setenv("NOTEBOOK_QUESTIONS", "2")
     spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
