@@ -719,3 +719,94 @@ def test_futures_are_what_the_reader_gives(stored):
     future = reader.read(0, [])
     assert isinstance(future, Future)
     assert future.result(timeout=10).nbytes == 0
+
+
+# --- who stays
+
+
+def told(residency, reader, block_group, chunks, mass):
+    """A selector has chosen whole chunks, which got so much attention each."""
+    count = len(chunks)
+    residency.note_attention(
+        reader.owner(block_group), CHUNKS, np.asarray(chunks), np.full(count, mass), np.ones(count)
+    )
+
+
+@pytest.mark.parametrize("policy", ["attention", "importance"])
+def test_what_comes_from_disk_stays_only_where_it_stands_higher(stored, policy):
+    _, (a, b), blocks = stored
+    size = a.shape.block_groups[0].block_bytes
+    residency = Residency(4 * size + 4096, policy=policy)
+    for _ in range(3):
+        told(residency, a, 0, range(4), 0.5)
+    fetch(residency, a, 0, range(4))
+    told(residency, b, 0, range(2), 0.25)  # chosen once: less than those that are there
+    check(fetch(residency, b, 0, range(6)), blocks, b, 0, range(6))  # all come, whoever stays
+    assert tiers_of(residency, a, 0)[:4] == [{"host"}] * 4
+    assert tiers_of(residency, b, 0) == [set()] * CHUNKS
+    for _ in range(5):
+        told(residency, b, 0, range(2), 0.5)
+    fetch(residency, b, 0, range(6))
+    assert tiers_of(residency, b, 0) == [{"host"}] * 2 + [set()] * (CHUNKS - 2)
+    assert sum(map(len, tiers_of(residency, a, 0))) == 2
+
+
+def test_of_blocks_that_nobody_has_spoken_of_the_last_stay(stored):
+    """So a policy that goes by scores is LRU for methods that tell none."""
+    _, (a, b), _ = stored
+    residency = Residency(CHUNKS * a.shape.block_groups[0].block_bytes + 4096, policy="attention")
+    fetch(residency, a, 0, range(CHUNKS))
+    fetch(residency, b, 0, range(CHUNKS))
+    assert tiers_of(residency, b, 0) == [{"host"}] * CHUNKS
+    assert tiers_of(residency, a, 0) == [set()] * CHUNKS
+
+
+def test_the_host_keeps_what_stands_higher_than_what_the_device_gives_up(stored):
+    _, (a, b), _ = stored
+    size = a.shape.block_groups[0].block_bytes
+    budget = 2 * size + 4096
+    residency = Residency(budget, budget, "attention", device_types=frozenset({"cpu"}), direct=True)
+    for chunks, mass in (([0, 1], 0.1), ([2, 3], 0.5), ([4, 5], 0.9)):
+        told(residency, a, 0, chunks, mass)
+    fetch(residency, a, 0, [2, 3])
+    fetch(residency, a, 0, [4, 5])  # these move up, those down
+    assert tiers_of(residency, a, 0)[2:6] == [{"host"}, {"host"}, {"device"}, {"device"}]
+    told(residency, b, 0, [0, 1], 2.0)
+    told(residency, a, 0, [2, 3], 2.0)  # now the host has more than what the device is going to give up
+    fetch(residency, b, 0, [0, 1])
+    assert tiers_of(residency, b, 0)[:2] == [{"device"}] * 2
+    assert tiers_of(residency, a, 0)[2:6] == [{"host"}, {"host"}, set(), set()]
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("policy", ["attention", "importance"])
+@given(
+    asked=requests,
+    host=st.integers(0, 40),
+    device=st.integers(0, 40),
+    staging=st.integers(0, 20),
+    ahead=st.booleans(),
+)
+def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, device, staging, ahead, policy, direct):
+    _, readers, blocks = stored
+    residency = Residency(
+        host * 4096,
+        device * 4096,
+        policy,
+        device_types=frozenset({"cpu"}) if device or staging else frozenset(),
+        direct=direct,
+        staging_budget=staging * 4096,
+    )
+    for number, (which, block_group, chunks) in enumerate(asked):
+        reader, wanted = readers[which], np.array(sorted(chunks))
+        told(residency, reader, block_group, wanted[::2], 1 / (1 + number))
+        lease = residency.fetch([BlockRequest(reader, block_group, wanted)], CPU, StatsCollector(), ahead=ahead)
+        lease.wait()
+        got = {first + i: block.clone() for first, run in runs_of(lease) for i, block in enumerate(run)}
+        check(got, blocks, reader, block_group, lease.leased[0].chunks.tolist())
+        lease.release()
+        assert all(tier.nbytes <= tier.budget for tier in residency._tiers())
+        for reader in readers:
+            for group in (0, 1):
+                assert all(len(where) <= 1 for where in tiers_of(residency, reader, group))
+    assert nothing_is_pinned(residency)

@@ -10,8 +10,8 @@ from .policy import EvictionPolicy, Usage
 class AttentionGuided(EvictionPolicy):
     """A block's score is S = I · F: the attention it ever got times how often it was chosen. The lowest go first.
 
-    Of equals, what was used longest ago goes first. What leaves the device stays on the host only if something there
-    scores lower.
+    Of equals, what was used longest ago goes first. What arrives, from disk or from a faster tier, stays only if
+    something that is there stands lower.
     """
 
     def score(self, usage: Usage) -> np.ndarray:
@@ -21,12 +21,14 @@ class AttentionGuided(EvictionPolicy):
         return np.lexsort((usage.last_used, self.score(usage)))[:count]
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
-        order = np.argsort(-self.score(arriving), kind="stable")
-        lowest = np.sort(self.score(resident))[: max(0, len(order) - free)]
+        score, there = self.score(arriving), self.score(resident)
+        order = np.lexsort((arriving.last_used, score))[::-1]  # best first
+        lowest = np.lexsort((resident.last_used, there))[: max(0, len(order) - free)]
         kept = np.zeros(len(order), bool)
         kept[order[:free]] = True
         rivals = order[free : free + len(lowest)]
-        kept[rivals] = self.score(arriving)[rivals] > lowest
+        later = arriving.last_used[rivals] > resident.last_used[lowest]
+        kept[rivals] = (score[rivals] > there[lowest]) | ((score[rivals] == there[lowest]) & later)
         return kept
 
 

@@ -48,7 +48,7 @@ class EvictionPolicy(ABC):
         return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
-        """Which of the blocks that a faster tier gives up stay in this one, bool.
+        """Which blocks that come to this tier, from disk or from a faster one that gives them up, stay in it: bool.
 
         Args:
             arriving: those blocks.

@@ -176,11 +176,13 @@ class Tier:
         pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, here)
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
-        """Which blocks that a faster tier gives up this one would keep, bool."""
+        """Which blocks that come here this tier would keep, bool."""
         pool, count = self.pool(block_bytes), len(arriving.last_used)
         self._grow(pool, count)
-        resident = pool.usage(pool.evictable())
-        return self.policy.keeps(arriving, resident, len(pool.free_slots(count)))
+        free = len(pool.free_slots(count))
+        if free == count:
+            return np.ones(count, bool)
+        return self.policy.keeps(arriving, pool.usage(pool.evictable()), free)
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
         """Free slots, whatever they hold."""

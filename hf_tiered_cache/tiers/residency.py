@@ -1,8 +1,9 @@
 """Where blocks are, and how they come to the device that computes: device memory, host memory, disk.
 
 The tiers are exclusive: a block that moves up to the device leaves its host slot, one that is evicted from the
-device moves down to the host. What finds no slot there passes through the device's staging area, and stays on the host;
-what finds no room at all travels in memory of the request's own.
+device moves down to the host. What comes from disk stays in a tier if its policy would not rather keep what is there.
+What finds no slot on the device passes through its staging area, and stays on the host; what finds no room at all
+travels in memory of the request's own.
 """
 
 from __future__ import annotations
@@ -321,12 +322,13 @@ class Residency:
         gone = each.leased.request.reader.gone  # nobody will look for it again
         if each.gpu is not None and self._direct and not gone:
             reserved = self._reserve(each.gpu.tier, size, rest, hold, each)
-            each.staged = self._reserve(each.gpu.staging, size, rest[len(reserved) :], hold)
+            rest = _without(rest, reserved)
+            each.staged = self._reserve(each.gpu.staging, size, rest, hold)
             each.on_device.extend((reserved, each.staged))
             each.direct = [*reserved.runs(), *each.staged.runs()]
-            rest = rest[len(reserved) + len(each.staged) :]
+            rest = _without(rest, each.staged)
         staged = [] if gone else [self._reserve(self.host, size, rest, hold, each)]
-        staged.extend(self.host.own_memory(rest[sum(map(len, staged)) :], size))
+        staged.extend(self.host.own_memory(_without(rest, *staged), size))
         each.on_host.extend(staged)
         each.to_read.extend(run for blocks in staged for run in blocks.runs())
 
@@ -348,9 +350,15 @@ class Residency:
     def _reserve(
         self, tier: Tier, block_bytes: int, chunks: np.ndarray, hold: Hold, each: Arrival | None = None
     ) -> Blocks:
-        """Reserve slots for the first of `chunks`, as many as `tier` has room for."""
+        """Reserve slots for the first of `chunks`, as many as `tier` has room for.
+
+        Args:
+            each: of which they are, if they are to stay: then those alone that the tier's policy keeps.
+        """
         if not len(chunks) or not tier.budget:
             return Blocks.none()
+        if each is not None:
+            chunks = chunks[tier.keeps(block_bytes, self._usage(each, chunks))]
         pool, slots = tier.acquire(block_bytes, len(chunks))
         taken = chunks[: len(slots)]
         if len(slots):
@@ -407,9 +415,12 @@ class Residency:
         gpu, size = each.gpu, each.block_bytes
         assert gpu is not None
         reserved = self._reserve(gpu.tier, size, on_host.chunks, lease.hold, each)
-        staged = self._reserve(gpu.staging, size, on_host.chunks[len(reserved) :], lease.hold)
-        rest = on_host.chunks[len(reserved) + len(staged) :]
-        targets = Blocks.join([reserved, staged, *gpu.tier.own_memory(rest, size)])
+        rest = _without(on_host.chunks, reserved)
+        staged = self._reserve(gpu.staging, size, rest, lease.hold)
+        rest = _without(rest, staged)
+        pressed = self._reserve(gpu.tier, size, rest, lease.hold)  # nothing that stays: the staging area is full
+        rest = _without(rest, pressed)
+        targets = Blocks.join([reserved, staged, pressed, *gpu.tier.own_memory(rest, size)])
         gpu.copy(on_host, targets)
         each.on_device.append(targets)
         lease.owns_memory |= len(rest) > 0
@@ -420,9 +431,12 @@ class Residency:
         reader, chunks = each.leased.request.reader, each.staged.chunks
         if each.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
             return
+        self._move_down(each.gpu.device, each.owner, each.count, each.staged, self._usage(each, chunks))
+
+    def _usage(self, each: Arrival, chunks: np.ndarray) -> Usage:
+        """What is known of blocks that arrive."""
         known = self.scores.of(each.owner, chunks)
-        usage = Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
-        self._move_down(each.gpu.device, each.owner, each.count, each.staged, usage)
+        return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
         """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""
@@ -528,3 +542,10 @@ class Residency:
             for tier in self._tiers():
                 tier.clear()
         self.resident.clear()
+
+
+def _without(chunks: np.ndarray, *taken: Blocks) -> np.ndarray:
+    """Those of ascending `chunks` that are none of `taken`, ascending."""
+    for blocks in taken:
+        chunks = np.setdiff1d(chunks, blocks.chunks, assume_unique=True)
+    return chunks
