@@ -224,7 +224,7 @@ class RestoringForward(ForwardPass):
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
-        self.fetcher = Fetcher(store.residency, collector, attachment.device_of)
+        self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
         self.streamed: StreamedPrefix | None = None
@@ -241,7 +241,7 @@ class RestoringForward(ForwardPass):
                 method.selector(),
                 self.fetcher,
                 KeptIndexes(store.disk, store.writer.later),
-                method.ahead_bytes > 0,
+                method.prefetches,
                 store.rewriter.importance if method.reorder else None,
                 method.rechoose,
                 method.observed,

@@ -260,12 +260,22 @@ def test_speculation_stops_when_hit_rate_is_low(tmp_path, monkeypatch):
 def test_guesses_are_taken_up_again():
     guesses = Guesses()
     assert guesses.worth("a")
-    guesses.note("a", 0.1)
+    guesses.note("a", 0.1, 0.05)
     assert not guesses.worth("a")
     assert guesses.worth("b")
     for _ in range(3):
-        guesses.note("a", 0.6)
+        guesses.note("a", 0.6, 0.05)
     assert guesses.worth("a")
+
+
+@pytest.mark.parametrize("budget", [0.05, 0.25, 0.5, 0.9])
+def test_guesses_must_beat_chance_at_the_budget_at_hand(budget):
+    guesses = Guesses()
+    for _ in range(9):
+        guesses.note("random", budget, budget)  # what any guess of that size would hit
+        guesses.note("right", (1 + budget) / 2, budget)
+    assert not guesses.worth("random")
+    assert guesses.worth("right")
 
 
 def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..geometry import Geometry
 from ..restore.observe import CacheObserver, Later
 from ..restore.plan import PlanContext, UnderWay
+from ..restore.selective import PREFETCHED, Prefetched
 from ..select.by_index import WindowSizes
 from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
@@ -67,8 +68,9 @@ class Method:
     Args:
         geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
         ahead_bytes: how far blocks are fetched ahead of the layers that need them: enough to keep a fast disk busy,
-            little enough to bound what a request takes. 0 fetches them when they are needed. Where a front is computed
-            beside loading, all are fetched without a pause.
+            little enough to bound what a request takes. 0 fetches them when they are needed. Who restores a whole
+            prefix runs at least one block group ahead. Where a front is computed beside loading, all are fetched
+            without a pause.
         codec: what stands between tensors and the bytes of blocks: "raw", or "int8" or "fp8", which halve what bfloat16
             takes and lose bits. It restores what was stored with this codec, and nothing else. None: the store's.
     """
@@ -192,6 +194,11 @@ class Method:
     def ranked_by(self) -> str:
         """The name of the ranking of their tokens that it goes by; "" if it goes by none."""
         return ""
+
+    @property
+    def prefetches(self) -> Collection[Prefetched]:
+        """What a method with a budget fetches ahead, within `ahead_bytes`."""
+        return PREFETCHED
 
     @property
     def selects(self) -> bool:

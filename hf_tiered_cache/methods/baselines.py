@@ -10,6 +10,7 @@ import numpy as np
 from ..errors import ConfigError
 from ..geometry import Geometry
 from ..restore.plan import PlanContext
+from ..restore.selective import Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_tokens import TopTokens
@@ -56,7 +57,6 @@ class H2O(Method):
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
-    ahead_bytes: int = 0
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     policy: Literal["lru", "lfu"] = "lfu"
 
@@ -68,6 +68,10 @@ class H2O(Method):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, 1)
+
+    @property
+    def prefetches(self) -> tuple[Prefetched, ...]:
+        return ("keys",)
 
     @property
     def selects(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..geometry import Geometry, KeyIndex
+from ..restore.selective import Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.probe_heads import ProbeHeads
 from ..select.selector import Selector
@@ -27,7 +28,6 @@ class Impress(Method):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    ahead_bytes: int = 0
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     chunk_tokens: int = 64
     probe_heads: int = 3
@@ -44,6 +44,10 @@ class Impress(Method):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return budgeted_tokens(self.budget, prefix_tokens, 1)
+
+    @property
+    def prefetches(self) -> tuple[Prefetched, ...]:
+        return ("keys",)
 
     @property
     def selects(self) -> bool:

@@ -103,12 +103,19 @@ class Fetcher:
         residency: the tiers.
         collector: counts what happens.
         device_of: the device of each layer.
+        ahead_bytes: how much may be there, or on its way, ahead of its need; None for what memory has room for.
     """
 
     def __init__(
-        self, residency: Residency, collector: StatsCollector, device_of: Callable[[int], torch.device]
+        self,
+        residency: Residency,
+        collector: StatsCollector,
+        device_of: Callable[[int], torch.device],
+        ahead_bytes: int | None = None,
     ) -> None:
         self.residency, self.collector, self.device_of = residency, collector, device_of
+        self._ahead_bytes = ahead_bytes
+        self._ahead: dict[FetchUnit, int] = {}  # bytes that were asked for ahead, until the unit is waited for
         self._users: dict[Lease, int] = {}
         self._unconfirmed: dict[Lease, None] = {}  # whose blocks were handed on before they were checked
 
@@ -117,7 +124,7 @@ class Fetcher:
 
         Args:
             wanted: units, and for each its chunks, int64 ascending.
-            ahead: whether this is before they are needed: then within the budgets alone.
+            ahead: whether this is before they are needed: then within the budgets, and `ahead_bytes`, alone.
 
         Raises:
             RestoreError: a fetch could not begin.
@@ -128,6 +135,8 @@ class Fetcher:
         batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
         for unit, chunks in asked.items():
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
+            if ahead:
+                missing = self._bounded(unit, missing)
             if len(missing):
                 batches.setdefault(self.device_of(unit.block_group.layers[0]), []).append((unit, missing))
         for device, batch in batches.items():
@@ -142,13 +151,22 @@ class Fetcher:
                 unit.leased.append(leased)
                 unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
 
+    def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
+        """Those of a unit's chunks that may be fetched ahead."""
+        if self._ahead_bytes is not None:
+            size = unit.block_group.block_bytes
+            chunks = chunks[: max(0, self._ahead_bytes - sum(self._ahead.values())) // size]
+            self._ahead[unit] = self._ahead.get(unit, 0) + len(chunks) * size
+        return chunks
+
     def wait_for(self, units: Iterable[FetchUnit]) -> None:
-        """Wait until their blocks have arrived.
+        """Wait until their blocks, which are needed now, have arrived.
 
         Raises:
             RestoreError: a block did not.
         """
         for unit in units:
+            self._ahead.pop(unit, None)
             for lease in unit.leases:
                 try:
                     self._wait(lease)
@@ -212,6 +230,7 @@ class Fetcher:
                 rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * unit.block_group.block_bytes
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
+            self._ahead.pop(unit, None)
             for lease in unit.leases:
                 self._let_go(lease)
             unit.leases.clear()

@@ -7,10 +7,10 @@ speculation changes nothing but the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,6 +34,11 @@ from .rechoose import LiveSelection
 from .warm_up import WarmUp
 from .window import WindowedSelection
 
+Prefetched = Literal["period", "keys", "guesses"]
+"""What is fetched ahead: of a period's choice what its later layers need (ContiguousKV's intra-period prefetch), what
+the next period chooses from, and what it is guessed to choose (the two parts of its inter-period prefetch)."""
+PREFETCHED: frozenset[Prefetched] = frozenset(("period", "keys", "guesses"))
+
 
 class SelectiveRestore:
     """One pass that attends to a part of what it restores.
@@ -44,7 +49,7 @@ class SelectiveRestore:
         selector: chooses.
         fetcher: of the pass.
         kept: has the indexes that other processes made, for a selector that goes by such.
-        guesses: whether the chunks of one period are fetched for the next before it chooses.
+        prefetches: what is fetched ahead.
         importance: is told what attention each token gets, if not None.
         rechoose: columns between two choices while decoding; 0 for never.
         observed: where queries attend to all that is restored, choices are made for so many of the last ones.
@@ -57,14 +62,14 @@ class SelectiveRestore:
         selector: Selector,
         fetcher: Fetcher,
         kept: KeptIndexes,
-        guesses: bool,
+        prefetches: Collection[Prefetched],
         importance: TokenImportance | None,
         rechoose: int,
         observed: int = 0,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
-        self._guesses, self._importance, self._rechoose = guesses, importance, rechoose
+        self._prefetches, self._importance, self._rechoose = prefetches, importance, rechoose
         self.observed = observed
         restored = plan.suffix or 0
         self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
@@ -208,13 +213,15 @@ class SelectiveRestore:
                 self._note(number, row, choice)
         if before:
             right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(self._chosen, before, strict=True)]
-            self.residency.guesses.note((self.selector, number), float(np.mean(right)))
+            chance = [now.chosen.shape[1] / now.row.tokens for now in self._chosen]
+            self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
         self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number])
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
-            self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            if self._guesses and self.residency.guesses.worth((self.selector, number + 1)):
+            if "keys" in self._prefetches:
+                self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
+            if "guesses" in self._prefetches and self.residency.guesses.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], guess=True)
 
     def _note_warm(
@@ -248,7 +255,10 @@ class SelectiveRestore:
         due = sorted(wanted.items(), key=lambda item: item[0].block_group.layers)
         for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits for its own batch alone
             asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            self.fetcher.bring(asked, ahead=guess or layers[0] not in asked[0][0].block_group.layers)
+            if not guess and layers[0] in asked[0][0].block_group.layers:
+                self.fetcher.bring(asked)
+            elif guess or "period" in self._prefetches:
+                self.fetcher.bring(asked, ahead=True)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""

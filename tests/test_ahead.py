@@ -1,0 +1,149 @@
+"""What a method with a budget fetches ahead of its need: each kind of it, and no more bytes than it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+import pytest
+from families import build, prompt
+from test_selective import PREFIX, ask, fill, question, same
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.methods import H2O, ContiguousKV, Impress
+from hf_tiered_cache.restore.fetch import Fetcher
+from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched, SelectiveRestore
+from hf_tiered_cache.tiers.residency import Residency
+
+
+@dataclass(frozen=True, kw_only=True)
+class Partly(ContiguousKV):
+    """Fetches a part of the usual ahead."""
+
+    prefetched: Collection[Prefetched] = PREFETCHED
+
+    @property
+    def prefetches(self) -> Collection[Prefetched]:
+        return self.prefetched
+
+
+# layers 0 and 1 share a choice, 2 and 3, and 4 and 5; each layer has blocks of its own
+TWO = Partly(budget=0.25, period=2, subperiod=1, solo_layers=0, identify="keys")
+NOW, AHEAD = False, True
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=2)
+
+
+@pytest.fixture
+def fetched(monkeypatch):
+    """By the layer that asks: whether ahead, which layer's blocks, and whether they are keys to choose by."""
+    noted: dict[int, list[tuple[bool, int, str]]] = {}
+    layer = -1
+
+    def fetch(self, requests, device, collector, ahead=False, *, real=Residency.fetch):
+        for request in requests:
+            group = request.reader.shape.block_groups[request.block_group]
+            kind = "keys" if group.identifies else "kv"
+            noted.setdefault(layer, []).append((ahead, group.layers[0], kind))
+        return real(self, requests, device, collector, ahead)
+
+    def fill_layer(self, now, *arguments, real=SelectiveRestore.fill):
+        nonlocal layer
+        layer = now
+        return real(self, now, *arguments)
+
+    monkeypatch.setattr(Residency, "fetch", fetch)
+    monkeypatch.setattr(SelectiveRestore, "fill", fill_layer)
+    return noted
+
+
+def asked_by(model, tmp_path, method, fetched, memory="16MiB"):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=memory) as store:
+        fill(store, model, ids, method)
+        store._storage.residency.clear()
+        fetched.clear()
+        return ask(model, store, question(ids), method)
+
+
+def test_all_that_can_be_known_or_guessed_is_fetched_ahead(model, tmp_path, fetched):
+    asked_by(model, tmp_path, TWO, fetched)
+    assert fetched[-1] == [(NOW, 0, "keys")]
+    # its own blocks, the later layer's of this choice, what the next choice is made from, and a guess at that
+    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv"), (AHEAD, 2, "keys"), (AHEAD, 2, "kv"), (AHEAD, 3, "kv")]
+    assert 1 not in fetched
+    assert (NOW, 2, "keys") not in fetched[2]
+
+
+def test_without_intra_period_prefetch_later_layers_fetch_their_own(model, tmp_path, fetched):
+    asked_by(model, tmp_path, replace(TWO, prefetched=("keys",)), fetched)
+    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 2, "keys")]
+    assert fetched[1] == [(NOW, 1, "kv")]
+    assert fetched[3] == [(NOW, 3, "kv")]
+
+
+def test_without_prefetch_of_the_next_keys_a_choice_waits_for_them(model, tmp_path, fetched):
+    asked_by(model, tmp_path, replace(TWO, prefetched=("period",)), fetched)
+    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 1, "kv")]
+    assert fetched[2] == [(NOW, 2, "keys"), (NOW, 2, "kv"), (AHEAD, 3, "kv")]
+
+
+def test_guesses_alone(model, tmp_path, fetched):
+    asked_by(model, tmp_path, replace(TWO, prefetched=("guesses",)), fetched)
+    assert fetched[0] == [(NOW, 0, "kv"), (AHEAD, 2, "kv"), (AHEAD, 3, "kv")]
+
+
+@pytest.mark.parametrize("nothing", [replace(TWO, prefetched=()), replace(TWO, ahead_bytes=0)], ids=["no kind", "0"])
+def test_nothing_ahead_is_nothing(nothing, model, tmp_path, fetched):
+    asked_by(model, tmp_path, nothing, fetched)
+    assert not any(ahead for some in fetched.values() for ahead, _, _ in some)
+    assert {layer: some for layer, some in fetched.items() if layer % 2} == {
+        -1: [(NOW, 0, "keys")],
+        **{layer: [(NOW, layer, "kv")] for layer in (1, 3, 5)},
+    }
+
+
+@pytest.mark.parametrize("method", [H2O(), Impress(reorder=False)], ids=["h2o", "impress"])
+def test_baselines_fetch_the_next_layers_keys_ahead(method, model, tmp_path, fetched):
+    """As they were published: on top of a system that loads a layer while the one before computes."""
+    asked_by(model, tmp_path, method, fetched)
+    assert [(layer, some.count((AHEAD, layer + 1, "kv"))) for layer, some in fetched.items() if layer >= 0] == [
+        *((layer, 1) for layer in range(5)),
+        (5, 0),
+    ]
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3, 7, 1000])
+def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch):
+    size = 16 * 2 * 64 * 4  # bytes of a block of keys; those of keys and values are twice as large
+    most, ahead_of_need = 0, {}
+
+    def fetch(self, requests, device, collector, ahead=False, *, real=Residency.fetch):
+        nonlocal most
+        for reader, group, chunks in requests if ahead else ():
+            nbytes = len(chunks) * reader.shape.block_groups[group].block_bytes
+            ahead_of_need[reader.id, group] = ahead_of_need.get((reader.id, group), 0) + nbytes
+        most = max(most, sum(ahead_of_need.values()))
+        return real(self, requests, device, collector, ahead)
+
+    def wait_for(self, units, *, real=Fetcher.wait_for):
+        units = list(units)
+        for unit in units:
+            ahead_of_need.pop((unit.reader.id, unit.block_group.index), None)
+        real(self, units)
+
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:
+        fill(store, model, ids, TWO)
+        expected, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=0))
+        monkeypatch.setattr(Residency, "fetch", fetch)
+        monkeypatch.setattr(Fetcher, "wait_for", wait_for)
+        found, _ = ask(model, store, question(ids), replace(TWO, ahead_bytes=blocks * size))
+    same(found, expected)
+    assert most <= blocks * size
+    assert bool(most) == bool(blocks)
+    if blocks == 7:
+        assert most > 5 * size  # as far as that goes
