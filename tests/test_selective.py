@@ -394,8 +394,66 @@ def test_impress_reads_only_its_probes_where_they_agree(tmp_path):
             fill(store, model, ids, method)
             read[name] = ask(model, store, question(ids), method)[1].stats
     layers, size = model.config.num_hidden_layers, 64 * 4
-    assert read["agree"].bytes_identifying == layers * 192 * 2 * size
-    assert read["differ"].bytes_read > layers * 192 * 6 * size  # and the keys of all four
+    agreed, probes = read["agree"], layers * 192 * 2 * size  # the keys of two heads
+    assert 0 < agreed.bytes_identifying < probes  # those of chosen chunks are attended to
+    assert agreed.bytes_read < probes + layers * 192 * 6 * size * 0.9  # and of the rest chosen chunks alone
+    assert read["differ"].bytes_read > layers * 192 * 4 * size  # the keys of all four
+
+
+@pytest.mark.parametrize("alpha", [1e4, 0], ids=["agree", "differ"])
+@pytest.mark.parametrize(("heads", "probes"), [(2, 3), (4, 3), (8, 3)])
+def test_impress_reads_no_key_twice(tmp_path, heads, probes, alpha):
+    model = build("qwen2", hidden_size=512, num_attention_heads=8, num_key_value_heads=heads)  # blocks of whole pages
+    ids, method = prompt(PREFIX), Impress(budget=0.05, probe_heads=probes, chunk_tokens=16, alpha=alpha)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        (row,) = store.segments()
+        shape = store._storage.disk.reader(row.id).shape
+        kv = sum(group.block_bytes * shape.chunks_in(group) for group in shape.block_groups)
+        assert kv == 192 * shape.layout.bytes_per_token  # nothing is stored twice, either
+        stats = ask(model, store, question(ids), method)[1].stats
+    assert kv // 4 < stats.bytes_read <= kv  # all keys, or those of the probes, and some of the rest
+
+
+def test_what_choices_are_made_from_is_known_as_needed_whole(model, tmp_path):
+    """Otherwise it would go first, and be read again each time."""
+    ids = prompt(PREFIX)
+    for method in (METHOD, Impress(budget=0.25, probe_heads=1, chunk_tokens=16, alpha=9, reorder=False)):
+        with KVStore(tmp_path / method.policy, engine="posix", policy=method.policy) as store:
+            fill(store, model, ids, method)
+            for _ in range(3):
+                ask(model, store, question(ids), method)
+            scores = store._storage.residency.scores
+            (row,) = store.segments()
+            groups = _block_groups(store)
+            if method is METHOD:
+                asked = [group for group in groups if group.identifies]
+            else:
+                asked = [group for group in groups if {(p.tensor, p.first_head) for p in group.parts} == {("key", 0)}]
+            assert len(asked) >= 3
+            for group in asked:
+                importance, accesses = scores.of((row.id, group.index), np.arange(12))
+                assert (accesses == 3).all()
+                highest = max(scores.of((row.id, other.index), np.arange(12))[0].max() for other in groups)
+                assert (importance > 0).all()
+                assert importance.min() >= (1 if method is not METHOD else 0.5 * highest)
+
+
+def test_probes_of_what_is_often_asked_stay_in_memory(tmp_path):
+    model = build("qwen2", hidden_size=256, num_attention_heads=4, num_key_value_heads=4)
+    method = Impress(budget=0.1, probe_heads=2, chunk_tokens=16, alpha=1e4, reorder=False)
+    documents = [prompt(PREFIX, seed=seed) for seed in (1, 2, 3)]
+    with KVStore(tmp_path, engine="posix", policy=method.policy, host_memory=0) as store:
+        for ids in documents:
+            fill(store, model, ids, method)
+        keys = 6 * 12 * 16 * 2 * 64 * 4  # of the probes, of all layers
+        store._storage.residency.host.budget = 2 * keys
+        for _ in range(4):
+            ask(model, store, question(documents[0]), method)
+        for ids in documents[1:]:
+            ask(model, store, question(ids), method)
+        again = ask(model, store, question(documents[0]), method)[1].stats
+    assert again.bytes_identifying == 0
 
 
 def test_baselines(model, store):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..geometry import Geometry, KeyIndex
+from ..geometry import Geometry
 from ..restore.selective import Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.probe_heads import ProbeHeads
@@ -20,8 +20,9 @@ class Impress(Method):
     Args:
         budget: share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is the exact method's.
         chunk_tokens: consecutive tokens of a block of keys or of values; all of it is read for one token.
-        probe_heads: kv heads that are asked, whose keys are stored once more, apart (Section 4.1). With grouped queries
-            each speaks for its group; of four kv heads or fewer, two are enough.
+        probe_heads: kv heads that are asked, whose keys lie apart from those of other heads (Section 4.1), so that no
+            key is read twice: the others' are read as they are chosen, or all where the probes disagree. With grouped
+            queries each speaks for its group; of four kv heads or fewer, two are enough.
         alpha: how alike the probes' choices must be: see `ProbeHeads`.
         reorder: whether the tokens of a segment are laid out by importance, layer by layer, once prompts have shown it
             (Section 4.4.1), so that what is chosen lies in few blocks. The exact method reads such segments as well.
@@ -38,7 +39,7 @@ class Impress(Method):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
-        cut = Geometry(self.chunk_tokens, 1, split_kv=True, index=KeyIndex(1, self.probe_heads))
+        cut = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
 

@@ -80,6 +80,7 @@ class SelectiveRestore:
         self._chosen: list[Gathers] = []  # of each of _rows
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
+        self._asked_whole: set[tuple[SegmentReader, int]] = set()  # block groups that the last choice was made from
         self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
@@ -196,6 +197,7 @@ class SelectiveRestore:
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
         before, self._chosen, stalled = self._chosen, [], self.collector.stats.stall_seconds
+        self._asked_whole.clear()
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
                 one = row.group.rows[0]
@@ -273,7 +275,10 @@ class SelectiveRestore:
                     self._importance.note(piece.reader.id, size, layer, held, mass)
             first, inside = row.inside(piece, tokens)
             mine = slice(first, first + len(inside))
+            asked = {group for reader, group in self._asked_whole if reader is piece.reader}
             for block_group in restoring_groups(shape, self._periods[number]) if len(inside) else ():
+                if block_group.index in asked:
+                    continue
                 step = shape.geometry.chunk_tokens
                 chunks, which = np.unique(shape.slot_of_token(block_group, inside) // step, return_inverse=True)
                 held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each
@@ -283,6 +288,14 @@ class SelectiveRestore:
                     chunks,
                     np.bincount(which, choice.mass[tokens[mine]]),
                     np.bincount(which, share[mine]) / held,
+                )
+            for index in asked:  # all of each chunk is wanted every time, and whatever got attention got it by these
+                block_group = shape.block_groups[index]
+                every = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
+                chunks = shape.chunks_of(block_group, every)
+                total = np.full(len(chunks), choice.mass.sum())
+                self.residency.note_attention(
+                    piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
                 )
 
     # --- keys for scoring
@@ -332,6 +345,7 @@ class SelectiveRestore:
                 self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
                 if not self.selector.resident:
                     asked.extend(units)
+                    self._asked_whole.update(names)
                     continue
                 coarse = self._coarsen(piece.reader, layer, units)
             coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)

@@ -36,13 +36,17 @@ class ProbeHeads(Selector):
         own = asked.own_keys[: len(probes)]
         mass = head_mass(asked.query[: len(probes) * served], probes, own, asked.scaling)  # [probes, tokens]
         sets, summed = to_host(top_of_each(mass, asked.count), mass.sum(0))
-        if mean_jaccard(sets) >= jaccard_threshold(asked.count, asked.chunks.tokens, self.alpha):
+        if self.agree(sets, asked.chunks.tokens):
             votes = np.zeros(asked.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
             best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
             return Selection(np.sort(best)[None], summed / len(probes))
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
         return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
+
+    def agree(self, sets: np.ndarray, tokens: int) -> bool:
+        """Whether what the probes choose of so many tokens, int64 `[probes, count]`, may stand for all heads."""
+        return mean_jaccard(sets) >= jaccard_threshold(sets.shape[1], tokens, self.alpha)
 
 
 def mean_jaccard(sets: np.ndarray) -> float:
