@@ -28,7 +28,9 @@ from .store.disk import SegmentStore
 from .store.format import EXACT
 from .store.relayout import relayout_segment
 from .store.segment import SegmentReader
+from .tiers.handover import Handover
 from .tiers.importance import TokenImportance
+from .tiers.residency import Residency
 
 _IMPORTANCE = "importance"
 """Kind of the arrays beside a segment that say how important its tokens were, and to how many prompts."""
@@ -40,10 +42,11 @@ class SegmentRewriter:
 
     Args:
         disk: the segments.
+        residency: the tiers before them.
     """
 
-    def __init__(self, disk: SegmentStore) -> None:
-        self._disk = disk
+    def __init__(self, disk: SegmentStore, residency: Residency) -> None:
+        self._disk, self._residency = disk, residency
         self.importance = TokenImportance()
         self._indexes = KeptIndexes(disk, lambda write: write())
         self._lock = threading.Lock()  # of the next two
@@ -88,7 +91,9 @@ class SegmentRewriter:
         if importance is None:
             return False
         tables = TokenTables.by_importance(importance, reader.shape.block_groups)
-        return not tables.same(reader.shape.tables) and self._replace(segment_id, reader.shape.geometry, tables)
+        if tables.same(reader.shape.tables):
+            return False
+        return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
 
     def prompt_done(self, segments: Iterable[str]) -> None:
         """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
@@ -205,6 +210,7 @@ class SegmentRewriter:
         geometry: Geometry,
         tables: TokenTables | None,
         used: Callable[[], bool] = lambda: False,
+        hand_over: bool = False,
     ) -> bool:
         """The new segment is whole on disk, and found by look-ups, before the old one goes.
 
@@ -212,6 +218,7 @@ class SegmentRewriter:
 
         Args:
             used: asked on the way; when it says so, the new segment is given up.
+            hand_over: whether what memory has of the old one goes to the front of the new one.
 
         Raises:
             _UsedError: it was given up.
@@ -235,7 +242,10 @@ class SegmentRewriter:
                 self._disk.beside.keep(made, *kept)  # without room it is not kept, which is counted
         self.importance.rename(old, header.id)
         self._settle(header.id)  # whoever has asked for it
+        handover = Handover(self._residency, reader) if hand_over else None
         self._disk.remove([old])
+        if handover is not None and made is not None:
+            handover.give_to(made)
         return True
 
 

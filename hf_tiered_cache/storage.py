@@ -91,7 +91,7 @@ class Storage:
             if (other := disk.other_key()) is not None:
                 named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
                 raise ConfigError(f"{path} is encrypted with another key: {named}")
-            self.rewriter = SegmentRewriter(disk)
+            self.rewriter = SegmentRewriter(disk, residency)
             self.passage_index = PassageIndex(disk.index)
             self.rankings = KeptRankings(disk)
             close = partial(_close, self.rewriter, disk, residency.scores)

@@ -263,6 +263,43 @@ def test_what_was_replaced_leaves_the_tiers(model, tmp_path):
         assert not store._storage.residency.scores.of((row.id, 0), np.arange(3)).any()
 
 
+def test_what_memory_has_of_a_segment_goes_on_when_its_tokens_are_reordered(model, tmp_path):
+    ids, method = prompt(400), replace(METHOD, budget=0.1, alpha=9, reorder=True)
+    with KVStore(tmp_path, engine="posix", policy=method.policy, host_memory=0) as store:
+        fill(store, model, ids, method)
+        (old,) = store.segments()
+        residency = store._storage.residency
+        residency.host.budget = 64 << 20
+        for number in range(3):
+            ask(model, store, question(ids, seed=number % 2), method)
+        groups = store._storage.disk.reader(old.id).shape.block_groups
+        was = _known_of(store, groups)
+        ask(model, store, question(ids, seed=1), method)  # the fourth
+        store.flush()
+        (new,) = store.segments()
+        assert new.id != old.id
+        now = _known_of(store, groups)
+        for group in groups:
+            (held, known), (before, _) = now[group.index], was[group.index]
+            assert held == list(range(len(before)))  # as many, the first ones
+            assert (known[1] > 0).any()
+        _, cache = ask(model, store, question(ids, seed=1), method)
+        assert cache.stats.bytes_read <= cache.stats.host.bytes / 4
+        assert cache.stats.host.hits > 0
+
+
+def _known_of(store, groups):
+    """Of each block group of the one segment the chunks in memory, and what is known of all."""
+    (row,) = store.segments()
+    reader, residency = store._storage.disk.reader(row.id), store._storage.residency
+    found = {}
+    for group in groups:
+        owner, every = reader.owner(group.index), np.arange(reader.shape.chunks_in(group))
+        held = residency.find(owner, every, torch.device("cpu"))["host"].tolist()
+        found[group.index] = held, residency.scores.of(owner, every)
+    return found
+
+
 def test_due_after_4_8_16_prompts():
     importance = TokenImportance()
     assert [n for n in range(1, 70) if importance.prompt_done("a")] == [4, 8, 16, 32, 64]

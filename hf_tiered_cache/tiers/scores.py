@@ -50,6 +50,12 @@ class ScoreTable:
             row = self._rows.get(owner[:2])
             return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
 
+    def put(self, owner: Owner, known: np.ndarray) -> None:
+        """Take in what is known of all chunks of a block group, float64 `[2, chunks]`, in place of what was."""
+        with self._lock:
+            self._rows[owner[:2]] = known
+            self._changed.add(owner[:2])
+
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone."""
         with self._lock:
