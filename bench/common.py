@@ -40,6 +40,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    "llama-3.2-1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -199,8 +207,15 @@ def commit_of(folder: Path) -> str:
 
 
 def save(out: Path, name: str, document: dict[str, Any], markdown: str) -> None:
-    """Write `<name>.json` and `<name>.md`."""
+    """Write `<name>.json` and `<name>.md`, which names the commit that was measured, at its end if nowhere else.
+
+    Args:
+        document: with what `machine` says, as "machine".
+    """
     out.mkdir(parents=True, exist_ok=True)
+    commit = document["machine"]["commit"]
+    if commit not in markdown:
+        markdown = f"{markdown.rstrip()}\n\nMeasured at commit {commit}.\n"
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
     (out / f"{name}.md").write_text(markdown)
 

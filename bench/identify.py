@@ -42,7 +42,7 @@ Note = dict[tuple[str, float], float]
 """Recall of each way at each budget, for one question and layer."""
 
 
-def quest_mass(asked: SelectionInput, chunks: Sequence[torch.Tensor]) -> np.ndarray:
+def quest_mass(asked: SelectionInput, chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     """What each chunk gets by its bounds: for each query the most that a key within them could score.
 
     Args:
@@ -56,7 +56,7 @@ def quest_mass(asked: SelectionInput, chunks: Sequence[torch.Tensor]) -> np.ndar
     # sum over d of max(q * least, q * most): the sign of q decides which
     scores = query.clamp(min=0) @ most.transpose(1, 2) + query.clamp(max=0) @ least.transpose(1, 2)
     scaling = query.shape[-1] ** -0.5 if asked.scaling is None else asked.scaling
-    return (scores * scaling).softmax(-1).sum((0, 1)).numpy()
+    return (scores * scaling).softmax(-1).sum((0, 1))
 
 
 def recalls(asked: SelectionInput) -> Note:
@@ -64,22 +64,24 @@ def recalls(asked: SelectionInput) -> Note:
     keys = asked.keys(None)  # [kv_heads, tokens, dim]
     served = asked.query.shape[0] // len(keys)
 
-    def mass(some: torch.Tensor) -> np.ndarray:
+    def mass(some: torch.Tensor) -> torch.Tensor:
         query, own = asked.query[: len(some) * served], asked.own_keys[: len(some)]
-        return attention_mass(query, some, own, asked.scaling).numpy()
+        return attention_mass(query, some, own, asked.scaling)
 
     coarse = torch.empty_like(keys)
     CoarseKeys.of(keys).write(coarse)
     counts = asked.chunks.counts
     chunks = keys.split(counts.tolist(), dim=1)
     means = torch.stack([chunk.mean(1) for chunk in chunks], dim=1)
-    of_chunks = (np.repeat(one, counts) for one in (mass(means), quest_mass(asked, chunks)))  # ranked by token means
+    tokens_of_each = torch.from_numpy(counts)
+    of_chunks = (one.repeat_interleave(tokens_of_each) for one in (mass(means), quest_mass(asked, chunks)))
     found = dict(zip(WAYS, (mass(coarse), mass(keys[:1]), *of_chunks), strict=True))
     note = {}
     for budget in BUDGETS:
         count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))
         wanted, *others = (
-            set(asked.chunks.of(top_chunks(one, asked.chunks, count)).tolist()) for one in (mass(keys), *found.values())
+            set(np.searchsorted(asked.chunks.starts, top_chunks(one, asked.chunks, count).numpy(), "right").tolist())
+            for one in (mass(keys), *found.values())
         )
         note |= {(way, budget): len(wanted & other) / len(wanted) for way, other in zip(WAYS, others, strict=True)}
     return note
@@ -89,7 +91,7 @@ def recalls(asked: SelectionInput) -> Note:
 class Noting(TopChunks):
     """Chooses by all keys, and notes what others would have chosen."""
 
-    notes: list[Note] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list, compare=False)
 
     def choose(self, asked: SelectionInput) -> Selection:
         self.notes.append(recalls(asked))
@@ -100,7 +102,7 @@ class Noting(TopChunks):
 class NotingKV(ContiguousKV):
     """ContiguousKV that notes."""
 
-    notes: list[Note] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list, compare=False)
 
     def selector(self) -> Noting:
         return Noting(self.period, notes=self.notes)

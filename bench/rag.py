@@ -88,9 +88,9 @@ class Bench:
             self.prompts.append(torch.cat(parts).unsqueeze(0).to(self.device))
         for passages in (False, True):
             with KVStore(self.source(passages), host_memory=0) as store:
-                ways = {system.method.passages: system.method for system in systems(0.0) if system.passages == passages}
-                for method in ways.values() if passages else (None,):
-                    store.precompute(self.model, self.pool, segments=passages, method=method)
+                store.precompute(self.model, self.pool, segments=passages, method=CacheTune() if passages else None)
+                if passages:
+                    store.rank(CacheTune.paper())
                 rows = store.segments()
         self.kv_bytes = sum(row.nbytes for row in rows)
         self.token_bytes = self.kv_bytes // sum(row.tokens for row in rows)
@@ -118,7 +118,10 @@ class Bench:
         """One request: what was counted, and the time to its first token."""
         cache = TieredCache(self.model, store, method=system.method, record=False)
         took = first_token(self.model, ids, lambda: cache)
-        return cache.stats.as_dict() | {"ttft_s": took, "ratio": getattr(cache.method, "recompute", None)}
+        return cache.stats.as_dict() | {
+            "ttft_s": took,
+            "ratio": getattr(cache.method, "recompute", None) if system.passages else None,
+        }
 
     def warm(self, store: KVStore, prefixes: KVStore) -> None:
         """Bring everything into memory."""

@@ -1,8 +1,10 @@
 """Selective re-prefill: ContiguousKV, IMPRESS and the systems they beat, on one workload, in one run.
 
     python bench/reprefill.py                                   # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/reprefill.py --shape llama-3.2-1b --layers 8 --period 4 --prefixes 6
     PYTHONPATH=. python bench/reprefill.py --model eval/reference/xs --period 1 --prefixes 40 \
         --requests 120 --warm-up 80
+    python bench/reprefill.py --ablation --budget 0.25          # what each part of ContiguousKV does
     python bench/reprefill.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --bandwidth 0 \
         --device-memory 10GiB --host-memory 24GiB --prefixes 64 --tokens 8192
 
@@ -11,8 +13,9 @@ each is asked follows a normal distribution (ContiguousKV, Section 5.1). Every r
 the other, each with a store and budgets of its own, so that a machine that slows down slows all of them down. Reads
 are cold (O_DIRECT), from a disk that is slowed down: unless --bandwidth says otherwise, so much that loading the KV of
 a token takes as long, beside computing one, as on the paper's machine (Qwen2.5-7B on an A800, an SSD of 7.45 GB/s).
-With --shape, weights and tokens are random, so which chunks are chosen means nothing; with --model, a reference model
-that was trained is asked in its language. Accuracy is measured in eval/. Memory should be 8 MiB or more: less of it is
+With --shape, weights and tokens are random, so which chunks are chosen means nothing, and IMPRESS's probe heads, which
+never agree then, are taken to agree in a share of the layers; with --model, a reference model that was trained is asked
+in its language, and they agree as they do. Accuracy is measured in eval/. Memory should be 8 MiB or more: less of it is
 not shared out among blocks of several sizes.
 """
 
@@ -20,33 +23,65 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import build, load, machine, pyplot, save, table
+from probes import NotedImpress
 from serving import PARTS, Bench, System, add_arguments, ask_all, disk_and_memory
 from workload import CONTEXT, RandomTokens, ReferenceLanguage
 
-from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Impress, Recompute
+from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Recompute
+from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched
 from hf_tiered_cache.stats import TIERS
 
 OURS, KEYS, IMPRESS = "ContiguousKV, resident index", "ContiguousKV, keys", "IMPRESS"
+WITHOUT: dict[str, tuple[Prefetched, ...]] = {
+    "": ("period", "keys", "guesses"),
+    ", no intra-period prefetch": ("keys", "guesses"),
+    ", no prefetch of the next keys": ("period", "guesses"),
+    ", no guesses": ("period", "keys"),
+    ", no prefetch": (),
+}
+"""What an ablation leaves out, and what is left of the prefetching."""
+PAPER_AGREEING = 0.8
+"""Share of the layers in which IMPRESS's probes agree: its paper has fewer than a fifth in which they do not."""
 BUDGET_OF_AIMS = 0.05
 MIB = 1 << 20
 
 
-def systems(budget: float, period: int) -> list[System]:
-    """All of them at one budget."""
+@dataclass(frozen=True, kw_only=True)
+class Ablated(ContiguousKV):
+    """ContiguousKV that fetches a part of the usual ahead."""
+
+    prefetched: Collection[Prefetched] = PREFETCHED
+
+    @property
+    def prefetches(self) -> Collection[Prefetched]:
+        return self.prefetched
+
+
+def contiguous(budget: float, period: int) -> tuple[ContiguousKV, ContiguousKV]:
+    """With the resident index, and as in the paper."""
     ours = ContiguousKV(budget=budget, period=period, subperiod=min(4, period))
-    keys = replace(ours, identify="keys", solo_layers=0)
+    return ours, replace(ours, identify="keys", solo_layers=0)
+
+
+def systems(budget: float, period: int, agreeing: float | None) -> list[System]:
+    """All of them at one budget.
+
+    Args:
+        agreeing: the share of choices at which IMPRESS's probes are taken to agree; None: as they do.
+    """
+    ours, keys = contiguous(budget, period)
     return [
         System(OURS, ours, ours.policy),
         System(KEYS, keys, keys.policy),
-        System(f"{KEYS}, no prefetch", replace(keys, ahead_bytes=0), keys.policy),
-        System(f"{KEYS}, LFU", keys, "lfu"),
-        *impress(Impress(budget=budget)),
+        *impress(NotedImpress(budget=budget, emulated=agreeing)),
         System("H2O + LFU", H2O(budget=budget), "lfu"),
         System("H2O + LRU", H2O(budget=budget), "lru"),
         System("AttentionStore + LRU", AttentionStore(), "lru"),
@@ -54,10 +89,23 @@ def systems(budget: float, period: int) -> list[System]:
     ]
 
 
-def impress(method: Impress) -> list[System]:
-    """IMPRESS, and beside it IMPRESS without its reordering, which rewrites files."""
-    names = {IMPRESS: method, f"{IMPRESS}, without reordering": replace(method, reorder=False)}
+def impress(method: NotedImpress) -> list[System]:
+    """IMPRESS, without its reordering, which rewrites files, and where its probes never agree if that is emulated."""
+    names = {IMPRESS: method, f"{IMPRESS}, without reordering": replace(method, reorder=False, notes=[])}
+    if method.emulated is not None:
+        names[f"{IMPRESS}, probes as they are"] = replace(method, emulated=None, notes=[])
     return [System(name, one, one.policy, own_files=True) for name, one in names.items()]
+
+
+def ablation(budget: float, period: int) -> list[System]:
+    """ContiguousKV, each kind of prefetch switched off by itself, all of them, and its eviction policy replaced."""
+    found = []
+    for name, method in zip((OURS, KEYS), contiguous(budget, period), strict=True):
+        given = {one.name: getattr(method, one.name) for one in fields(method) if one.init}
+        for what, prefetched in WITHOUT.items():
+            found.append(System(f"{name}{what}", Ablated(**given, prefetched=prefetched), method.policy))
+        found += [System(f"{name}, {policy.upper()}", method, policy) for policy in ("lfu", "lru")]
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,7 +151,8 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"budget {result['budget']:.0%}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)} ContiguousKV's period is "
-        f"{result['period']} layers; *keys* is as in its paper, with no solo layer.\n",
+        f"{result['period']} layers; *keys* is as in its paper, with no solo layer. {budgets(result)}"
+        f"{probes(result)}\n",
         "## What is read\n",
         table(
             ["system", "TTFT, ms", "p95", "MiB read", "scoring", "mis-speculated", "tokens read",
@@ -131,10 +180,35 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                 ["aim", "measured", "met"],
                 [[aim["text"], aim["shown"], "yes" if aim["met"] else "no"] for aim in result["aims"]],
             ),
-            f"Of *{OURS}*, against IMPRESS as it is by default. The index reads the keys of a prefix when that is "
-            "asked first, in the warm-up. Accuracy is measured in eval/.\n",
+            f"Of *{OURS}*, against IMPRESS with reordering, and probes as said above. The index reads the keys of a "
+            "prefix when that is asked first, in the warm-up. Accuracy is measured in eval/.\n",
         ]
     return "\n".join(text)
+
+
+def budgets(result: dict[str, Any]) -> str:
+    """How much each unit of choice buys of a prefix, in a sentence."""
+    return (
+        f"Of a prefix's {result['prefix_tokens']} tokens the budget is {result['chosen_tokens']['chunks']} in whole "
+        f"chunks, rounded down, and {result['chosen_tokens']['tokens']} where single tokens are chosen. "
+    )
+
+
+def probes(result: dict[str, Any]) -> str:
+    """How IMPRESS's probes came to agree, in a sentence; "" without it."""
+    if (found := result.get("probes")) is None:
+        return ""
+    asked = min(found["asked"], found["kv_heads"])
+    text = (
+        f"IMPRESS asks {asked} of {found['kv_heads']} KV heads; its probes agreed at {found['agreed'][IMPRESS]:.0%} of "
+    )
+    if found["emulated"] is None:
+        return text + "the choices, measured on this trained model. "
+    as_they_are = found["agreed"][f"{IMPRESS}, probes as they are"]
+    return (
+        f"{text}the choices, which is emulated, as in its paper: with random weights they agree at {as_they_are:.0%} "
+        "(*probes as they are*). "
+    )
 
 
 def _read(name: str, row: dict[str, Any]) -> list[str]:
@@ -189,6 +263,10 @@ def main() -> None:
     parser.add_argument(
         "--period", type=int, default=8, help="layers for which ContiguousKV chooses once (at most all)"
     )
+    parser.add_argument("--layers", type=int, help="so many of the shape's, in place of all")
+    parser.add_argument("--agreeing", type=float, default=PAPER_AGREEING, help="share of choices at which IMPRESS's "
+                        "probes are taken to agree, with --shape")  # fmt: skip
+    parser.add_argument("--ablation", action="store_true", help="ContiguousKV alone, without one part after the other")
     parser.add_argument("--prefixes", type=int, default=8)
     parser.add_argument("--tokens", type=int, help=f"of a prefix (default: 4096; with --model {CONTEXT - 16})")
     add_arguments(parser)
@@ -199,18 +277,35 @@ def main() -> None:
         model, label = load(arguments.model, dtype, device), arguments.model.name
         prompts = ReferenceLanguage(arguments.model, count, arguments.tokens or CONTEXT - 16)
     else:
-        model, label = build(arguments.shape, dtype, device), arguments.shape
+        model, label = build(arguments.shape, dtype, device, layers=arguments.layers), arguments.shape
+        label += f"-{arguments.layers}l" if arguments.layers else ""
         prompts = RandomTokens(model.config.vocab_size, count, arguments.tokens or 4096, arguments.suffix)
     period = min(arguments.period, model.config.num_hidden_layers)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         bench = Bench(arguments, model, prompts, Path(folder))
-        (summary,) = ask_all([(bench, systems(arguments.budget, period))])
+        agreeing = None if arguments.model else arguments.agreeing
+        asked = (
+            ablation(arguments.budget, period) if arguments.ablation else systems(arguments.budget, period, agreeing)
+        )
+        (summary,) = ask_all([(bench, asked)])
         measured_on = machine(device, Path(folder))
     result = {"model": label, "dtype": arguments.dtype, "budget": arguments.budget, "period": period}
     result |= bench.described() | {"machine": measured_on, "systems": summary}
-    if abs(arguments.budget - BUDGET_OF_AIMS) < 1e-9:
+    ours, single, tokens = contiguous(arguments.budget, period)[0], H2O(arguments.budget), result["prefix_tokens"]
+    result["chosen_tokens"] = {"chunks": ours.token_budget(tokens), "tokens": single.token_budget(tokens)}
+    if not arguments.ablation:
+        noted = {one.name: one.method for one in asked if isinstance(one.method, NotedImpress)}
+        result["probes"] = {
+            "kv_heads": model.config.num_key_value_heads,
+            "asked": NotedImpress.probe_heads,
+            "emulated": agreeing,
+            "agreed": {name: float(np.mean(method.notes)) for name, method in noted.items()},
+        }
+    if not arguments.ablation and abs(arguments.budget - BUDGET_OF_AIMS) < 1e-9:
         result["aims"] = [vars(aim) | {"met": aim.met} for aim in aims(summary)]
-    name = arguments.name or f"reprefill-{label}-{arguments.dtype}-{device.type}"
+    kind = "ablation" if arguments.ablation else "reprefill"
+    kind += "" if arguments.budget == BUDGET_OF_AIMS else f"-{arguments.budget:.0%}".rstrip("%")
+    name = arguments.name or f"{kind}-{label}-{arguments.dtype}-{device.type}"
     text = report(result, measured_on)
     save(arguments.out, name, result, text)
     plot(result, arguments.out / f"{name}.png")

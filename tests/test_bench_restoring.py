@@ -1,0 +1,155 @@
+"""Benchmarks of what methods choose and read run, in their smallest form, and no bench is without such a test."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+TESTS = Path(__file__).parent
+BENCH = TESTS.parent / "bench"
+XS = TESTS.parent / "eval" / "reference" / "xs"
+sys.path.append(str(BENCH))
+
+
+def run(monkeypatch, program, *options):
+    """A bench's `main`, as from the command line."""
+    monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, options)])
+    program.main()
+
+
+def read(folder, name):
+    """What it has written: JSON and page, which name the commit."""
+    document, page = json.loads((folder / f"{name}.json").read_text()), (folder / f"{name}.md").read_text()
+    assert document["machine"]["commit"] in page
+    return document, page
+
+
+def test_every_bench_has_a_test_that_runs_it():
+    """It, or another one that imports it."""
+    imports = {path.stem: _imported(path) for path in BENCH.glob("*.py")}
+    run = set().union(*(_imported(path) for path in TESTS.glob("test_*.py"))) & imports.keys()
+    text = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    run |= {name for name in imports if re.search(rf'"(bench/)?{name}\.(py|sh)"', text)}
+    while more := set().union(*(imports[name] for name in run)) & imports.keys() - run:
+        run |= more
+    assert not imports.keys() - run
+
+
+def _imported(path):
+    """The modules that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module)
+    return found
+
+
+def test_identify(tmp_path, monkeypatch):
+    import identify
+
+    run(monkeypatch, identify, "--model", XS, "--questions", 2, "--tokens", 256, "--out", tmp_path)
+    document, page = read(tmp_path, "identify-xs")
+    recall = {name: float(np.mean(row)) for name, row in document["recall_percent"].items()}
+    assert recall["eight bits, 50%"] > 95 > recall["chunk means, 50%"] > 0
+    assert all(len(row) == 8 and 0 <= min(row) <= max(row) <= 100 for row in document["recall_percent"].values())
+    assert document["questions"] == 2
+    assert "2 questions" in page
+
+
+def test_rankings(tmp_path, monkeypatch):
+    import rankings
+
+    run(monkeypatch, rankings, "--model", XS, "--tasks", "reference_hop", "--limit", 2, "--out", tmp_path)
+    document, page = read(tmp_path, "rankings-xs")
+    assert document["prompts"] == 2
+    found = document["found_and_movement_percent"]
+    assert found["context, 50%"][0] > found["random, 5%"][0] >= 0
+    assert "CacheBlend" in page
+
+
+def test_rag(tmp_path, monkeypatch, caplog):
+    import rag
+
+    sizes = ["--pool", 4, "--passages", 2, "--tokens", 64, "--requests", 1, "--media", "host,disk"]
+    run(monkeypatch, rag, "--shape", "tiny", *sizes, "--device", "cpu", "--folder", tmp_path, "--out", tmp_path)
+    document, page = read(tmp_path, "rag-tiny-float32-cpu")
+    assert document["media"].keys() == {"host", "disk"}
+    assert "without the ranking" not in caplog.text
+    assert "full recompute" in page
+
+
+SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]
+
+
+def test_sweep(tmp_path, monkeypatch):
+    import sweep
+
+    sizes = ["--shape", "tiny", "--tokens", 128, "--lengths", "64,128", "--prefixes", 2, "--sweeps", "budget,tokens"]
+    run(monkeypatch, sweep, *sizes, *SMALL, "--out", tmp_path)
+    document, page = read(tmp_path, "sweep-tiny-float32-cpu")
+    assert {row["value"] for row in document["sweeps"]["tokens"]} == {64, 128}
+    assert all(row["ttft_mean_s"] > 0 for rows in document["sweeps"].values() for row in rows)
+    assert "## Budget" in page
+
+
+def test_reprefill(tmp_path, monkeypatch):
+    import reprefill
+
+    sizes = ["--shape", "llama-3.2-1b", "--layers", 1, "--tokens", 512, "--prefixes", 2]
+    monkeypatch.setitem(sys.modules["common"].SHAPES, "llama-3.2-1b", _narrow())
+    run(monkeypatch, reprefill, *sizes, *SMALL, "--agreeing", 1, "--out", tmp_path)
+    document, page = read(tmp_path, "reprefill-llama-3.2-1b-1l-float32-cpu")
+    rows, probes = document["systems"], document["probes"]
+    assert document["chosen_tokens"] == {"chunks": 16, "tokens": 25}
+    assert (probes["kv_heads"], probes["asked"], probes["emulated"]) == (8, 3, 1)
+    assert probes["agreed"]["IMPRESS"] == 1
+    agreeing, differing = rows["IMPRESS"], rows["IMPRESS, probes as they are"]
+    assert probes["agreed"]["IMPRESS, probes as they are"] == 0
+    kv = 512 * document["token_bytes"]
+    assert 0 < agreeing["bytes_read"] <= kv
+    assert 0 < differing["bytes_read"] <= kv  # no key is read twice
+    assert differing["read_amplification"] > 10  # scattered tokens out of blocks of 64
+    assert all(row["ttft_mean_s"] > 0 for row in rows.values())
+    assert len(document["aims"]) == 6
+    assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
+    assert "16 in whole chunks" in page
+
+
+def test_reprefill_on_a_trained_model(tmp_path, monkeypatch):
+    import reprefill
+
+    sizes = ["--model", XS, "--period", 1, "--prefixes", 2, "--tokens", 240]
+    run(monkeypatch, reprefill, *sizes, *SMALL, "--out", tmp_path)
+    document, page = read(tmp_path, "reprefill-xs-float32-cpu")
+    assert document["probes"]["emulated"] is None
+    assert set(document["probes"]["agreed"]) == {"IMPRESS", "IMPRESS, without reordering"}
+    assert "measured on this trained model" in page
+
+
+def test_ablation(tmp_path, monkeypatch):
+    import reprefill
+
+    sizes = ["--shape", "tiny", "--tokens", 256, "--prefixes", 2, "--period", 2, "--ablation", "--budget", 0.25]
+    run(monkeypatch, reprefill, *sizes, *SMALL, "--out", tmp_path)
+    document, page = read(tmp_path, "ablation-25-tiny-float32-cpu")
+    rows = document["systems"]
+    assert len(rows) == 2 * (len(reprefill.WITHOUT) + 2)
+    assert "aims" not in document
+    for name in (reprefill.OURS, reprefill.KEYS):
+        assert rows[f"{name}, no guesses"]["bytes_guessed"] == rows[f"{name}, no prefetch"]["bytes_guessed"] == 0
+        assert {f"{name}, LFU", f"{name}, LRU"} <= rows.keys()
+    assert "IMPRESS asks" not in page
+
+
+def _narrow():
+    """Llama's heads, in a model that is small otherwise."""
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8}
+    heads["head_dim"] = 64  # blocks of whole pages
+    return {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16, "tie_word_embeddings": True, **heads}
