@@ -19,7 +19,8 @@ class ContiguousKV(Method):
     """The suffix attends to the chunks of the prefix that it pays most attention to, chosen once for each period.
 
     Args:
-        budget: share of the prefix's chunks that a layer attends to, in (0, 1]. At 1 the output is the exact method's.
+        budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
+            one at least: 5 % of 512 tokens are 16. At 1 the output is the exact method's.
         chunk_tokens: c, consecutive tokens of a chunk (Section 4.2).
         period: layers that share a choice (Section 4.3.1).
         subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1).
