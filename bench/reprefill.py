@@ -22,6 +22,8 @@ not shared out among blocks of several sizes.
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
@@ -51,6 +53,7 @@ WITHOUT: dict[str, tuple[Prefetched, ...]] = {
 PAPER_AGREEING = 0.8
 """Share of the layers in which IMPRESS's probes agree: its paper has fewer than a fifth in which they do not."""
 BUDGET_OF_AIMS = 0.05
+ACCURACY = Path(__file__).parent.parent / "eval" / "results" / "reference-xs" / "metrics.json"
 MIB = 1 << 20
 
 
@@ -181,7 +184,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                 [[aim["text"], aim["shown"], "yes" if aim["met"] else "no"] for aim in result["aims"]],
             ),
             f"Of *{OURS}*, against IMPRESS with reordering, and probes as said above. The index reads the keys of a "
-            "prefix when that is asked first, in the warm-up. Accuracy is measured in eval/.\n",
+            f"prefix when that is asked first, in the warm-up.{accuracy(result['budget'])}\n",
         ]
     return "\n".join(text)
 
@@ -209,6 +212,20 @@ def probes(result: dict[str, Any]) -> str:
         f"{text}the choices, which is emulated, as in its paper: with random weights they agree at {as_they_are:.0%} "
         "(*probes as they are*). "
     )
+
+
+def accuracy(budget: float, measured: Path = ACCURACY) -> str:
+    """What eval/ has measured at the same budget, in a sentence; "" if nothing."""
+    rows = json.loads(measured.read_text()) if measured.exists() else []
+    found = []
+    for method in ("contiguous_kv", "impress:probe_heads=2", "h2o"):
+        mine = [row for row in rows if row["variant"] == f"{method}@{budget:g}"]
+        if mine:
+            means = (statistics.fmean(row[name]["mean"] for row in mine) for name in ("score", "top1"))
+            found.append(f"{method} {' / '.join(f'{mean:.0f}' for mean in means)}")
+    if not found:
+        return ""
+    return f" Of the reference model's answers / first tokens are right at this budget, %: {', '.join(found)} (eval/)."
 
 
 def _read(name: str, row: dict[str, Any]) -> list[str]:

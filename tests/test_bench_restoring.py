@@ -120,6 +120,8 @@ def test_reprefill(tmp_path, monkeypatch):
     assert len(document["aims"]) == 6
     assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
     assert "16 in whole chunks" in page
+    assert "first tokens are right at this budget, %: contiguous_kv 44 / 48, impress" in page
+    assert reprefill.accuracy(0.07) == ""
 
 
 def test_reprefill_on_a_trained_model(tmp_path, monkeypatch):
