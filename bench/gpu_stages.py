@@ -363,7 +363,10 @@ def trace(run: Run) -> None:
 
 
 def selective(run: Run) -> None:
-    """Prefixes that memory holds a half of, 5 % attended to: ours, IMPRESS, H2O, all of it, and recompute."""
+    """Prefixes that memory holds a half of, 5 % attended to: ours, IMPRESS, H2O, all of it, and recompute.
+
+    IMPRESS's probes, which random weights never let agree, agree in the share of layers that its paper has.
+    """
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     device = device_of(run)
     model = build(shape, getattr(torch, run.dtype), device)
@@ -379,7 +382,7 @@ def selective(run: Run) -> None:
     known = {"shape": shape, "dtype": run.dtype, "prefix": tokens, "prefixes": count, "budget": 0.05}
     wanted = [
         system
-        for system in reprefill.systems(0.05, min(8, model.config.num_hidden_layers))
+        for system in reprefill.systems(0.05, min(8, model.config.num_hidden_layers), reprefill.PAPER_AGREEING)
         if system.name in (reprefill.OURS, f"{reprefill.IMPRESS}, without reordering", "H2O + LFU",
                            "AttentionStore + LRU", "recompute")
     ]  # fmt: skip
