@@ -113,7 +113,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
         else:
             self.rollback(filled)
-            keys, values = self._views()
+            keys, values = (held[:, :, held.shape[2] - (plan.columns - first) :] for held in self._views())
         if plan.suffix is not None:
             keys[:, :, plan.suffix - first :] = key_states
             values[:, :, plan.suffix - first :] = value_states
