@@ -289,6 +289,11 @@ class RestoringForward(ForwardPass):
             self.selection.start()
         self.prefetch.start()
 
+    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+        """See `ForwardPass`. Nobody is told of queries that stand elsewhere in each row."""
+        if all(columns.ndim == 1 for columns in self.plan.computed):
+            super().watch(observer, stop, pads)
+
     def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
         base, computed = self.plan.base, self.plan.computed
         if self.plan.suffix is not None:
@@ -306,11 +311,16 @@ class RestoringForward(ForwardPass):
     def _drop_with_depth(self, plan: Plan) -> None:
         self.rows.clear()
         self.kept.clear()
-        for layer in range(len(plan.computed)):
-            if (rows := plan.rows(layer)) is not None:
-                self.rows[layer] = to_device(rows, self.attachment.device_of(layer))
+        before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
+        for layer, computed in enumerate(plan.computed):
+            device = self.attachment.device_of(layer)
+            if before is None or before[0] is not computed or before[1] != device:
+                rows = plan.rows(layer)
+                before = computed, device, None if rows is None else to_device(rows, device)
+            if before[2] is not None:
+                self.rows[layer] = before[2]
             if (kept := plan.kept(layer)) is not None:
-                self.kept[layer] = to_device(kept, self.attachment.device_of(layer))
+                self.kept[layer] = to_device(kept, device)
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass`."""

@@ -69,7 +69,7 @@ class Request:
         """The arguments for computing only some of the columns.
 
         Args:
-            columns: int64, ascending.
+            columns: of every row, or of each its own (see `Columns`).
             base: columns that the cache holds already.
             pads: of each row.
             suffix: whether every layer computes just these, and all that follow the first of them.
@@ -82,11 +82,12 @@ class Request:
                 kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
             if kwargs.get("attention_mask") is None:
                 kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
-        first = int(columns[0])
-        index = slice(first, None) if len(columns) == self.columns - first else to_device(columns, self.ids.device)
+        index: slice | torch.Tensor = to_device(columns, self.ids.device)
+        if columns.ndim == 1 and len(columns) == self.columns - (first := int(columns[0])):
+            index = slice(first, None)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
-                kwargs[name] = kwargs[name][..., index]
+                kwargs[name] = _some(kwargs[name], index)
         return kwargs
 
 
@@ -195,6 +196,15 @@ def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
     names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
     found = (getattr(config, name, None) for name in names)
     return frozenset(token for token in found if isinstance(token, int))
+
+
+def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+    """Some columns of what is given for each, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
+    if isinstance(index, slice) or index.ndim == 1:
+        return value[..., index]
+    if value.ndim == 1:  # numbers of columns, which masks are told otherwise
+        return value[index[0]]
+    return torch.take_along_dim(value, index.expand(*value.shape[:-2], -1, -1), dim=-1)
 
 
 def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:

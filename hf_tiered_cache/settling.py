@@ -17,6 +17,7 @@ from .patches.attention import can_select, shows_queries
 from .patches.layers import Stopped, decoder_layers, stopping
 from .patches.rotary import RotaryTap
 from .restore.asking import QuestionAttention
+from .restore.columns import of_row, side_by_side
 from .restore.plan import Plan, UnderWay
 from .sources import LayerTensors
 from .transfers import to_device, to_host
@@ -45,7 +46,7 @@ class SettlingForward(RestoringForward):
         self._to_compare = set(() if plan.under_way is None else plan.under_way.compare_layers)
         self._peeking: int | None = None  # the layer that runs up to its attention
         self._moved: torch.Tensor | None = None  # float32 [batch, n], at the layer that compares
-        self._hidden: np.ndarray | None = None  # while the question is asked
+        self._hidden: np.ndarray | None = None  # bool [rows, columns], while the question is asked
         self._attention: QuestionAttention | None = None
 
     def _begin(self, stack: ExitStack) -> None:
@@ -56,8 +57,8 @@ class SettlingForward(RestoringForward):
     def _watch_question(self) -> None:
         """Add up, from here on, what the question attends to."""
         under_way = self.plan.under_way
-        if under_way is not None and under_way.question is not None:
-            self._attention = QuestionAttention(self.plan.columns - under_way.question)
+        if under_way is not None and under_way.questions:
+            self._attention = QuestionAttention(under_way.asking_tokens)
 
     def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         under_way = self.plan.under_way
@@ -68,17 +69,22 @@ class SettlingForward(RestoringForward):
     # --- the question
 
     def _ask(self, forward: Callable[..., Any], under_way: UnderWay) -> None:
-        """Let the question go through the first layers by itself, and say what is computed.
+        """Let each row's question go through the first layers by itself, and say what is computed.
 
-        It sees itself, what is restored, and the first token of each row, which takes much of all attention.
+        It sees itself, what is restored, and the first token of its row, which takes much of all attention.
         """
-        plan, question, seen = self.plan, under_way.question, self._attention
-        assert question is not None and seen is not None
-        begins = np.array([group.pad - plan.base for group in plan.groups])
-        asked = np.union1d(np.intersect1d(begins, under_way.least), np.arange(question, plan.columns))
-        self._hidden = np.setdiff1d(under_way.least, asked, assume_unique=True)
-        visible = np.isin(np.arange(plan.columns), self._hidden, invert=True)
-        self.visible = to_device(visible, self.attachment.device_of(0))
+        plan, seen, asking = self.plan, self._attention, []
+        assert seen is not None
+        begins = {row: group.pad - plan.base for group in plan.groups for row in group.rows}
+        self._hidden = np.zeros((len(begins), plan.columns), bool)
+        for row, question in enumerate(under_way.questions):
+            least = of_row(under_way.least, row)
+            # a row in which nobody asks goes along with its last token
+            asks = (least == begins[row]) | (least >= min(question, plan.columns - 1))
+            self._hidden[row, least[~asks]] = True
+            asking.append(least[asks])
+        self.visible = to_device(~self._hidden, self.attachment.device_of(0))
+        asked = side_by_side(asking)
         self._follow(replace(plan, computed=(asked,) * len(plan.computed)))
         layers = decoder_layers(self.attachment.model, len(plan.computed))
         with suppress(Stopped), stopping(layers, under_way.asked_layers):
@@ -109,7 +115,7 @@ class SettlingForward(RestoringForward):
         return super().attend(layer, query, keys, values, mask, scaling)
 
     def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
-        return None if self._hidden is None else to_device(self._hidden[self._hidden >= first] - first, device)
+        return None if self._hidden is None else to_device(self._hidden[:, first:], device)
 
     # --- what has moved
 
@@ -168,8 +174,8 @@ class SettlingForward(RestoringForward):
 def _without_question(plan: Plan, method: Method) -> Plan:
     """The plan where nobody asks: for a model whose queries are not seen, and behind tokens that a cache holds."""
     under_way = plan.under_way
-    if under_way is None or under_way.question is None:
+    if under_way is None or not under_way.questions:
         return plan
     computed = method.first_computed(under_way.context, None)
-    compares = replace(under_way, question=None, asked_layers=0) if under_way.compare_layers else None
+    compares = replace(under_way, questions=(), asked_layers=0) if under_way.compare_layers else None
     return replace(plan, computed=computed, under_way=compares)

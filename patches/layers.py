@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnsupportedModelError
-from .scope import Scope, current, on
+from .scope import Scope, current, picked
 
 _TAKEN = frozenset(
     {
@@ -99,7 +99,7 @@ def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> t
     rows = scope.tap.rows = scope.rows[layer]
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if layer in scope.kept:
-        hidden_states = _rows(hidden_states, scope.kept[layer])
+        hidden_states = picked(hidden_states, scope.kept[layer], 1)
     # all but the hidden states is made once for the first layer's queries, and handed to every layer
     masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
     changed = {name: _sliced(name, value, rows, masks) for name, value in kwargs.items()}
@@ -134,13 +134,9 @@ def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...]) -
     if value is None:
         return None
     if name == "position_ids":
-        return _rows(value, rows)
+        return picked(value, rows, 1)
     if name == "position_embeddings":
-        return tuple(_rows(table, rows) for table in value)
+        return tuple(picked(table, rows, 1) for table in value)
     if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:
-        return value[:, :, on(value.device, rows)]
+        return picked(value, rows, 2)
     return value
-
-
-def _rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    return tensor[:, on(tensor.device, rows)]

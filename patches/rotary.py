@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .scope import current, on
+from .scope import current, on, picked
 
 _patching = threading.Lock()
 
@@ -175,7 +175,7 @@ class RotaryTap:
     rotates: bool = False
     """Whether any layer of this pass was seen to rotate."""
     rows: torch.Tensor | None = None
-    """Which queries of the pass the present layer has, if not all (see `layers`)."""
+    """Which queries of the pass the present layer has, if not all, `[n]` or `[batch, n]` (see `layers`)."""
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
@@ -244,13 +244,15 @@ class RotaryTap:
         """The table that a rotation was given; it may be a copy on another device, or rows of it."""
         if len(self.tables) == 1:
             (table,) = self.tables
-            rows = table.cos.shape[1] if self.rows is None else len(self.rows)
-            return table if cos.shape == (table.cos.shape[0], rows, table.cos.shape[2]) else None
+            batch, rows, dims = table.cos.shape
+            if self.rows is not None:
+                batch, rows = (batch, len(self.rows)) if self.rows.ndim == 1 else self.rows.shape
+            return table if cos.shape == (batch, rows, dims) else None
         for table in self.tables:
             if table.cos is cos:
                 return table
         for table in self.tables:
-            seen = table.cos if self.rows is None else table.cos[:, on(table.cos.device, self.rows)]
+            seen = table.cos if self.rows is None else picked(table.cos, self.rows, 1)
             if seen.shape == cos.shape and torch.equal(on(cos.device, seen), cos):
                 return table
         return None

@@ -36,11 +36,11 @@ class Scope:
     Args:
         cache: the cache that this pass serves.
         tap: what the rotary patch has seen.
-        positions: columns of the queries, int64 `[queries]`, where they are no plain suffix; else None. Such tensors
-            of indices lie on the model's device.
-        kept: for layers that compute fewer columns than the one before, which of its hidden states they keep.
-        visible: which columns queries may attend to at all, bool `[columns]`; None: as the model's mask says.
-        rows: for layers that compute fewer columns than the first one, which of its queries are theirs.
+        positions: columns of the queries, int64 `[queries]`, or `[batch, queries]` where rows have their own, if they
+            are no plain suffix; else None. Such tensors of indices lie on the model's device.
+        kept: for layers that compute fewer columns than the one before, which of its hidden states they keep: likewise.
+        visible: which columns queries may attend to at all, bool `[batch, columns]`; None: as the model's mask says.
+        rows: for layers that compute fewer columns than the first one, which of its queries are theirs: likewise.
         fronts: for each layer how many of its queries, the first ones, stand at the first columns, one after the other;
             masks and `positions` are of the others alone. () where no layer has such.
     """
@@ -87,6 +87,23 @@ class Scope:
 def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` on `device`: itself, but where a model's layers lie on several."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+
+def picked(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    """Some of what stands along a dimension.
+
+    Args:
+        tensor: `[batch or 1, ...]`.
+        index: int64 `[n]`, or `[batch, n]` for each row of the batch its own.
+        dim: behind the batch's.
+    """
+    index = on(tensor.device, index)
+    if index.ndim == 1:
+        return tensor.index_select(dim, index)
+    rows, count = len(index), tensor.shape[dim]
+    wide = tensor.expand(rows, *tensor.shape[1:]).movedim(dim, 1)
+    flat = index + torch.arange(0, rows * count, count, device=index.device).unsqueeze(1)
+    return wide.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape).movedim(1, dim)
 
 
 _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)

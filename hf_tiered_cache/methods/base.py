@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 from ..codecs import RAW, coded_provenance
 from ..errors import ConfigError
 from ..geometry import Geometry
+from ..restore.asking import Asked
+from ..restore.columns import Columns
 from ..restore.observe import CacheObserver, Later
 from ..restore.plan import PlanContext, UnderWay
 from ..restore.selective import PREFETCHED, Prefetched
@@ -147,8 +149,8 @@ class Method:
         settled = self.codec is not None or self.geometry.codec != RAW or codec == RAW
         return self if settled else replace(self, codec=codec)
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
-        """For each layer the columns to compute, ascending; the others are restored. The suffix, unless said otherwise.
+    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+        """For each layer the columns to compute; the others are restored. The suffix, unless said otherwise.
 
         They never become more with depth, and hold the last `context.must_compute` columns and all columns from
         `context.restorable` on.
@@ -238,11 +240,11 @@ class Method:
         """What of a plan that is not exact is settled while it is followed; None for nothing."""
         return None
 
-    def first_computed(self, context: PlanContext, attention: np.ndarray | None) -> tuple[np.ndarray, ...]:
+    def first_computed(self, context: PlanContext, attention: Asked | None) -> tuple[Columns, ...]:
         """What `positions_to_compute` would say if it knew what the question attends to.
 
         Args:
-            attention: float `[rows, columns]`, not negative, or None where that is not to be had.
+            attention: of each row, or None where that is not to be had.
         """
         return self.positions_to_compute(context)
 
@@ -251,14 +253,14 @@ class Method:
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def go_on(
-        self, under_way: UnderWay, layer: int, columns: np.ndarray, moved: np.ndarray, attention: np.ndarray | None
-    ) -> np.ndarray:
-        """The columns that are computed from one of the `compare_layers` on: int64, ascending.
+        self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
+    ) -> Columns:
+        """The columns that are computed from one of the `compare_layers` on.
 
         Args:
             under_way: of the plan.
             layer: which.
-            columns: those that were computed up to there, int64 `[n]`.
+            columns: those that were computed up to there, n of each row.
             moved: how far their KV is from what is stored, float `[rows, n]`; without meaning where nothing is.
             attention: as for `first_computed`, in the same pass.
         """

@@ -22,7 +22,7 @@ from ..restore.plan import PlanContext, SegmentSlice, UnderWay
 from ..restore.recompute import LOWEST, narrowed_shares
 from ..restore.spectral import RANKED_IN_CONTEXT
 from ..sources import LayerTensors
-from .passages import Passages, check_share, columns_of_passages, count_of, importance_of, question_of
+from .passages import Passages, check_share, columns_of_passages, count_of, importance_of, questions_of
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -118,14 +118,14 @@ class CacheTune(Passages):
     def under_way(self, context: PlanContext) -> UnderWay | None:
         """See `Method`."""
         every, least = columns_of_passages(context)
-        if not 0 < self._share < 1 or len(every) == len(least):
+        if not 0 < self._share < 1 or np.array_equal(every, least):
             return None
-        question = question_of(context, _LONGEST_QUESTION if self.question is None else self.question)
-        asked = context.layers // 2 if self.probe and question is not None else 0
+        questions = questions_of(context, _LONGEST_QUESTION if self.question is None else self.question)
+        asked = context.layers // 2 if self.probe and questions else 0
         compared = tuple(layer for layer, _ in self.narrowing(context.layers))
         if not asked and not compared:
             return None
-        return UnderWay(context, every, least, question, asked, compared)
+        return UnderWay(context, every, least, questions, asked, compared)
 
     def reused_tokens(
         self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None

@@ -13,6 +13,8 @@ from transformers import PreTrainedConfig
 from ..codecs import coded_provenance
 from ..errors import ConfigError
 from ..geometry import Geometry
+from ..restore.asking import Asked
+from ..restore.columns import Columns, of_row, repeats, side_by_side
 from ..restore.passages import sink_token
 from ..restore.plan import PlanContext, RowGroup, SegmentSlice, UnderWay
 from ..restore.spectral import KV, RANKINGS, Ranking, rank_tokens
@@ -87,13 +89,13 @@ class Passages(Method, ABC):
         """
         return ()
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
         under_way = self.under_way(context)
         if under_way is not None and under_way.asked_layers:
             return (under_way.least,) * context.layers
         return self.first_computed(context, None)
 
-    def first_computed(self, context: PlanContext, attention: np.ndarray | None) -> tuple[np.ndarray, ...]:
+    def first_computed(self, context: PlanContext, attention: Asked | None) -> tuple[Columns, ...]:
         """See `Method`."""
         every, least = columns_of_passages(context)
         chosen = self._computed(context, attention)
@@ -106,25 +108,26 @@ class Passages(Method, ABC):
         """See `Method`."""
         narrowing = self.narrowing(context.layers)
         every, least = columns_of_passages(context)
-        if not narrowing or len(every) == len(least):
+        if not narrowing or np.array_equal(every, least):
             return None
         return UnderWay(context, every, least, compare_layers=tuple(layer for layer, _ in narrowing))
 
     def go_on(
-        self, under_way: UnderWay, layer: int, columns: np.ndarray, moved: np.ndarray, attention: np.ndarray | None
-    ) -> np.ndarray:
-        """See `Method`. Of each row the share that `narrowing` says; rows share their columns."""
-        share = dict(self.narrowing(under_way.context.layers))[layer]
-        chosen = [under_way.least]
+        self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
+    ) -> Columns:
+        """See `Method`. Of each row the share that `narrowing` says."""
+        share, chosen = dict(self.narrowing(under_way.context.layers))[layer], []
         for group in under_way.context.groups:
-            row, mine = group.rows[0], _reusable(under_way, group)
-            found = np.isin(columns, mine)
-            score = moved[row, found]
-            if attention is not None:
-                score = score * self.asked_for(attention[row, columns[found]], attention[row, mine].mean())
+            row = group.rows[0]
+            mine, there = _reusable(under_way, group), of_row(columns, row)
+            asked = None if attention is None else attention[row]
+            found = np.isin(there, mine)
+            score = moved[row, repeats(columns, row) :][found]
+            if asked is not None and len(mine):
+                score = score * self.asked_for(asked[there[found]], asked[mine].mean())
             most = np.argsort(-score, kind="stable")[: count_of(share, len(mine))]
-            chosen.append(columns[found][most])
-        return np.unique(np.concatenate(chosen))
+            chosen.append(np.union1d(of_row(under_way.least, row), there[found][most]))
+        return _of_rows(under_way.context, chosen)
 
     def asked_for(self, attention: np.ndarray, mean: float) -> np.ndarray:
         """By how much the question's attention makes tokens matter more.
@@ -135,40 +138,62 @@ class Passages(Method, ABC):
         """
         return np.ones_like(attention)
 
-    def _computed(self, context: PlanContext, attention: np.ndarray | None) -> np.ndarray:
-        """The columns of tokens that some row does not restore, int64 ascending."""
-        restored = np.ones(context.columns, bool)
+    def _computed(self, context: PlanContext, attention: Asked | None) -> Columns:
+        """The columns of tokens that a row does not restore."""
+        restored = []
         for group in context.groups:
-            mine = _held(context, group)
+            mine, asked = _held(context, group), None if attention is None else attention[group.rows[0]]
             passages = [piece for piece in group.pieces if not piece.exact]
             columns = [_columns_of(context, group, piece) for piece in passages]
-            asked = None if attention is None else [attention[group.rows[0], each] for each in columns]
-            for each, tokens in zip(columns, self.reused_tokens(passages, asked), strict=True):
-                mine[each[tokens]] = True
-            restored &= mine
-        restored[context.columns - context.must_compute :] = False
-        return np.flatnonzero(~restored)
+            given = None if asked is None else [asked[each] for each in columns]
+            for each, tokens in zip(columns, self.reused_tokens(passages, given), strict=True):
+                mine[_in_pass(each[tokens])] = True
+            restored.append(mine)
+        return _not_restored(context, restored)
 
 
-def columns_of_passages(context: PlanContext) -> tuple[np.ndarray, np.ndarray]:
-    """The columns that may be computed, all that are not exact, and those that must be: int64 ascending, each."""
-    exact, stored = np.ones(context.columns, bool), np.ones(context.columns, bool)
-    for group in context.groups:
-        mine = _held(context, group)
-        exact &= mine
+def columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
+    """The columns that may be computed, all that are not exact, and those that must be."""
+    exact = [_held(context, group) for group in context.groups]
+    stored = [mine.copy() for mine in exact]
+    for group, mine in zip(context.groups, stored, strict=True):
         for piece in group.pieces:
-            mine[_columns_of(context, group, piece)] = True
-        stored &= mine
-    for restored in (exact, stored):
-        restored[context.columns - context.must_compute :] = False
-    return np.flatnonzero(~exact), np.flatnonzero(~stored)
+            mine[_in_pass(_columns_of(context, group, piece))] = True
+    return _not_restored(context, exact), _not_restored(context, stored)
 
 
-def question_of(context: PlanContext, most: int) -> int | None:
-    """The first column behind the last passage of every row, of so many at most; None if there is none behind it."""
-    ends = [_columns_of(context, group, piece)[-1] + 1 for group in context.groups for piece in group.pieces]
-    first = int(max(max(ends, default=0), context.columns - most))
-    return None if first >= context.columns else first
+def questions_of(context: PlanContext, most: int) -> tuple[int, ...]:
+    """Of each row the first column behind its last passage, of so many at most; () if nothing stands behind any.
+
+    A row without passages, or that ends in one, has no question: its first column is behind the last one.
+    """
+    firsts = {row: context.columns for group in context.groups for row in group.rows}
+    for group in context.groups:
+        if any(not piece.exact for piece in group.pieces):
+            end = max(_columns_of(context, group, piece)[-1] + 1 for piece in group.pieces)
+            firsts |= dict.fromkeys(group.rows, int(max(end, context.columns - most)))
+    found = tuple(firsts[row] for row in sorted(firsts))
+    return found if any(first < context.columns for first in found) else ()
+
+
+def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Columns:
+    """What is computed where rows restore other columns, bool `[columns]` for each group of them.
+
+    Rows share their columns where all that is restored is exact: then each layer computes a suffix, of which all is
+    recorded, with the bits of any other pass over it.
+    """
+    if all(piece.exact for group in context.groups for piece in group.pieces):
+        restored = [np.logical_and.reduce(restored)] * len(restored)
+    computed = [~mine for mine in restored]
+    for mine in computed:
+        mine[context.columns - context.must_compute :] = True
+    return _of_rows(context, [np.flatnonzero(mine) for mine in computed])
+
+
+def _of_rows(context: PlanContext, columns: Sequence[np.ndarray]) -> Columns:
+    """Those of each group of rows, for all rows."""
+    rows = {row: mine for group, mine in zip(context.groups, columns, strict=True) for row in group.rows}
+    return side_by_side([rows[row] for row in sorted(rows)])
 
 
 def _held(context: PlanContext, group: RowGroup) -> np.ndarray:
@@ -177,20 +202,25 @@ def _held(context: PlanContext, group: RowGroup) -> np.ndarray:
     held[: max(0, group.pad - context.base)] = True
     for piece in group.pieces:
         if piece.exact:
-            columns = _columns_of(context, group, piece)
-            held[columns[columns >= 0]] = True
+            held[_in_pass(_columns_of(context, group, piece))] = True
     return held
 
 
 def _columns_of(context: PlanContext, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
+    """Where the tokens of a piece stand; below 0 where the cache holds them already."""
     return np.arange(piece.count) + piece.at + group.pad - context.base
 
 
+def _in_pass(columns: np.ndarray) -> np.ndarray:
+    return columns[columns >= 0]
+
+
 def _reusable(under_way: UnderWay, group: RowGroup) -> np.ndarray:
-    """The columns of a row's passages that every row can restore, int64 ascending."""
+    """The columns of a row's passages that it can restore, int64 ascending."""
     pieces = [piece for piece in group.pieces if not piece.exact]
-    columns = [_columns_of(under_way.context, group, piece) for piece in pieces]
-    return np.setdiff1d(np.concatenate([np.empty(0, np.int64), *columns]), under_way.least, assume_unique=True)
+    columns = [_in_pass(_columns_of(under_way.context, group, piece)) for piece in pieces]
+    every, least = np.concatenate([np.empty(0, np.int64), *columns]), of_row(under_way.least, group.rows[0])
+    return np.setdiff1d(every, least, assume_unique=True)
 
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:

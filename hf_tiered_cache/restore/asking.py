@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -12,14 +14,18 @@ _LARGEST = 1 << 26
 """Attention weights held at a time: 256 MiB of float32."""
 
 
+Asked = Sequence[np.ndarray | None]
+"""What the question of each row attends to: float `[columns]`, not negative; None for a row in which nobody asks."""
+
+
 class QuestionAttention:
     """Adds up what the last queries of each row attend to, layer by layer.
 
     Args:
-        tokens: how many of the last ones ask.
+        tokens: how many of the last ones ask, of each row; 0 for none.
     """
 
-    def __init__(self, tokens: int) -> None:
+    def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = tokens
         self._sum: torch.Tensor | None = None  # float32 [batch, columns]
 
@@ -37,22 +43,25 @@ class QuestionAttention:
         scaling = dim**-0.5 if scaling is None else scaling
         total = torch.zeros(batch, columns, device=query.device)
         step = max(1, _LARGEST // max(1, heads * columns))
-        first = query.shape[2] - self.tokens
         for row in range(batch):
+            if not self.tokens[row]:
+                continue
             wide = keys[row].float().transpose(1, 2)  # [kv_heads, dim, columns]
-            for begin in range(first, query.shape[2], step):
+            for begin in range(query.shape[2] - self.tokens[row], query.shape[2], step):
                 some = slice(begin, begin + step)
                 asking = query[row, :, some].float().unflatten(0, (kv_heads, -1))  # [kv_heads, group, n, dim]
                 logits = (asking.flatten(1, 2) @ wide).unflatten(1, asking.shape[1:3]).mul_(scaling)
                 if mask is not None:
                     logits = _masked(logits, mask[min(row, mask.shape[0] - 1), :, some])
                 total[row] += logits.softmax(-1).sum((0, 1, 2))
-        total /= heads * self.tokens
+            total[row] /= heads * self.tokens[row]
         self._sum = total if self._sum is None else self._sum + on(self._sum.device, total)
 
-    def result(self) -> np.ndarray | None:
-        """float32 `[batch, columns]`, a sum over the layers; None if no layer was seen. A GPU is waited for."""
-        return None if self._sum is None else to_host(self._sum)[0]
+    def result(self) -> Asked | None:
+        """float32, a sum over the layers; None if no layer was seen. A GPU is waited for."""
+        if self._sum is None:
+            return None
+        return [row if asks else None for row, asks in zip(to_host(self._sum)[0], self.tokens, strict=True)]
 
 
 def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..geometry import BlockGroup
 from ..store.segment import SegmentReader
+from .columns import Columns, of_row, places, row_by_row
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ class UnderWay:
 
     Args:
         context: what was planned for.
-        every: the columns that may be computed, int64 ascending: all that are not exact.
+        every: the columns that may be computed: all that are not exact.
         least: those that are computed in any case.
-        question: the first column of the question, which is computed in every layer, as all behind it are; None: there
-            is no question.
+        questions: the first column of each row's question, which is computed in every layer, as all behind it are; the
+            pass's columns for a row in which nobody asks; () for none that does.
         asked_layers: through so many of the first layers the question goes by itself before the pass, over stored KV,
             to say what is computed there; 0 where that is planned. The plan then computes the least.
         compare_layers: the layers, ascending, at which stored KV is compared with computed KV; from there on, or from
@@ -76,11 +77,16 @@ class UnderWay:
     """
 
     context: PlanContext
-    every: np.ndarray
-    least: np.ndarray
-    question: int | None = None
+    every: Columns
+    least: Columns
+    questions: tuple[int, ...] = ()
     asked_layers: int = 0
     compare_layers: tuple[int, ...] = ()
+
+    @property
+    def asking_tokens(self) -> tuple[int, ...]:
+        """How many tokens each row's question has; () where none has one."""
+        return tuple(self.context.columns - first for first in self.questions)
 
     def wants_all(self, layers: Sequence[int]) -> bool:
         """Whether one of `layers`, ascending, needs the stored KV of tokens that it computes, too."""
@@ -94,8 +100,7 @@ class Plan:
     Args:
         base: columns the cache holds already.
         columns: columns that this pass adds, restored and computed.
-        computed: for each layer the columns it computes, int64, ascending; never more than the layer before, and
-            always the last one.
+        computed: for each layer the columns it computes; in no row more than the layer before, and always the last one.
         groups: where the rows' other columns come from.
         budget_tokens: how many restored tokens of a row the layers with full attention may attend to, or None for all.
             Which ones is chosen when the queries are there.
@@ -109,7 +114,7 @@ class Plan:
 
     base: int
     columns: int
-    computed: tuple[np.ndarray, ...]
+    computed: tuple[Columns, ...]
     groups: tuple[RowGroup, ...]
     budget_tokens: int | None = None
     streamed: bool = False
@@ -117,14 +122,15 @@ class Plan:
     fronts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        before: np.ndarray | None = None
+        before: Columns | None = None
         for layer, columns in enumerate(self.computed):
             if columns is before:
                 continue
-            if not len(columns) or columns[-1] != self.columns - 1 or columns[0] < 0 or (np.diff(columns) <= 0).any():
-                raise ValueError(f"layer {layer} must compute ascending columns that end in the last one")
-            if before is not None and not np.isin(columns, before).all():
-                raise ValueError(f"layer {layer} computes columns that layer {layer - 1} does not")
+            for mine, its in row_by_row(columns, columns if before is None else before):
+                if not len(mine) or mine[-1] != self.columns - 1 or mine[0] < 0 or (np.diff(mine) <= 0).any():
+                    raise ValueError(f"layer {layer} must compute ascending columns that end in the last one")
+                if not np.isin(mine, its).all():
+                    raise ValueError(f"layer {layer} computes columns that layer {layer - 1} does not")
             before = columns
 
     @property
@@ -142,7 +148,7 @@ class Plan:
     @cached_property
     def suffix(self) -> int | None:
         """The first computed column if every layer computes just the suffix from there, else None."""
-        if self.fronts or self.under_way is not None:
+        if self.fronts or self.under_way is not None or any(columns.ndim > 1 for columns in self.computed):
             return None
         first = self.computed[0]
         whole = len(first) == self.columns - first[0]
@@ -150,12 +156,11 @@ class Plan:
 
     @cached_property
     def restored_until(self) -> int:
-        """The first column from which on every layer computes all."""
+        """The first column from which on every layer computes all, in every row."""
         last = self.computed[-1]  # no layer computes less
         if self.fronts:
             return self.columns - (len(last) - self.fronts[-1])
-        alone = np.flatnonzero(np.diff(last) > 1)
-        return int(last[alone[-1] + 1] if len(alone) else last[0])
+        return max(_run_at_end(mine) for (mine,) in row_by_row(last))
 
     def with_fronts(self, fronts: Sequence[int]) -> Plan:
         """This plan, by which every layer computes just the suffix, with a front that each computes as well."""
@@ -163,24 +168,20 @@ class Plan:
         made = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # layers may share one
         return replace(self, computed=tuple(made[front] for front in fronts), fronts=tuple(fronts))
 
-    def kept(self, layer: int) -> np.ndarray | None:
-        """Which of the hidden states of the layer before `layer` keeps, or None for all."""
-        return self._within(layer, layer - 1) if layer else None
+    def kept(self, layer: int) -> Columns | None:
+        """Which of the hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
+        return places(self.computed[layer], self.computed[layer - 1]) if layer else None
 
-    def rows(self, layer: int) -> np.ndarray | None:
-        """Which of the first layer's queries are `layer`'s, or None for all."""
-        return self._within(layer, 0)
-
-    def _within(self, layer: int, other: int) -> np.ndarray | None:
-        mine, its = self.computed[layer], self.computed[other]
-        return None if len(mine) == len(its) else np.flatnonzero(np.isin(its, mine, assume_unique=True))
+    def rows(self, layer: int) -> Columns | None:
+        """Which of the first layer's queries are `layer`'s, int64 `[n]` or `[rows, n]`, or None for all."""
+        return places(self.computed[layer], self.computed[0])
 
     def first_kept(self, window: int) -> int:
         """The first column that a layer with this sliding window (0: none) still needs when the pass begins."""
         if not window:
             return -self.base
         first = self.computed[0] if self.under_way is None else self.under_way.every
-        return max(-self.base, int(first[0]) - (window - 1))
+        return max(-self.base, int(first.min()) - (window - 1))
 
     def wanted_tokens(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
@@ -210,7 +211,8 @@ class Plan:
         tokens = np.arange(low, high)
         if self.under_way is not None and self.under_way.wants_all(layers) and not piece.exact:
             return tokens
-        return tokens[~np.isin(tokens + start, self.computed[layers[-1]], assume_unique=True)]
+        computed = of_row(self.computed[layers[-1]], group.rows[0])
+        return tokens[~np.isin(tokens + start, computed, assume_unique=True)]
 
     def restored_columns(self, layer: int, window: int) -> tuple[int, int]:
         """Between which columns those lie that a layer restores, under a plan of a suffix, and fronts or none.
@@ -254,15 +256,24 @@ class Plan:
     @property
     def recomputed_tokens(self) -> float:
         """Of these, those that a layer computes all the same, a mean over the layers; a question's own pass counts."""
-        rows, layers = sum(len(group.rows) for group in self.groups), len(self.computed)
+        layers = len(self.computed)
         if self.fronts:
-            return rows * sum(self.fronts) / layers
+            return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
         counts = {id(columns): self._tokens_in(columns) for columns in self.computed}
         more = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
-        if self.under_way is not None and self.under_way.question is not None:
-            more += rows * (self.columns - self.under_way.question) * self.under_way.asked_layers
+        if self.under_way is not None:
+            more += sum(self.under_way.asking_tokens) * self.under_way.asked_layers
         return more / layers
 
-    def _tokens_in(self, columns: np.ndarray) -> int:
+    def _tokens_in(self, columns: Columns) -> int:
         """How many tokens, over all rows, stand in some columns."""
-        return sum(len(group.rows) * int((columns >= max(0, group.pad - self.base)).sum()) for group in self.groups)
+        return sum(
+            len(group.rows) * int((of_row(columns, group.rows[0]) >= max(0, group.pad - self.base)).sum())
+            for group in self.groups
+        )
+
+
+def _run_at_end(columns: np.ndarray) -> int:
+    """The first of those columns, ascending, that follow one another up to the last."""
+    alone = np.flatnonzero(np.diff(columns) > 1)
+    return int(columns[alone[-1] + 1] if len(alone) else columns[0])

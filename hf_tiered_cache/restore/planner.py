@@ -10,6 +10,7 @@ import numpy as np
 
 from ..geometry import HASH_TOKENS
 from ..store.segment import SegmentReader
+from .columns import Columns
 from .history import History
 from .match import MatchedRun
 from .plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
@@ -24,7 +25,7 @@ Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 class Rules(Protocol):
     """What a method has to say on a plan (see `Method`)."""
 
-    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]: ...
+    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]: ...
 
     def under_way(self, context: PlanContext) -> UnderWay | None: ...
 
@@ -91,7 +92,7 @@ def make_plan(
     plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
     if not plan.exact:
         plan = replace(plan, under_way=rules.under_way(context))
-    if not plan.restored_tokens and len(plan.computed[-1]) == columns:
+    if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
         return None, found
     longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
     if base == 0 and longest > 0 and (budget := rules.token_budget(longest)) < longest:

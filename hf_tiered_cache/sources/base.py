@@ -46,7 +46,10 @@ class RestoringPass(Pass, Protocol):
     """All of it, for layers that attend to it without holding it."""
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
-        """The columns that a layer computes, int64 `[n]`, counted from `first`: one tensor for all layers alike."""
+        """The columns that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
+
+        Layers that compute the same get one tensor.
+        """
 
     def park(self, layer: int) -> None:
         """A layer's keys and values were taken in, and wait for its queries to choose the rest."""
@@ -58,7 +61,7 @@ class RestoringPass(Pass, Protocol):
         """The model does not show what it attends to."""
 
     def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
-        """Columns that are neither restored nor computed, and seen by none, int64 `[n]`, counted from `first`."""
+        """Which columns from `first` on are neither restored nor computed, and seen by none: bool `[batch, n]`."""
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         """The state of a layer's buffer that holds what is restored already, if there is one."""

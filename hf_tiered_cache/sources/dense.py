@@ -12,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..errors import RestoreError
 from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV
+from ..patches.scope import picked
 from ..restore.assemble import restore_layer
 from ..restore.live import Live
 from .base import Pass, RestoringPass
@@ -77,7 +78,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         restoring = self._pass
         if restoring is None:
             return self.update(keys, values)
-        if keys.shape[2] != len(restoring.plan.computed[self.index]):
+        if keys.shape[2] != restoring.plan.computed[self.index].shape[-1]:
             reader = restoring.plan.readers[0]
             raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
         return self._restore(restoring, kind, pre_rope, keys, values)
@@ -127,12 +128,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         columns = restoring.columns(self.index, first, keys.device)
         if (hidden := restoring.hidden(first, keys.device)) is not None:
             for tensor in (keys, values):
-                tensor.index_fill_(2, hidden, 0)  # masked, but must be finite
+                tensor.masked_fill_(hidden[:, None, :, None], 0)  # masked, but must be finite
         if restoring.compares(self.index):
-            stored = keys.index_select(2, columns), values.index_select(2, columns)
+            stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
-        keys.index_copy_(2, columns, key_states)
-        values.index_copy_(2, columns, value_states)
+        for whole, computed in ((keys, key_states), (values, value_states)):
+            _put(whole, columns, computed)
         if restoring.may_fill(self.index, self.snapshot()):
             self.rollback(before)
             return keys, values
@@ -272,3 +273,17 @@ class SlidingSource(DenseSource):
                 "call `activate_past_recording` on the cache before"
             )
         self._forget_unseen()
+
+
+def _put(whole: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
+    """Write `computed`, `[batch, heads, n, dim]`, to some columns of `whole`.
+
+    Args:
+        whole: `[batch, heads, columns, dim]`.
+        columns: int64 `[n]`, or `[batch, n]` for each row its own. One that is given twice is given the same twice.
+    """
+    if columns.ndim == 1:
+        whole.index_copy_(2, columns, computed)
+    else:
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        whole[rows, :, columns] = computed.transpose(1, 2)

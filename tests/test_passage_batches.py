@@ -1,0 +1,317 @@
+"""Batches of prompts with passages: each row computes its own tokens, and is what it would be alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from families import build
+from hypothesis import given
+from hypothesis import strategies as st
+from test_asking import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
+from test_passages import BOS, PASSAGES, QUESTION, fill, join
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Recompute
+from hf_tiered_cache.restore.columns import of_row, places, repeats, row_by_row, side_by_side
+from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
+
+ROWS = [
+    (QUESTION[:7], PASSAGES[2], PASSAGES[1], QUESTION),
+    (QUESTION[:2], PASSAGES[1], PASSAGES[0], QUESTION[:9]),  # shorter, so that it is padded; a shorter question
+    (QUESTION[:11], PASSAGES[0], QUESTION[:5], PASSAGES[3]),  # nobody asks
+    (QUESTION, QUESTION[3:]),  # no passage
+]
+"""Behind the first token; none of the passages begins a row."""
+
+
+@pytest.fixture
+def store(tmp_path):
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+def padded(rows):
+    """The arguments of a pass over rows of several lengths, and of each row its columns of padding."""
+    whole = [torch.cat([BOS, *row]) for row in rows]
+    width = max(map(len, whole))
+    ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.int64), row]) for row in whole])
+    mask = (ids != 0).long()
+    return {"input_ids": ids, "attention_mask": mask}, [width - len(row) for row in whole]
+
+
+@torch.no_grad()
+def run(model, store, rows, method):
+    """Logits of the last token, `[rows, 1, vocabulary]`, and the cache."""
+    given, _ = padded(rows)
+    cache = TieredCache(model, store, method=method, record=False)
+    positions = (given["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    return model(**given, position_ids=positions, past_key_values=cache, logits_to_keep=1).logits, cache
+
+
+def close(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
+
+
+METHODS = {
+    "reuse": CacheTune(0.0),
+    "first layer": CacheTune(0.3, check_layer=1),
+    "settled": CacheTune(0.3, probe=False, widen=1),
+    "each passage": CacheTune(0.3, probe=False, widen=1, across=False),
+    "moved": CacheTune(0.3, probe=False),
+    "asked": CacheTune(0.3, probe=True),
+    "asked, no floor": CacheTune(0.3, probe=True, floor=0.0),
+    "blend": CacheBlend(0.15),
+    "blend, gradual": CacheBlend(0.15, gradual=2),
+    "epic": Epic(),
+}
+FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "glm4", "gemma2", "opt"]
+
+
+@pytest.mark.parametrize(
+    ("family", "how"), [*(("qwen2", how) for how in METHODS), *((family, "asked") for family in FAMILIES)]
+)
+def test_a_row_is_what_it_would_be_alone(family, how, store):
+    """Whatever stands in the others: what is chosen of it, what that gives, and what is counted."""
+    model, method = build(family), METHODS[how]
+    fill(store, model)
+    ours, cache = run(model, store, ROWS, method)
+    alone = [run(model, store, [row], method) for row in ROWS]
+    close(ours, torch.cat([logits for logits, _ in alone]))
+    for name in ("tokens_restored", "tokens_computed", "tokens_recomputed"):
+        each = [getattr(other.stats, name) for _, other in alone]
+        assert getattr(cache.stats, name) == pytest.approx(sum(each), abs=len(ROWS) / 2)  # means are rounded
+    if family != "opt":  # whose positions do not rotate, so that passages stay where they were computed
+        assert cache.stats.tokens_restored > 200
+        full = run(model, store, ROWS, Recompute())[0]
+        assert (ours - full)[:3].abs().amax((1, 2)).min() > 1e-3 * full.abs().max()  # so that this says something
+        assert sorted({passage.row for passage in cache.stats.passages}) == [0, 1, 2]
+
+
+@torch.no_grad()
+def expected(model, row, pad, columns, computed):
+    """Logits of one row where each layer reuses what it does not compute, without hf_tiered_cache.
+
+    Args:
+        pad: columns of padding.
+        columns: of the batch.
+        computed: of each layer the row's columns.
+    """
+    begins = 1 + np.cumsum([0, *map(len, row)])
+    found = [(int(at), part) for at, part in zip(begins[:-1], row, strict=True) if len(part) > len(QUESTION)]
+    kv = stored_kv(model, found, columns - pad)
+    reused = np.zeros(columns, bool)
+    for at, part in found:
+        reused[pad + at : pad + at + len(part)] = True
+    layers = []
+    for mine in computed:
+        without = reused.copy()
+        without[mine] = False
+        layers.append(without[None, pad:])
+    cache = Replacing(model, kv, layers)
+    return model(input_ids=join(BOS, *row), past_key_values=cache, logits_to_keep=1).logits
+
+
+@pytest.mark.parametrize("how", ["reuse", "settled", "asked"])
+def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
+    """Against transformers, each row alone."""
+    model, method = build("qwen2"), Noting(**{k: getattr(METHODS[how], k) for k in ("recompute", "probe", "widen")})
+    fill(store, model)
+    given, pads = padded(ROWS[:3])
+    ours, _ = run(model, store, ROWS[:3], method)
+    later = method.chosen if how == "asked" else method.first
+    computed = [method.first if layer <= NARROW_AT else later for layer in range(LAYERS)]
+    for row, pad in enumerate(pads):
+        mine = [of_row(columns, row) for columns in computed]
+        close(ours[row : row + 1], expected(model, ROWS[row], pad, given["input_ids"].shape[1], mine))
+
+
+@pytest.mark.parametrize("how", ["moved", "asked", "blend"])
+def test_a_batch_computes_no_more_than_its_longest_row(how, store, monkeypatch):
+    """Of hidden states, counted at each layer: so many of each row as of the one that has most alone."""
+    model, seen = build("qwen2"), []
+    kind = type(model.model.layers[0].mlp)
+    forward = kind.forward
+
+    def counted(self, hidden):
+        seen.append(hidden.shape[1])
+        return forward(self, hidden)
+
+    monkeypatch.setattr(kind, "forward", counted)
+    fill(store, model)
+    found = []
+    for rows in (ROWS[:2], *([row] for row in ROWS[:2])):
+        seen.clear()
+        run(model, store, rows, METHODS[how])
+        found.append(list(seen))
+    assert found[0] == np.max(found[1:], axis=0).tolist()
+
+
+def test_decoding_goes_on_in_each_row(store):
+    model = build("qwen2")
+    fill(store, model)
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+    def answers(rows, **more):
+        given, _ = padded(rows)
+        cache = TieredCache(model, store, method=METHODS["asked"], record=False)
+        ids = model.generate(**given, past_key_values=cache, **options, **more)
+        return ids[:, given["input_ids"].shape[1] :], cache
+
+    together, _ = answers(ROWS[:3])
+    alone = [answers([row]) for row in ROWS[:3]]
+    assert torch.equal(together, torch.cat([ids for ids, _ in alone]))
+    beams, cache = answers(ROWS[:3], num_beams=2)
+    assert torch.equal(beams, torch.cat([answers([row], num_beams=2)[0] for row in ROWS[:3]]))
+    assert cache.stats.tokens_restored == 2 * sum(other.stats.tokens_restored for _, other in alone)
+
+
+@torch.no_grad()
+def in_chunks(model, store, rows, first, method):
+    """Logits of the last token, where prompts come in chunks of 50 tokens, `first` of them in the first one."""
+    given, _ = padded(rows)
+    ids, mask = given["input_ids"], given["attention_mask"]
+    positions, at, width = (mask.cumsum(1) - 1).clamp(min=0), 0, ids.shape[1]
+    cache = TieredCache(model, store, method=method, record=False)
+    for stop in (*range(first, width, 50), width):
+        some = {"input_ids": ids[:, at:stop], "attention_mask": mask[:, :stop], "position_ids": positions[:, at:stop]}
+        logits = model(**some, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        at = stop
+    return logits, cache
+
+
+@pytest.mark.parametrize("how", ["reuse", "first layer", "each passage", "moved", "asked", "epic"])
+def test_a_row_in_chunks_is_what_it_would_be_alone(how, store):
+    model, rows = build("qwen2"), ROWS[:3]
+    fill(store, model)
+    _, pads = padded(rows)
+    ours, cache = in_chunks(model, store, rows, 50, METHODS[how])
+    alone = [in_chunks(model, store, [row], 50 - pad, METHODS[how]) for row, pad in zip(rows, pads, strict=True)]
+    close(ours, torch.cat([logits for logits, _ in alone]))
+    assert cache.stats.tokens_restored == sum(other.stats.tokens_restored for _, other in alone) > 0
+
+
+@pytest.mark.parametrize("how", ["moved", "blend", "blend, gradual"])
+def test_a_chunk_that_compares_leaves_those_before_it(how, store):
+    """A layer that is run twice takes over what it has restored, which stands behind what the cache holds."""
+    model = build("qwen2")
+    fill(store, model)
+    cache = TieredCache(model, store, method=METHODS[how], record=False)
+    ids = join(BOS, *ROWS[0])
+    with torch.no_grad():
+        model(input_ids=ids[:, :60], past_key_values=cache, logits_to_keep=1)
+        before = [layer.keys.clone() for layer in cache.layers]
+        model(input_ids=ids[:, 60:], past_key_values=cache, logits_to_keep=1)
+    assert cache.stats.tokens_restored > 100
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys[:, :, :60], keys)
+
+
+@pytest.mark.parametrize("method", [CacheTune(0.0), CacheTune(0.0, check_layer=1)], ids=["reuse", "first layer"])
+def test_a_part_that_begins_in_the_chunk_before(method, store):
+    """What is computed in the chunk before stays so, and the end of this chunk is computed."""
+    model, row = build("qwen2"), (QUESTION[:4], PASSAGES[1], QUESTION)
+    fill(store, model)
+    ours, cache = in_chunks(model, store, [row], 29, method)
+    assert cache.stats.tokens_restored == 16 + 40
+    computed = np.r_[0:5, 21:29, 69:93]
+    layers = [np.arange(93) if layer < method.check_layer else computed for layer in range(LAYERS)]
+    close(ours, expected(model, row, 0, 93, layers))
+
+
+def test_rows_that_are_alike_share_their_columns(store):
+    """Copies of one prompt, and rows that restore nothing but what is exact."""
+    model, exact = build("qwen2"), [(PASSAGES[0], QUESTION), (PASSAGES[1], QUESTION)]
+    fill(store, model)
+    for rows, alike in (([ROWS[0]] * 2, True), (ROWS[:2], False), (exact, True)):
+        method = Noting(0.3, probe=True)
+        ours, cache = run(model, store, rows, method)
+        assert (method.first.ndim == 1) is alike and cache.stats.tokens_restored > 60
+    close(ours, run(model, store, exact, Recompute())[0])
+
+
+@pytest.mark.parametrize("method", [CacheTune(1.0), CacheTune(1.0, probe=True), Epic(recompute=1.0)], ids=str)
+def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
+    model = build("qwen2")
+    fill(store, model)
+    ours, cache = run(model, store, ROWS, method)
+    assert torch.equal(ours, run(model, store, ROWS, Recompute())[0])
+    assert cache.stats.tokens_restored == 0
+
+
+# --- by hand
+
+
+def test_each_row_goes_on_by_what_has_moved_in_it():
+    """Rows with passages of their own: each row chooses its own tokens, one that computes fewer among them."""
+    pieces = [SegmentSlice(None, 0, count, at, exact=False) for count, at in ((20, 0), (16, 2))]
+    groups = tuple(RowGroup((row,), 0, (piece,)) for row, piece in enumerate(pieces))
+    context = PlanContext(0, 24, 0, 1, 4, groups)
+    least = side_by_side([np.arange(20, 24), np.r_[0, 1, 18:24]])
+    under_way = UnderWay(context, np.arange(24), least, compare_layers=(1,))
+    moved = np.zeros((2, 24), np.float32)
+    moved[0, [3, 5]], moved[1, [11, 17]] = 1, [1, 2]
+    chosen = CacheBlend(0.1).go_on(under_way, 1, np.arange(24), moved, None)
+    assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
+    assert of_row(chosen, 1).tolist() == [0, 1, 17, *range(18, 24)]
+    asked = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
+    chosen = CacheTune(0.1, narrow_at=1, widen=2).go_on(under_way, 1, np.arange(24), moved, asked)
+    assert of_row(chosen, 1).tolist() == [0, 1, 11, *range(18, 24)]
+    # what was computed up to there begins with a repeated token of a passage, which is chosen once
+    there = side_by_side([np.r_[3, 5:24], np.r_[0:24]])
+    moved = np.zeros((2, 24), np.float32)
+    moved[0, [0, 1, 2, 3, 4, 5]] = 9, 9, 9, 9, 9, 1  # columns 3, four times in front of itself, and 5
+    chosen = CacheBlend(0.1).go_on(under_way, 1, there, moved, None)
+    assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
+
+
+rows_of_columns = st.lists(st.frozensets(st.integers(0, 40), min_size=1).map(sorted), min_size=1, max_size=4)
+
+
+@given(rows_of_columns, st.data())
+def test_columns_of_rows_side_by_side(rows, data):
+    rows = [np.array([*row[:-1], 41]) if row[-1] != 41 else np.array(row) for row in rows]
+    wide = side_by_side(rows)
+    assert wide.ndim == (1 if all(np.array_equal(row, rows[0]) for row in rows) else 2)
+    assert wide.shape[-1] == max(map(len, rows))
+    for number, row in enumerate(rows):
+        assert of_row(wide, number).tolist() == row.tolist()
+        assert repeats(wide, number) == (wide.shape[-1] - len(row) if wide.ndim == 2 else 0)
+    some = [np.array(sorted({*data.draw(st.sets(st.sampled_from(row.tolist()))), 41})) for row in rows]
+    few = side_by_side(some)
+    assert Plan(0, 42, (wide, few), ()).suffix is None or wide.ndim == few.ndim == 1
+    at = places(few, wide)
+    shape = few.shape if wide.ndim == few.ndim else (len(rows), few.shape[-1])
+    every, mine = (np.broadcast_to(each, (len(rows), each.shape[-1])) for each in (wide, few))
+    if at is None:
+        assert np.array_equal(few, wide)
+    else:
+        assert at.shape == shape
+        taken = np.take_along_axis(every, np.broadcast_to(at, (len(rows), at.shape[-1])), 1)
+        assert np.array_equal(taken, mine)
+
+
+@pytest.mark.parametrize(
+    ("computed", "says"),
+    [
+        (([[0, 9], [2, 8]],), "last"),
+        (([[4, 4, 9], [3, 2, 9]],), "ascending"),
+        (([[4, 4, 9], [2, 4, 9]], [[4, 9], [3, 9]]), "layer 1"),
+        (([[4, 4, 9], [2, 4, 9]], [2, 9]), "layer 1"),
+    ],
+)
+def test_impossible_plans_of_rows_are_refused(computed, says):
+    with pytest.raises(ValueError, match=says):
+        Plan(0, 10, tuple(np.array(c, np.int64) for c in computed), ())
+
+
+def test_a_plan_of_rows_counts_each_row():
+    groups = (RowGroup((0, 2), 0, ()), RowGroup((1,), 3, ()))
+    wide = side_by_side([np.r_[0, 2, 6:10], np.r_[3, 5:10], np.r_[0, 2, 6:10]])
+    few = side_by_side([np.r_[0, 7:10], np.r_[6:10], np.r_[0, 7:10]])
+    plan = Plan(0, 10, (wide, wide, few, few), groups)
+    assert plan.restored_until == 7 and plan.suffix is None
+    assert plan.restored_tokens == 2 * (10 - 4) + (7 - 4)
+    assert plan.recomputed_tokens == (2 * (2 * 2) + 2 * 2) / 4
+    assert [mine.tolist() for (mine,) in row_by_row(plan.rows(2))] == [[0, 3, 4, 5], [2, 3, 4, 5], [0, 3, 4, 5]]
+    assert plan.kept(1) is None and plan.kept(3) is None and np.array_equal(plan.kept(2), plan.rows(2))
