@@ -277,7 +277,8 @@ class RestoringForward(ForwardPass):
             self._place(plan)
             if self.rows or plan.under_way is not None:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
-                stack.enter_context(dropping(layers, 1 if plan.under_way is not None else min(self.rows)))
+                first = 1 if plan.under_way is not None else min(self.rows)
+                stack.enter_context(dropping(layers, first, self))
         stack.callback(self.fetcher.cancel)
         if self.selects and not can_select(config):
             raise needs_attention(self.method, self.attachment.model, SELECTING)

@@ -67,10 +67,11 @@ def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
 
 
 @contextmanager
-def dropping(layers: nn.ModuleList, first: int) -> Iterator[None]:
-    """Within this, the layers from `first` on keep only the hidden states that the current scope says."""
+def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
+    """Within this, the layers from `first` on keep only the hidden states that `scope` says, in its pass."""
     handles = [
-        layers[i].register_forward_pre_hook(_drop_before(i), with_kwargs=True) for i in range(first, len(layers))
+        layers[i].register_forward_pre_hook(_drop_before(i, scope), with_kwargs=True)
+        for i in range(first, len(layers))
     ]
     try:
         yield
@@ -79,10 +80,11 @@ def dropping(layers: nn.ModuleList, first: int) -> Iterator[None]:
             handle.remove()
 
 
-def _drop_before(layer: int) -> Any:
-    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        scope = current()
-        if scope is None:
+def _drop_before(layer: int, scope: Scope) -> Any:
+    def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple | None:
+        # other threads' passes over the same layers have hooks of their own; in them one that is just coming or going
+        # may be called without keywords
+        if kwargs is None or current() is not scope:
             return None
         if scope.peeks_at(layer) and runs_unnoticed(module):
             some, named = again(*_dropped(scope, layer, args, kwargs))

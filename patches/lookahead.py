@@ -82,8 +82,9 @@ class LookAhead:
         return self._predicted.get(layer)
 
     def _note(self, layer: int) -> Any:
-        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if current() is self._scope:  # another thread's pass may use the same model
+        def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+            # another thread's pass may use the same model, and call a hook that comes or goes without keywords
+            if kwargs is not None and current() is self._scope:
                 self._seen[layer] = args, kwargs
 
         return hook

@@ -1,6 +1,9 @@
-"""Batches of prompts with passages: each row computes its own tokens, and is what it would be alone."""
+"""Batches of prompts with passages, and several at once: each row computes its own tokens, and is what it is alone."""
 
 from __future__ import annotations
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -126,6 +129,23 @@ def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
         close(ours[row : row + 1], expected(model, ROWS[row], pad, given["input_ids"].shape[1], mine))
 
 
+def test_the_question_of_each_row_sees_what_it_would_see_alone(store):
+    """Its own tokens, what is restored of its row, and the row's first token; of other rows nothing."""
+    model, method = build("qwen2"), Noting(0.3, probe=True)
+    fill(store, model)
+    rows = [ROWS[0], (QUESTION[:20], *ROWS[1][1:]), ROWS[2]]
+    _, pads = padded(rows)
+    run(model, store, rows, method)
+    together = method.attention, method.asked_again
+    for number, (row, pad) in enumerate(zip(rows, pads, strict=True)):
+        run(model, store, [row], method)
+        for asked, alone in zip(together, (method.attention, method.asked_again), strict=True):
+            if number == 2:
+                assert asked[number] is None and alone is None
+            else:
+                np.testing.assert_allclose(asked[number][pad:], alone[0], rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", ["moved", "asked", "blend"])
 def test_a_batch_computes_no_more_than_its_longest_row(how, store, monkeypatch):
     """Of hidden states, counted at each layer: so many of each row as of the one that has most alone."""
@@ -237,6 +257,28 @@ def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
     ours, cache = run(model, store, ROWS, method)
     assert torch.equal(ours, run(model, store, ROWS, Recompute())[0])
     assert cache.stats.tokens_restored == 0
+
+
+# --- several threads
+
+
+@pytest.mark.parametrize("how", ["settled", "asked", "blend"])
+def test_prompts_in_several_threads_at_once(how, store):
+    """Passes that drop hidden states in the same layers: each drops its own, once."""
+    model = build("qwen2")
+    fill(store, model)
+    rows = [(QUESTION[:shift], *row[1:]) for shift in (1, 3, 5) for row in ROWS[:2]]
+    alone = [run(model, store, [row], METHODS[how]) for row in rows]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(lambda row: run(model, store, [row], METHODS[how]), rows * 2))
+    finally:
+        sys.setswitchinterval(interval)
+    for (ours, cache), (theirs, other) in zip(found, alone * 2, strict=True):
+        close(ours, theirs)
+        assert cache.stats.tokens_restored == other.stats.tokens_restored
 
 
 # --- by hand
