@@ -403,6 +403,7 @@ def passages(run: Run) -> None:
     shape, tiny = run.shapes[0], run.shapes[0] == "tiny"
     arguments = argparse.Namespace(
         shape=shape, dtype=run.dtype, device=str(device_of(run)), ratio=0.15, suffix=32, device_memory="0",
+        layers=None, load_requests=0,
         **({"pool": 3, "passages": 2, "tokens": 64, "instruction": 4, "requests": 1} if tiny else
            {"pool": 12, "passages": 8, "tokens": 512, "instruction": 24, "requests": 4}),
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """Passages anywhere in a prompt: CacheTune and what it is compared with, from memory and from disks of several speeds.
 
-    python bench/rag.py                                  # Qwen2.5-0.5B's shape, float32, this machine's CPU
+    python bench/rag.py                                  # 6 layers of Qwen2.5-0.5B's shape, float32, this machine's CPU
     python bench/rag.py --shape tiny --pool 6 --passages 4 --tokens 64 --requests 2 --media host,disk
     python bench/rag.py --shape qwen2.5-7b --dtype bfloat16 --device cuda --device-memory 10GiB
 
-Every prompt is an instruction, a draw of passages from a pool, in any order, and a new question: so no passage begins a
-prompt, where it would be exact. All systems are asked the same
+Passages are stored as a corpus, before any prompt is known. Every prompt is an instruction, a draw of them, in any
+order, and a new question: so no passage begins a prompt, where it would be exact. All systems are asked the same
 prompts, one after the other, so that a machine that slows down slows all of them down; full recompute, which reads
 nothing, is asked them once, before. Media: `host`, all passages
 in memory; `disk`, the real one, cold each time (O_DIRECT); `ssd` and `hdd`, a disk that is slowed down until computing
@@ -14,7 +14,8 @@ that calibration found on that medium. Prefix caching has each passage stored as
 random: quality is measured in eval/.
 
 Arrivals: requests come at random (Poisson) at rising rates and are served one at a time. The queue is simulated over
-the measured times, 2,000 requests a rate.
+the measured times, 2,000 requests a rate. Beside it real clients ask one model at once, in threads, and decode; and
+prompts come in batches (rag_load.py). What is measured is written at once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import build, first_token, machine, pyplot, save, table
+from rag_load import batch, served, tables
 from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
@@ -44,6 +46,8 @@ FULL, AUTO = "full recompute", "CacheTune, auto"
 RATES = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 """Arrivals, as multiples of what full recompute can serve."""
 SERVED = 2000
+Note = Callable[[str, str, Any], None]
+"""Is told at once what was measured: of which part of the result, of what, and that."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +58,15 @@ class System:
     method: Method
     passages: bool = True
     """Whether it reuses passages that were stored apart; else those that were stored as beginnings of prompts."""
+    once: bool = False
+    """Whether it is asked the last prompt only, since it computes nearly all of each."""
 
 
 def systems(ratio: float) -> list[System]:
     """All of them at one ratio of recomputation, but the one that finds its own."""
     return [
         System(FULL, Recompute(), passages=False),
-        System("prefix caching", Exact(), passages=False),
+        System("prefix caching", Exact(), passages=False, once=True),
         System("full reuse", CacheTune(recompute=0.0)),
         System(f"EPIC, {ratio:.0%}", Epic(recompute=ratio)),
         System(f"CacheBlend, {ratio:.0%}", CacheBlend(recompute=ratio)),
@@ -76,16 +82,18 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.arguments, self.folder = arguments, folder
         self.device = torch.device(arguments.device)
-        self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device)
+        self.model = build(arguments.shape, getattr(torch, arguments.dtype), self.device, layers=arguments.layers)
         random, vocabulary = np.random.default_rng(0), self.model.config.vocab_size
         self.pool = [torch.from_numpy(random.integers(3, vocabulary, arguments.tokens)) for _ in range(arguments.pool)]
-        self.prompts = []
+        made = []
         instruction = torch.from_numpy(random.integers(3, vocabulary, arguments.instruction))
-        for _ in range(arguments.requests + 1):  # the first one warms up
+        for _ in range(max(arguments.requests + 1, arguments.load_requests)):
             chosen = random.permutation(arguments.pool)[: arguments.passages]
             question = torch.from_numpy(random.integers(3, vocabulary, arguments.suffix))
             parts = [instruction, *(self.pool[i] for i in chosen), question]
-            self.prompts.append(torch.cat(parts).unsqueeze(0).to(self.device))
+            made.append(torch.cat(parts).unsqueeze(0).to(self.device))
+        self.prompts = made[: arguments.requests + 1]  # the first one warms up
+        self.load = made[: arguments.load_requests]
         for passages in (False, True):
             with KVStore(self.source(passages), host_memory=0) as store:
                 store.precompute(self.model, self.pool, segments=passages, method=CacheTune() if passages else None)
@@ -137,13 +145,15 @@ class Bench:
         """Ask all systems one prompt after the other. What the first prompt gives, which warms up, is left out."""
         for number, ids in enumerate(tqdm(self.prompts, unit="request", desc=medium)):
             for system in wanted:
+                if system.once and number < len(self.prompts) - 1:
+                    continue
                 row = self.ask(system, store if system.passages else prefixes, ids)
                 if number:
                     yield system, row
 
-    def measure(self, media: list[str]) -> dict[str, dict[str, Any]]:
+    def measure(self, media: list[str], note: Note) -> None:
         """For each medium, what each system takes."""
-        wanted, found = systems(self.arguments.ratio), {}
+        wanted = systems(self.arguments.ratio)
         full: list[dict[str, Any]] = []
         with KVStore(self.folder / "none", host_memory=0) as nothing:
             for ids in tqdm(self.prompts, unit="request", desc=FULL):
@@ -164,8 +174,26 @@ class Bench:
                 rows: dict[str, list[dict[str, Any]]] = {FULL: full[1:]}
                 for system, row in self.turns(wanted[1:], store, prefixes, medium):
                     rows.setdefault(system.name, []).append(row)
-            found[medium] = {name: summarise(some) for name, some in rows.items()}
-        return found
+            note("media", medium, {system.name: summarise(rows[system.name]) for system in wanted})
+
+    def measure_load(self, clients: list[int], batches: list[int], note: Note) -> None:
+        """What clients see that ask at once, and prompts in batches, with all passages in memory."""
+        arguments, every = self.arguments, {system.name: system for system in systems(self.arguments.ratio)}
+        named = [FULL, *(name for name in every if name.startswith(("CacheBlend", "CacheTune, ")) and name != AUTO)]
+        with self.store(True, "host", 0.0) as store:
+            for name in named[1:]:
+                batch(self.model, store, every[name].method, self.load[:1])  # brings passages into memory
+            for name in named:
+                rows: list[dict[str, Any]] = []
+                for count in tqdm(clients, unit="clients", desc=name):
+                    asked = self.load[: max(clients)] if name == FULL else self.load
+                    rows.append(served(self.model, store, every[name].method, asked, count, arguments.decode))
+                    note("load", name, rows)
+            for name in named[1:]:
+                rows = []
+                for size in tqdm([size for size in batches if size <= len(self.load)], unit="batch", desc=name):
+                    rows.append(batch(self.model, store, every[name].method, self.load[:size]))
+                    note("batches", name, rows)
 
 
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -236,8 +264,9 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# Passages in a prompt, {result['shape']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. Prompts of {result['passages']} passages of "
-        f"{result['tokens']} tokens out of {result['pool']}, and {result['suffix']} tokens more; medians of "
-        f"{result['requests']} prompts. Random weights.\n",
+        f"{result['tokens']} tokens out of {result['pool']}, with {result['instruction']} tokens before them and "
+        f"{result['suffix']} behind; medians of {result['requests']} prompts. Random weights. Passages are stored as a "
+        "corpus, before any prompt is known.[^together]\n",
     ]
     for medium, of in result["media"].items():
         full, loaded = of[FULL]["ttft_median_s"], result["arrivals"][medium]
@@ -273,13 +302,15 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
                 ],
             ),
         ]
-    text += ["## Aims\n", table(["aim", "measured", "met"], aims(result["media"], result["ratio"]))]
+    text += [tables(result), "## Aims\n", table(["aim", "measured", "met"], aims(result["media"], result["ratio"]))]
     text += [
         "\n*Tokens computed*: a mean over the layers; CacheBlend computes all of them in the first one.",
         "*auto* was calibrated on prompts of this length, of other passages. Full recompute was measured once, before "
         "the media. *Under load*: requests arrive at random and are served one at a time, a queue simulated over the "
         "measured times; TTFT, waiting included, at 0.9 of the rate that full recompute can serve. All rates: the "
-        "figure, and the JSON.\n",
+        "figure, and the JSON. Prefix caching is asked one prompt.\n",
+        "[^together]: Stored together with the other passages of one prompt they are ranked behind these. That changes "
+        "which tokens are computed, and neither how many nor what is read, so it is no other figure here.\n",
     ]
     return "\n".join(text)
 
@@ -303,6 +334,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--layers", type=int, default=6, help="of the model; 0: all of the shape's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pool", type=int, default=16, help="passages that there are")
@@ -313,26 +345,37 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, default=0.15, help="of recomputation, where it is fixed")
     parser.add_argument("--requests", type=int, default=3, help="that are measured, after one that warms up")
     parser.add_argument("--media", default=",".join(MEDIA), help="of " + ", ".join(MEDIA))
+    parser.add_argument("--clients", default="1,2,4", help="that ask at once")
+    parser.add_argument("--decode", type=int, default=8, help="tokens of each answer that a client waits for")
+    parser.add_argument("--batches", default="1,2,4,8", help="prompts in a batch")
+    parser.add_argument("--load-requests", type=int, default=8, help="prompts of clients and batches")
     parser.add_argument("--device-memory", default="0")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     arguments = parser.parse_args()
+    arguments.layers = arguments.layers or None
+    kept = ("shape", "layers", "dtype", "pool", "passages", "tokens", "instruction", "suffix", "ratio", "requests")
+    result: dict[str, Any] = {name: getattr(arguments, name) for name in (*kept, "decode")}
+    result |= {"media": {}, "arrivals": {}, "load": {}, "batches": {}}
+    depth = f"-{arguments.layers}l" if arguments.layers else ""
+    name = f"rag-{arguments.shape}{depth}-{arguments.dtype}-{torch.device(arguments.device).type}"
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        measured_on = machine(torch.device(arguments.device), Path(folder))
+
+        def note(part: str, of: str, measured: Any) -> None:
+            result[part][of] = measured
+            if part == "media":
+                first = next(iter(result["media"].values()))
+                rates = [rate / first[FULL]["ttft_median_s"] for rate in RATES]
+                result["arrivals"][of] = {name: arrivals(row["ttft_s"], rates) for name, row in measured.items()}
+            save(arguments.out, name, result | {"machine": measured_on}, report(result, measured_on))
+
         bench = Bench(arguments, Path(folder))
-        found = bench.measure(arguments.media.split(","))
-        measured_on = machine(bench.device, Path(folder))
-    kept = ("shape", "dtype", "pool", "passages", "tokens", "suffix", "ratio", "requests")
-    result: dict[str, Any] = {name: getattr(arguments, name) for name in kept} | {"media": found}
-    capacity = 1 / next(iter(found.values()))[FULL]["ttft_median_s"]
-    rates = [capacity * rate for rate in RATES]
-    result["arrivals"] = {
-        medium: {name: arrivals(row["ttft_s"], rates) for name, row in of.items()} for medium, of in found.items()
-    }
-    name = f"rag-{arguments.shape}-{arguments.dtype}-{bench.device.type}"
-    text = report(result, measured_on)
-    save(arguments.out, name, result | {"machine": measured_on}, text)
+        bench.measure(arguments.media.split(","), note)
+        numbers = ([int(number) for number in said.split(",")] for said in (arguments.clients, arguments.batches))
+        bench.measure_load(*numbers, note)
     plot(result, arguments.out / f"{name}.png")
-    print(text)
+    print(report(result, measured_on))
 
 
 if __name__ == "__main__":

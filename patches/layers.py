@@ -70,8 +70,7 @@ def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
 def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
     """Within this, the layers from `first` on keep only the hidden states that `scope` says, in its pass."""
     handles = [
-        layers[i].register_forward_pre_hook(_drop_before(i, scope), with_kwargs=True)
-        for i in range(first, len(layers))
+        layers[i].register_forward_pre_hook(_drop_before(i, scope), with_kwargs=True) for i in range(first, len(layers))
     ]
     try:
         yield

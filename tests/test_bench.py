@@ -173,6 +173,45 @@ def test_pyramid(tmp_path, monkeypatch):
     assert "auto ÷ better" in (tmp_path / "pyramid-tiny-float32-cpu.md").read_text()
 
 
+def test_rag(tmp_path, monkeypatch):
+    import rag
+
+    prompts = ["--pool", "4", "--passages", "3", "--tokens", "32", "--requests", "1", "--media", "host"]
+    load = ["--clients", "1,2", "--batches", "1,2", "--load-requests", "2", "--decode", "3"]
+    options = ["--shape", "tiny", "--layers", "4", *prompts, *load]
+    written = []
+    monkeypatch.setattr(rag, "save", lambda *all_of_it: written.append(all_of_it))
+    monkeypatch.setattr(sys, "argv", ["rag.py", *options, "--out", str(tmp_path)])
+    rag.main()
+    document = written[-1][2]
+    systems = [system.name for system in rag.systems(0.15)]
+    assert list(document["media"]["host"]) == systems == list(document["arrivals"]["host"])
+    assert len(written) == 1 + 3 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
+    for rows in document["load"].values():
+        assert [(row["clients"], row["requests"]) for row in rows] == [(1, 2), (2, 2)]
+        assert all(0 < row["ttft_median_s"] <= row["ttft_p95_s"] < 60 and row["requests_per_s"] > 0 for row in rows)
+        assert all(row["ttft_s"] < row["took_s"] for each in rows for row in each["rows"])
+    tokens, least = 24 + 3 * 32 + 32, (24 + 32) / (24 + 3 * 32 + 32)
+    assert {row["computed"] for rows in [document["load"][rag.FULL]] for row in rows} == {1}
+    for name, rows in document["batches"].items():
+        assert [row["batch"] for row in rows] == [1, 2] and name != rag.FULL
+        assert rows[1]["computed"] == pytest.approx(rows[0]["computed"], abs=1 / tokens)
+        assert least < rows[0]["computed"] < 1
+        of_one_client = document["load"][name][0]["computed"]
+        assert of_one_client == pytest.approx(rows[0]["computed"], abs=1 / tokens)
+    page = written[-1][3]
+    assert page.index("stored as a corpus") < page.index("| system |") < page.index("Stored together")
+    assert "## Clients at once" in page and "## Batches" in page
+
+
+def test_a_queue_of_clients_is_served_one_at_a_time():
+    import rag_load
+
+    alone = {"ttft_median_s": 2.0, "rows": [{"took_s": 2.5}, {"took_s": 3.5}]}
+    assert rag_load.one_at_a_time(alone, 1) == {"ttft_median_s": 2.0, "requests_per_s": 1 / 3}
+    assert rag_load.one_at_a_time(alone, 4) == {"ttft_median_s": 11.0, "requests_per_s": 1 / 3}
+
+
 def test_conversation(tmp_path, monkeypatch):
     import conversation
 
