@@ -10,8 +10,8 @@ prompts, one after the other, so that a machine that slows down slows all of the
 nothing, is asked them once, before. Media: `host`, all passages
 in memory; `disk`, the real one, cold each time (O_DIRECT); `ssd` and `hdd`, a disk that is slowed down until computing
 and loading balance at the ratios that the paper found to be best on such disks (0.31 and 0.36). `auto` is the ratio
-that calibration found on that medium. Prefix caching has each passage stored as a prompt's beginning. Weights are
-random: quality is measured in eval/.
+that calibration found on that medium. Prefix caching has the instruction and the first passage of each prompt stored as
+its beginning, as if another prompt had begun so. Weights are random: quality is measured in eval/.
 
 Arrivals: requests come at random (Poisson) at rising rates and are served one at a time. The queue is simulated over
 the measured times, 2,000 requests a rate. Beside it real clients ask one model at once, in threads, and decode; and
@@ -94,11 +94,14 @@ class Bench:
             made.append(torch.cat(parts).unsqueeze(0).to(self.device))
         self.prompts = made[: arguments.requests + 1]  # the first one warms up
         self.load = made[: arguments.load_requests]
+        self.beginnings = [ids[0, : arguments.instruction + arguments.tokens].cpu() for ids in self.prompts]
         for passages in (False, True):
             with KVStore(self.source(passages), host_memory=0) as store:
-                store.precompute(self.model, self.pool, segments=passages, method=CacheTune() if passages else None)
                 if passages:
+                    store.precompute(self.model, self.pool, segments=True, method=CacheTune())
                     store.rank(CacheTune.paper())
+                else:
+                    store.precompute(self.model, self.beginnings)
                 rows = store.segments()
         self.kv_bytes = sum(row.nbytes for row in rows)
         self.token_bytes = self.kv_bytes // sum(row.tokens for row in rows)
@@ -136,8 +139,8 @@ class Bench:
         question = self.prompts[0][0, -self.arguments.suffix :]
         for system in systems(0.0)[2:-1]:
             self.ask(system, store, torch.cat([*self.pool, question.cpu()]).unsqueeze(0).to(self.device))
-        for passage in self.pool:
-            self.ask(systems(0.0)[1], prefixes, torch.cat([passage, question.cpu()]).unsqueeze(0).to(self.device))
+        for beginning in self.beginnings:
+            self.ask(systems(0.0)[1], prefixes, torch.cat([beginning, question.cpu()]).unsqueeze(0).to(self.device))
 
     def turns(
         self, wanted: list[System], store: KVStore, prefixes: KVStore, medium: str
@@ -337,7 +340,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of the model; 0: all of the shape's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--pool", type=int, default=16, help="passages that there are")
+    parser.add_argument("--pool", type=int, default=12, help="passages that there are")
     parser.add_argument("--passages", type=int, default=10, help="in a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="of a passage")
     parser.add_argument("--instruction", type=int, default=24, help="tokens before the passages")

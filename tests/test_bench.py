@@ -187,6 +187,7 @@ def test_rag(tmp_path, monkeypatch):
     systems = [system.name for system in rag.systems(0.15)]
     assert list(document["media"]["host"]) == systems == list(document["arrivals"]["host"])
     assert len(written) == 1 + 3 * 2 + 2 * 2  # each medium, and each number of clients and of prompts, at once
+    assert document["media"]["host"]["prefix caching"]["tokens_computed"] == 24 + 3 * 32 + 32 - (24 + 32) // 16 * 16
     for rows in document["load"].values():
         assert [(row["clients"], row["requests"]) for row in rows] == [(1, 2), (2, 2)]
         assert all(0 < row["ttft_median_s"] <= row["ttft_p95_s"] < 60 and row["requests_per_s"] > 0 for row in rows)
