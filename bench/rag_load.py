@@ -126,13 +126,14 @@ def tables(result: dict[str, Any]) -> str:
             "that are what they gain by not waiting for one another.\n",
             table(
                 [
-                    *("system", "clients", "TTFT, median, s", "p95, s", "requests/s", "computed"),
+                    *("system", "clients", "requests", "TTFT, median, s", "p95, s", "requests/s", "computed"),
                     *("one at a time: TTFT, s", "requests/s"),
                 ],
                 [
                     [
                         name,
                         str(row["clients"]),
+                        str(row["requests"]),
                         f"{row['ttft_median_s']:.2f}",
                         f"{row['ttft_p95_s']:.2f}",
                         f"{row['requests_per_s']:.2f}",
