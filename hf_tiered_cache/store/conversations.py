@@ -8,13 +8,11 @@ The name is a hash of the id. A record can be lost, or be out of date, without h
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -22,17 +20,15 @@ from typing import Any
 
 from ..errors import ConfigError, FormatError, NewerFormatError
 from .catalogue import SegmentRow
-from .files import LOCK_SUFFIX, allocate, fsync, open_file, open_regular, read_all, write_all
+from .files import LOCK_SUFFIX, fsync
 from .ownership import Holder, Ownership, holder_of, lock_file
+from .records import PARTIAL, SUFFIX, UNREADABLE, files_in, name_of, read_record, write_record
 
 FOLDER = "conversations"
 FORMAT_VERSION = 1
 MOST_LETTERS = 200
 """Of an id."""
-_SUFFIX, _PARTIAL = ".json", ".partial"
-_MOST_BYTES = 16 << 20
 _NAME = re.compile("[0-9a-f]{32}")
-_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
 
 
 def conversation_name(conversation_id: str) -> str:
@@ -41,7 +37,7 @@ def conversation_name(conversation_id: str) -> str:
     if not 0 < letters <= MOST_LETTERS:
         raise ConfigError(f"a conversation's id is a text of 1 to {MOST_LETTERS} letters, not {conversation_id!r:.80}")
     try:
-        return hashlib.blake2b(conversation_id.encode(), digest_size=16).hexdigest()
+        return name_of(conversation_id)
     except UnicodeEncodeError:
         raise ConfigError(f"the conversation's id {conversation_id!r} is not valid Unicode") from None
 
@@ -91,7 +87,7 @@ class ConversationRecord:
             sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, found.segments))
             sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
             sound &= all(type(moment) in (int, float) and 0 <= moment < 1e12 for moment in times)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise FormatError(f"it is no record of a conversation: {error!r}") from None
         if not sound:
             raise FormatError("it is no record of a conversation")
@@ -141,7 +137,7 @@ class Conversations:
         self.folder = root / FOLDER
         self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
-    def path(self, conversation_id: str, suffix: str = _SUFFIX) -> Path:
+    def path(self, conversation_id: str, suffix: str = SUFFIX) -> Path:
         """Where a conversation's record lies, or its lock. Raises ConfigError: it can be no id."""
         return self.folder / f"{conversation_name(conversation_id)}{suffix}"
 
@@ -173,7 +169,7 @@ class Conversations:
     def all(self) -> list[ConversationRecord]:
         """Those that can be read, suspended last at the end."""
         found = []
-        for path in self._files(_SUFFIX):
+        for path in files_in(self.folder, SUFFIX):
             with suppress(OSError, FormatError):
                 record = _read(path)
                 if self.path(record.id) == path:
@@ -206,21 +202,7 @@ class Conversations:
         Raises:
             OSError: it cannot be written. What `room` raises comes through.
         """
-        path, data = self.path(record.id), record.encode()
-        partial = path.with_suffix(_PARTIAL)
-        self.folder.mkdir(mode=0o700, exist_ok=True)
-        try:
-            with room(len(data)):
-                file = open_file(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW)
-                allocate(file.fileno(), len(data))
-            with file:
-                write_all(file.fileno(), memoryview(data), 0)
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+        write_record(self.path(record.id), record.encode(), room)
         fsync(self.folder)
 
     def remove(self, ids: Iterable[str]) -> None:
@@ -248,14 +230,14 @@ class Conversations:
             How many conversations went, or would. One that is in use stays.
         """
         removed = 0
-        for path in list(self._files(_SUFFIX)):
+        for path in list(files_in(self.folder, SUFFIX)):
             if self._is_of_use(path, there) or holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
                 continue
             removed += 1
             if not dry_run:
                 with suppress(OSError):
                     path.unlink()
-        for path in [] if dry_run else [*self._files(_PARTIAL), *self._files(LOCK_SUFFIX)]:
+        for path in [] if dry_run else [*files_in(self.folder, PARTIAL), *files_in(self.folder, LOCK_SUFFIX)]:
             if holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
                 continue
             with suppress(OSError):
@@ -275,20 +257,10 @@ class Conversations:
             return False
         return any(segment in there for segment in record.segments)
 
-    def _files(self, suffix: str) -> Iterator[Path]:
-        try:
-            names = os.listdir(self.folder)
-        except OSError:
-            return
-        yield from (self.folder / name for name in sorted(names) if Path(name).suffix == suffix)
-
 
 def _read(path: Path) -> ConversationRecord:
     """Raises OSError or FormatError."""
-    with open_regular(path) as (fd, stat):
-        if stat.st_size > _MOST_BYTES:
-            raise FormatError(f"a record of {stat.st_size} bytes")
-        return ConversationRecord.decode(read_all(fd, stat.st_size, 0))
+    return ConversationRecord.decode(read_record(path))
 
 
 def _describe(record: ConversationRecord, there: Mapping[str, SegmentRow], holder: Holder | None) -> ConversationInfo:
