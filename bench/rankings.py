@@ -4,8 +4,8 @@ r"""Which rankings of a passage's tokens find those that the true context moves 
     PYTHONPATH=. python bench/rankings.py --model models/stories260K --data data \
         --tasks musique,musique_cacheblend,2wikimqa,hotpotqa
 
-CacheTune computes a share of each passage in its true context, chosen when the passage is stored, among whatever is
-there then. Here the tokens of a prompt's passages that have moved most in the prompt itself (their keys and values,
+CacheTune computes a share of each passage in its true context, chosen when the passage is stored, behind others that
+are. Here the tokens of a prompt's passages that have moved most in the prompt itself (their keys and values,
 as a share of their norms) are compared with what each ranking chooses: how many of them it has, and how much of all
 movement that could be made good. `context` sees other passages of the same prompt, or of other prompts (a corpus);
 CacheBlend sees the prompt itself, as far as layer 1; EPIC takes the first tokens.
@@ -32,7 +32,7 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages import kv_after_context, neighbours
+from hf_tiered_cache.passage_cache import PassageCache
 from hf_tiered_cache.restore.passages import sink_token
 from hf_tiered_cache.restore.spectral import KV, Ranking, rank_tokens
 
@@ -57,30 +57,44 @@ class Ranker:
     """A model that looks at passages."""
 
     def __init__(self, model: torch.nn.Module, store: KVStore, corpus: list[torch.Tensor]) -> None:
-        self.model, self.store, self.corpus = model, store, corpus
-        self._positions = model.config.max_position_embeddings
+        self.model, self.store = model, store
+        store.precompute(model, corpus, segments=True, method=CacheTune())
+        self._corpus = [self.kept(passage) for passage in corpus]  # how they rank as a corpus
         self._numbers = {tuple(passage.tolist()): number for number, passage in enumerate(corpus)}
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        return kv_after_context(self.model, storage_of(self.store), CacheTune(), passage, context, tag="")
+        cache = PassageCache(self.model, storage_of(self.store), CacheTune(), "", context=context)
+        cache.compute(passage.unsqueeze(0))
+        return cache.passage.computed[0]
+
+    def kept(self, passage: torch.Tensor) -> np.ndarray:
+        """How the tokens of a stored passage rank, float32 `[tokens]`."""
+        storage = storage_of(self.store)
+        (row,) = PassageCache(self.model, storage, CacheTune(), "").passage.find([passage])
+        assert row is not None, "a passage is not stored"
+        reader = storage.disk.found(row)
+        assert reader is not None, "a passage cannot be read"
+        return storage.rankings.of(reader)["context"]
 
     def passages(self, prompt: Prompt) -> Iterator[Passage]:
         """Those of one prompt that are long enough to be stored, but for the one at its beginning, which is exact."""
         at = len(prompt.prefix) - sum(map(len, prompt.passages))  # passages follow one another up to the question
         whole, begins = torch.tensor(prompt.whole), int(prompt.whole[0] == sink_token(self.model.config))
         mine = [torch.tensor(passage) for passage in prompt.passages]
+        numbers = range(len(mine))
+        others = [[other for other in numbers if other != number] for number in numbers]
+        self.store.rank(CacheTune(), model=self.model, passages=mine, neighbours=others, progress=False)
         for number, passage in enumerate(mine):
             if number and len(passage) >= HASH_TOKENS:
-                yield self.look_at(passage, whole[begins:at], neighbours(mine, number, self._positions))
+                yield self.look_at(passage, whole[begins:at])
             at += len(passage)
 
-    def look_at(self, passage: torch.Tensor, before: torch.Tensor, others: torch.Tensor) -> Passage:
-        """Compare a passage alone with itself behind what stands before it, and behind what each ranking sees."""
+    def look_at(self, passage: torch.Tensor, before: torch.Tensor) -> Passage:
+        """Compare a passage alone with itself behind what stands before it, and with what each ranking says."""
         alone, there = self.behind(passage, before[:0]), self.behind(passage, before)
         number = self._numbers[tuple(passage.tolist())]
-        seen = {"context": others, "corpus": neighbours(self.corpus, number, self._positions)}
-        by_change = {name: self.rank(alone, "context", self.behind(passage, text)) for name, text in seen.items()}
+        together = self.kept(passage)
         values = [pair[1][1].float() for pair in (alone, there)]  # layer 1, [heads, tokens, dim]
         scores = {
             "low frequency": self.rank(alone, "low_frequency"),
@@ -88,9 +102,9 @@ class Ranker:
             "random": self.rank(alone, "random"),
             "EPIC": -np.arange(len(passage), dtype=float),
             "CacheBlend": (values[0] - values[1]).square().sum((0, 2)).numpy(),
-            "context": by_change["context"],
-            "context, across passages": by_change["context"],
-            "context, across passages, corpus": by_change["corpus"],
+            "context": together,
+            "context, across passages": together,
+            "context, across passages, corpus": self._corpus[number],
         }
         stored = len(alone[0][0][0]) // HASH_TOKENS * HASH_TOKENS
         return Passage(self.rank(alone, "context", there)[:stored], {way: s[:stored] for way, s in scores.items()})

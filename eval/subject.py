@@ -70,16 +70,25 @@ class Subject:
         if self.store is None or prefix in self._stored:
             return
         if isinstance(self.method, Passages):
-            self.store_passages(passages)
+            self.store_passages(passages, together=True)
         else:
             self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
         self._stored.add(prefix)
 
-    def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
-        """Have the KV of passages stored together, if the method reuses such."""
+    def store_passages(self, passages: Iterable[tuple[int, ...]], together: bool = False) -> None:
+        """Have the KV of passages stored, if the method reuses such.
+
+        Args:
+            together: whether each that is new is ranked behind the others, and not behind any of the store.
+        """
         long_enough = [list(passage) for passage in passages if len(passage) >= HASH_TOKENS]
-        if long_enough and self.store is not None and isinstance(self.method, Passages):
-            self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
+        if not long_enough or self.store is None or not isinstance(self.method, Passages):
+            return
+        numbers = range(len(long_enough))
+        others = [[other for other in numbers if other != number] for number in numbers] if together else None
+        self.store.precompute(
+            self.model, long_enough, segments=True, method=self.method, neighbours=others, progress=False
+        )
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
         """Answer one prompt, greedily. What is new in it is not stored."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import torch
 
 from .calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
 from .codecs import RAW, codec_in, make_codec
+from .documents import documents_of, finish_documents, remove_documents
 from .errors import ConfigError
 from .geometry import Geometry
 from .lookup import Lookup, lookup, warm
 from .methods import Exact, Method, make_method
-from .passages import precompute_passages, rank_passages
+from .passages import BATCH_TOKENS, precompute_passages, rank_passages
 from .precompute import PrecomputeReport, precompute
 from .profiling import WindowFindings, profile_windows
 from .ranking import passages_method, rank_stored
@@ -27,6 +29,7 @@ from .store.catalogue import SegmentRow
 from .store.cipher import cipher_of
 from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
+from .store.documents import DocumentInfo
 from .store.engines import Engine, open_engine
 from .store.folder import FolderBackend
 from .store.quota import Limits
@@ -147,6 +150,9 @@ class KVStore:
         progress: bool = True,
         pin: bool = False,
         label: str = "",
+        labels: Sequence[str] | None = None,
+        neighbours: Sequence[Sequence[int | str]] | None = None,
+        batch_tokens: int = BATCH_TOKENS,
         tag: str = "",
     ) -> PrecomputeReport:
         """Compute and store the KV of prompts ahead of time.
@@ -157,18 +163,43 @@ class KVStore:
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
                 alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
-                then `CacheTune()`, if none is given; the others find them, too. With its ranking, "context", those of
-                one call stand before one another, so give together what is asked for together. What is stored already
-                is ranked as this method asks for if it is not yet; `rank` does that anew.
+                then `CacheTune()`, if none is given; the others find them, too. Its ranking, "context", looks at each
+                passage behind others of the store, the same whatever calls they came in. What is stored already is
+                ranked as this method asks for if it is not yet; `rank` does that anew.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
             label, tag: as for `TieredCache`.
+            labels: of passages, for each the id of the document that it is of; several may share one. What a label
+                stood for before is deleted when all that it stands for now is stored, unless another label has it, too.
+            neighbours: of passages, for each those that the ranking sees it behind, the nearest first: numbers of
+                passages in this call, or labels. Without any, or where none is stored, they come from the store.
+            batch_tokens: of passages of one length, so many are computed in one pass. 1 computes each by itself.
 
         Returns:
             How many tokens were computed and how many were stored already.
+
+        Raises:
+            ConfigError: an argument is invalid. StoreError: the labels cannot be kept; what was stored is.
         """
-        compute = precompute_passages if segments else precompute
-        return compute(self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag)
+        if not segments:
+            if labels is not None or neighbours is not None:
+                raise ConfigError("labels and neighbours are of passages: give segments=True, too")
+            return precompute(
+                self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
+            )
+        return precompute_passages(
+            self._storage,
+            model,
+            input_ids,
+            method=method,
+            progress=progress,
+            pin=pin,
+            label=label,
+            labels=labels,
+            neighbours=neighbours,
+            batch_tokens=batch_tokens,
+            tag=tag,
+        )
 
     def rank(
         self,
@@ -176,21 +207,28 @@ class KVStore:
         *,
         model: torch.nn.Module | None = None,
         passages: Any = None,
+        neighbours: Sequence[Sequence[int | str]] | None = None,
+        stale: bool = False,
         ids: Iterable[str] | None = None,
+        batch_tokens: int = BATCH_TOKENS,
         tag: str = "",
         progress: bool = True,
     ) -> int:
         """Rank the tokens of stored passages as a method wants it: add that to the rankings they have, or renew it.
 
         Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune.paper())`. The
-        ranking "context" computes passages behind one another, and takes the model and their tokens, which are not
-        stored: `store.rank(CacheTune(), model=model, passages=passages)`.
+        ranking "context" computes passages behind others that are stored, and takes the model and their tokens, which
+        are not: `store.rank(CacheTune(), model=model, passages=passages)`. When the corpus has grown, or lost some,
+        `stale=True` renews those of the given passages whose neighbours would be others now.
 
         Args:
             method: whose ranking it is; `CacheTune()`, if none is given.
             model: with `passages`, the model that they were stored for.
             passages: as `input_ids` for `precompute`; those that are not stored are left out.
+            neighbours: with `passages`, as for `precompute`.
+            stale: with `passages`, whether only those are ranked that are not yet, or behind others than they would be.
             ids: without `passages`, which segments; all passages, if None.
+            batch_tokens: as for `precompute`.
             tag: as for `TieredCache`.
             progress: whether to show a progress bar.
 
@@ -203,7 +241,7 @@ class KVStore:
         wanted = passages_method(method)
         if model is None or passages is None:
             return rank_stored(self._storage, wanted, ids, progress)
-        return rank_passages(self._storage, model, passages, wanted, tag, progress)
+        return rank_passages(self._storage, model, passages, wanted, tag, progress, neighbours, stale, batch_tokens)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""
@@ -310,6 +348,7 @@ class KVStore:
         """Lay the tokens of segments out by the attention that prompts paid them, most of it first.
 
         `Impress(reorder=True)` asks for that by itself, in the background, after 4, 8, 16, ... prompts of a segment.
+        Passages are laid out by their ranking "context": of those that are computed no blocks are read then.
 
         Args:
             ids: which; all, if None.
@@ -377,7 +416,8 @@ class KVStore:
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
-        return self._storage.gc(dry_run)
+        documents = finish_documents(self._storage, dry_run)
+        return replace(self._storage.gc(dry_run), documents=documents)
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""
@@ -404,6 +444,27 @@ class KVStore:
             ConversationInUseError: a cache goes on with it.
         """
         return self._storage.remove_conversations([conversation_id])
+
+    def documents(self, label: str | None = None) -> list[DocumentInfo]:
+        """The documents that passages were stored as, by label: what is stored of each.
+
+        Args:
+            label: of those that are asked for (one for each model, and way of computing); None for all.
+        """
+        return documents_of(self._storage, label)
+
+    def remove_document(self, label: str) -> int:
+        """Delete a document, and the passages that no other label names, pinned ones, too.
+
+        Those that were stored without a label as well are computed again.
+
+        Returns:
+            How many segments went.
+
+        Raises:
+            ConfigError: there is none of this label.
+        """
+        return remove_documents(self._storage, [label])
 
     def models(self) -> dict[str, dict[str, str]]:
         """For each fingerprint of which segments are stored what is known of the model."""

@@ -33,6 +33,8 @@ class PrecomputeReport:
     """Tokens whose KV is stored now and was not before."""
     too_short: int = 0
     """Passages of fewer than 16 tokens, which are not stored."""
+    removed: int = 0
+    """Segments of documents that were replaced, and that no other label names."""
 
     def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
         """This and one prompt more."""
@@ -41,8 +43,12 @@ class PrecomputeReport:
         )
 
 
-def as_prompts(input_ids: Any) -> list[torch.Tensor]:
-    """One or several prompts, on any device, as a list of int64 `[tokens]` on the CPU. Raises ConfigError."""
+def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
+    """One or several prompts, on any device, as a list of int64 `[tokens]` on the CPU. Raises ConfigError.
+
+    Args:
+        empty: whether those without tokens stay in the list.
+    """
     if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
         rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
     elif isinstance(input_ids, list | tuple) and input_ids:
@@ -55,7 +61,7 @@ def as_prompts(input_ids: Any) -> list[torch.Tensor]:
         raise ConfigError(f"a prompt is token ids; tokenize the text first ({error})") from error
     if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
         raise ConfigError("token ids are whole numbers; tokenize the text, and pass its input_ids")
-    return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt)]
+    return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt) or empty]
 
 
 def precompute(
@@ -76,7 +82,7 @@ def precompute(
     if not theirs.records_approximations:
         by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
     report = PrecomputeReport(len(prompts))
-    with bar_over(prompts, progress) as bar:
+    with bar_over(sum(map(len, prompts)), progress) as bar:
         for prompt in prompts:
             cache = StoredCache.over(model, storage, by, CacheOptions(label=label, tag=tag))
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
@@ -120,5 +126,5 @@ def _chunk_tokens(cache: StoredCache) -> int | None:
     return None if varies else CHUNK_TOKENS
 
 
-def bar_over(prompts: list[torch.Tensor], progress: bool, name: str = "precompute") -> tqdm:
-    return tqdm(total=sum(map(len, prompts)), unit="tok", desc=name, disable=not progress)
+def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:
+    return tqdm(total=tokens, unit="tok", desc=name, disable=not progress)

@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from .caught import LayerBuffer, Sources, compact, cut_end, last_columns, packer, tokens_from
+from .caught import LayerBuffer, compact, cut_end, last_columns, packer, tokens_from
 from .errors import StoreClosedError
 from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
 from .reasons import NO_ROOM, ODD_MASK
@@ -26,8 +26,8 @@ from .store.writer import KeptOnDevice, PendingSegment, Writer
 from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
 
-Rank = Callable[[Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray | None]
-"""Given the layers' keys and values, how much each token matters, float32 `[tokens]`; None leaves them in order."""
+Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
+"""Given a row and its layers' keys and values, how much each token matters, float32 `[tokens]`."""
 
 Submit = Callable[[PendingSegment, bool], None]
 """Takes a segment to be written, and whether to wait for room in the queue."""
@@ -42,10 +42,16 @@ class Names:
     Args:
         model: plain facts of the model (see `Identity.facts`).
         label: the user's.
+        labels: the same of each row, where rows have their own.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
     label: str = ""
+    labels: tuple[str, ...] = ()
+
+    def of_row(self, row: int) -> str:
+        """Its label."""
+        return self.labels[row] if self.labels else self.label
 
 
 class Recorder:
@@ -63,10 +69,10 @@ class Recorder:
         provenance: how the KV is computed.
         enabled: whether anything is recorded; if not, only the history is kept.
         collector: counts the tokens that are stored.
-        names: the facts of the model, and the user's label, for the headers of segments.
+        names: the facts of the model, and the user's labels, for the headers of segments.
         check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
-        rank: given each layer's unrotated keys and values of a new segment, `[heads, tokens, dim]`, says how much each
-            token matters; those that matter most lie in front. None leaves them in order.
+        rank: given each layer's unrotated keys and values of a row's new segment, `[heads, tokens, dim]`, says how much
+            each token matters; those that matter most lie in front. None leaves them in order.
     """
 
     def __init__(
@@ -366,7 +372,7 @@ class Recorder:
         tokens = len(mine) * HASH_TOKENS
         start = first * HASH_TOKENS + self.history.pads[row] - self._first
         sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
-        shape = SegmentShape(layout, self.geometry, tokens, self._tables(sources, row, start, tokens, layout))
+        shape = SegmentShape(layout, self.geometry, tokens, self._tables(row, start, tokens, layout))
         now = time.time()
         ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
         header = SegmentHeader(
@@ -379,7 +385,7 @@ class Recorder:
             expires=None if self._ttl is None else now + self._ttl,
             provenance=self.provenance,
             model=self._names.model,
-            label=self._names.label,
+            label=self._names.of_row(row),
             scan_hashes=self.history.hasher.scan_hashes(ids),
         )
         self._mark()
@@ -392,24 +398,18 @@ class Recorder:
         collector.add(tokens_stored=-tokens)
         collector.explain(NO_ROOM)
 
-    def _tables(
-        self,
-        sources: Sources,
-        row: int,
-        start: int,
-        tokens: int,
-        layout: KVLayout,
-    ) -> TokenTables | None:
+    def _tables(self, row: int, start: int, tokens: int, layout: KVLayout) -> TokenTables | None:
         if self.rank is None:
             return None
-        every = slice(None)
-        pairs = (
-            (tokens_from(keys, row, every, start, tokens).cpu(), tokens_from(values, row, every, start, tokens).cpu())
-            for keys, values in sources.values()
-        )
-        if (importance := self.rank(pairs)) is None:
-            return None
+        importance = self.rank(row, self._pairs(row, start, tokens))
         return TokenTables.by_importance(importance[None], block_groups(layout, self.geometry))
+
+    def _pairs(self, row: int, start: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's caught keys and values of a row, `[heads, tokens, dim]` each, from a caught column on."""
+        every = slice(None)
+        for caught in self._layers.values():
+            keys, values = (tokens_from(tensors, row, every, start, tokens) for tensors in (caught.keys, caught.values))
+            yield keys.cpu(), values.cpu()
 
     def _keep_from(self, column: int) -> None:
         """Hold on to the columns from `column` on, and to no more memory than these take."""

@@ -22,6 +22,8 @@ from .errors import FormatError, IntegrityError
 from .geometry import Geometry, block_groups
 from .methods import Method
 from .restore.indexes import KeptIndexes
+from .restore.rankings import KeptRankings
+from .restore.spectral import RANKED_IN_CONTEXT
 from .select.decode_index import DecodeIndex
 from .shape import SegmentShape, TokenTables
 from .store.disk import SegmentStore
@@ -43,10 +45,11 @@ class SegmentRewriter:
     Args:
         disk: the segments.
         residency: the tiers before them.
+        rankings: of passages' tokens.
     """
 
-    def __init__(self, disk: SegmentStore, residency: Residency) -> None:
-        self._disk, self._residency = disk, residency
+    def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:
+        self._disk, self._residency, self._rankings = disk, residency, rankings
         self.importance = TokenImportance()
         self._indexes = KeptIndexes(disk, lambda write: write())
         self._lock = threading.Lock()  # of the next two
@@ -82,12 +85,19 @@ class SegmentRewriter:
         return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
-        """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done."""
+        """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done.
+
+        A prefix goes by the attention that its tokens got, a passage by how far other text moves them.
+        """
         reader = self._disk.reader(segment_id)
-        if reader is None or not _is_prefix(reader) or not reader.shape.whole:
+        if reader is None or not reader.shape.whole:
             return False
-        self.recall([reader])
-        importance = self.importance.of(segment_id)
+        if _is_prefix(reader):
+            self.recall([reader])
+            importance = self.importance.of(segment_id)
+        else:
+            scores = next((self._rankings.of(reader).get(name) for name in RANKED_IN_CONTEXT), None)
+            importance = None if scores is None else scores[None]
         if importance is None:
             return False
         tables = TokenTables.by_importance(importance, reader.shape.block_groups)

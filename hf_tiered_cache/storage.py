@@ -34,6 +34,7 @@ from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
 from .store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from .store.disk import SegmentStore
+from .store.documents import Documents
 from .store.segment import SegmentReader
 from .store.writer import PendingSegment, Writer
 from .tiers.lease import BlockRequest
@@ -80,7 +81,7 @@ class Storage:
         queue_device_bytes: int,
     ) -> None:
         self.path, self.disk, self.residency = path, disk, residency
-        self.conversations = Conversations(path)
+        self.conversations, self.documents = Conversations(path), Documents(path)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self._secret = secret
         self._lock = threading.RLock()
@@ -91,9 +92,9 @@ class Storage:
             if (other := disk.other_key()) is not None:
                 named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
                 raise ConfigError(f"{path} is encrypted with another key: {named}")
-            self.rewriter = SegmentRewriter(disk, residency)
-            self.passage_index = PassageIndex(disk.index)
             self.rankings = KeptRankings(disk)
+            self.rewriter = SegmentRewriter(disk, residency, self.rankings)
+            self.passage_index = PassageIndex(disk.index)
             close = partial(_close, self.rewriter, disk, residency.scores)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
@@ -279,6 +280,7 @@ class Storage:
         if disk:
             self.remove(row.id for row in self.segments())
             self.conversations.sweep(())
+            self.documents.sweep(())
         self.residency.clear()
 
     def remove(self, ids: Iterable[str]) -> int:

@@ -99,17 +99,16 @@ def of_each(choose):
     return [(start, PASSAGES[number], choose(PASSAGES[number])) for number, start in PLACES.items()]
 
 
-def orders_in(store):
-    """By the passage's length."""
-    return {row.tokens: store._storage.disk.reader(row.id).shape.tables for row in store.segments()}
-
-
-def chosen_by(store, share):
+def chosen_by(store, share, ranking="context"):
     """Of each passage, the tokens that its stored ranking leaves to be restored."""
-    places = {
-        tokens: order.slot_of_token[0].astype(int) for tokens, order in orders_in(store).items() if order is not None
-    }
-    return lambda passage: [i for i, place in enumerate(places[len(passage)]) if place >= int(share * len(passage))]
+    disk, rankings = store._storage.disk, store._storage.rankings
+    scores = {row.tokens: rankings.of(disk.reader(row.id)).get(ranking) for row in store.segments()}
+
+    def restored(passage):
+        order = np.argsort(-scores[len(passage)], kind="stable")
+        return sorted(order[int(share * len(passage)) :].tolist())
+
+    return restored
 
 
 # --- exactness
@@ -161,7 +160,7 @@ def test_chosen_tokens_are_computed_in_true_context(ranking, share, check_layer,
     method = fixed(share, ranking=ranking, check_layer=check_layer)
     fill(store, model, method=method)
     ours, cache = ask(model, store, PROMPT, method)
-    theirs = expected(model, PROMPT, of_each(chosen_by(store, share)), from_layer=check_layer)
+    theirs = expected(model, PROMPT, of_each(chosen_by(store, share, method.ranked_by)), from_layer=check_layer)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     restored = sum(len(PASSAGES[n]) - int(share * len(PASSAGES[n])) for n in PLACES)
     assert cache.stats.tokens_restored == restored
@@ -654,14 +653,15 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         assert fill(store, model, [passage]).stored == 320
         assert fill(store, model, [passage]).restored == 320
         assert len(store.segments()) == 1
-        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), fixed(0.15))
         token = 6 * 2 * 2 * 64 * 4  # layers, keys and values, heads, dim, bytes
-        assert cache.stats.bytes_used == (320 - 48) * token
-        assert cache.stats.bytes_read == (320 - 48) * token  # 48 tokens are three blocks
-        fill(store, model, [passage], Epic())
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=24))
         assert cache.stats.bytes_used == (320 - 24) * token
         assert cache.stats.bytes_read == (320 - 16) * token  # in their own order: the first block is not read
+        assert store.reorder(progress=False) == 1  # by the ranking
+        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), fixed(0.15))
+        assert cache.stats.bytes_used == (320 - 48) * token
+        assert cache.stats.bytes_read == (320 - 48) * token  # 48 tokens are three blocks
+        fill(store, model, [passage], Epic())
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=64, ranking="context"))
         assert cache.stats.bytes_used == (320 - 64) * token  # the first ones lie anywhere: more is read than used
         assert cache.stats.bytes_read > (320 - 64) * token

@@ -61,22 +61,25 @@ def test_ranked_by_how_far_other_text_moves_them(store):
         a, b = mine[0, :, 1:], other[0, :, 1 + len(PASSAGES[1]) :]
         moved = ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
         scores += moved
-    row = next(row for row in store.segments() if row.tokens == len(PASSAGES[0]))
-    places = store._storage.disk.reader(row.id).shape.tables.slot_of_token[0].astype(int)
-    ours, theirs = set(np.flatnonzero(places < 24)), set(scores.topk(24).indices.tolist())
+    most = np.argsort(-scores_in(store, "context")[len(PASSAGES[0])])[:24]
+    ours, theirs = set(most.tolist()), set(scores.topk(24).indices.tolist())
     assert len(ours & theirs) >= 16  # values alone say nearly the same
     assert len(store.segments()) == 2  # what was only looked at is not stored
 
 
-@pytest.mark.parametrize("family", ["llama", "opt"])
-def test_what_stands_before_a_passage_has_positions(family, store):
-    """A model of 128 positions, some of them learned, is not asked for more."""
-    model, method = build(family, max_position_embeddings=128), CacheTune(ranking="context")
-    fill(store, model, [*PASSAGES, prompt(127, seed=6)[0]], method)
-    rankings, disk = store._storage.rankings, store._storage.disk
-    every = [rankings.of(disk.reader(row.id))["context"] for row in store.segments()]
-    assert sum(scores.max() > 0 for scores in every) == len(PASSAGES)
-    assert sum((scores == 0).all() for scores in every) == 1  # where no position is left for anything else
+def test_what_stands_before_a_passage_has_positions(store):
+    """A model of 129 positions is not asked for more."""
+    model, method = build("llama", max_position_embeddings=129), CacheTune(ranking="context")
+    fill(store, model, [*PASSAGES, prompt(128, seed=6)[0]], method)
+    scores = scores_in(store, "context")
+    assert {tokens for tokens, each in scores.items() if each.max() > 0} == set(map(len, PASSAGES))
+    assert (scores[128] == 0).all()  # where no position is left for anything else
+
+
+def test_passages_that_stay_where_they_were_computed_are_not_ranked(store):
+    """Their positions are learned: they are restored where they are exact, or not at all."""
+    fill(store, build("opt", max_position_embeddings=512), PASSAGES, CacheTune(ranking="context"))
+    assert scores_in(store, "context") == dict.fromkeys(map(len, PASSAGES))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.15, 0.9])
@@ -107,6 +110,7 @@ def test_a_passage_given_twice_is_stored_once(store, ranking, caplog):
     report = fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[0].clone()], method)
     assert report.prompts == len(store.segments()) == 2
     assert not caplog.records
+    store.clear(disk=True)
     fill(store, model, [PASSAGES[2]], method)
     assert ("store several" in caplog.text) == (ranking == "context")
 
@@ -116,6 +120,7 @@ def test_laid_out_anew_a_passage_keeps_its_ranking(store):
     fill(store, model)
     before, _ = ask(model, store, PROMPT, method)
     assert store.relayout(Geometry(32, 3), progress=False) == len(PASSAGES)
+    assert store.reorder(progress=False) == len(PASSAGES)  # by that ranking
     assert store.reorder(progress=False) == 0
     after, cache = ask(model, store, PROMPT, method)
     assert torch.equal(before, after)

@@ -17,7 +17,7 @@ from ..restore.asking import Asked
 from ..restore.columns import Columns, of_row, repeats, side_by_side
 from ..restore.passages import sink_token
 from ..restore.plan import PlanContext, RowGroup, SegmentSlice, UnderWay
-from ..restore.spectral import KV, RANKINGS, Ranking, rank_tokens
+from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..store import PASSAGE
 from .base import Method
 
@@ -60,6 +60,16 @@ class Passages(Method, ABC):
     def sink_token(self, config: PreTrainedConfig) -> int | None:
         """What is set before a passage while its KV is computed, or None."""
         return sink_token(config) if self.sink else None
+
+    @property
+    def ranks_in_context(self) -> bool:
+        """Whether a passage is computed once more, behind others, to be ranked."""
+        return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
+
+    @property
+    def ranks_alone(self) -> bool:
+        """Whether a passage is ranked by its own KV."""
+        return bool(self.ranked_by) and self.ranking not in RANKED_IN_CONTEXT
 
     def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
         """How much it matters that each token of a new passage is computed in context: float32 `[tokens]`.

@@ -8,11 +8,15 @@ from collections.abc import Collection, Hashable, Mapping
 import numpy as np
 import torch
 
+from ..store import HASH_BYTES
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
+from .neighbours import Neighbours
 
 RANKINGS_KIND = "rankings"
-"""Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`."""
+"""Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`; and behind the name and a space,
+the names of the passages that it was ranked behind, uint8 `[passages, 16]`."""
+_CHOSEN, _GIVEN = " neighbours", " neighbours given"
 Columns = dict[str, np.ndarray]
 """By the name of a ranking how much it matters that each token is computed in its true context: float32 `[tokens]`."""
 
@@ -27,26 +31,55 @@ class KeptRankings:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Hashable, Columns]] = {}  # by segment, of which version of the file
+        self._known: dict[
+            str, tuple[Hashable, dict[str, torch.Tensor]]
+        ] = {}  # by segment, of which version of the file
 
     def of(self, reader: SegmentReader) -> Columns:
         """The columns of a segment, also those that another process has just kept."""
+        return {name: array.numpy() for name, array in self._arrays(reader).items() if _is_column(array, reader)}
+
+    def neighbours(self, reader: SegmentReader, ranking: str) -> Neighbours | None:
+        """The passages behind which a segment was ranked; None where that is not known."""
+        for suffix in (_CHOSEN, _GIVEN):
+            if (array := self._arrays(reader).get(ranking + suffix)) is not None and _are_names(array):
+                names = tuple(bytes(name).hex() for name in array.numpy())
+                return Neighbours(names, suffix == _GIVEN)
+        return None
+
+    def keep(
+        self, reader: SegmentReader, columns: Mapping[str, np.ndarray], behind: Mapping[str, Neighbours] | None = None
+    ) -> bool:
+        """Add columns, or renew them. Returns whether they are there now (see `Beside.keep`).
+
+        Args:
+            behind: by the name of a ranking the passages behind which the segment was ranked, for those that go by it.
+        """
+        arrays = {
+            name: array
+            for name, array in self._arrays(reader).items()
+            if _is_column(array, reader) or _are_names(array)
+        }
+        arrays |= {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
+        for name in columns:
+            arrays.pop(name + _CHOSEN, None)
+            arrays.pop(name + _GIVEN, None)
+        for name, neighbours in (behind or {}).items():
+            said = np.frombuffer(b"".join(map(bytes.fromhex, neighbours.names)), np.uint8).reshape(-1, HASH_BYTES)
+            arrays[name + (_GIVEN if neighbours.given else _CHOSEN)] = torch.tensor(said)
+        return self._disk.beside.keep(reader, RANKINGS_KIND, arrays, {})
+
+    def _arrays(self, reader: SegmentReader) -> dict[str, torch.Tensor]:
+        """All that lies beside a segment of how its tokens rank."""
         version = self._version(reader)
         with self._lock:
             known = self._known.get(reader.id)
         if known is not None and known[0] == version:
             return known[1]
-        arrays = None if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {})
-        found = {name: array.numpy() for name, array in (arrays or {}).items() if _is_column(array, reader)}
+        found = {} if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {}) or {}
         with self._lock:
             self._known[reader.id] = version, found
         return found
-
-    def keep(self, reader: SegmentReader, columns: Mapping[str, np.ndarray]) -> bool:
-        """Add columns, or renew them. Returns whether they are there now (see `Beside.keep`)."""
-        every = {**self.of(reader), **columns}
-        arrays = {name: torch.tensor(column, dtype=torch.float32) for name, column in every.items()}
-        return self._disk.beside.keep(reader, RANKINGS_KIND, arrays, {})
 
     def forget(self, segments: Collection[str]) -> None:
         """These are gone, or others now."""
@@ -66,3 +99,7 @@ class KeptRankings:
 def _is_column(array: torch.Tensor, reader: SegmentReader) -> bool:
     right = array.dtype == torch.float32 and array.shape == (reader.shape.tokens,)
     return right and bool(array.isfinite().all())
+
+
+def _are_names(array: torch.Tensor) -> bool:
+    return array.dtype == torch.uint8 and array.dim() == 2 and array.shape[1] == HASH_BYTES

@@ -3,6 +3,7 @@
 <root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>       segments never to evict
 <root>/beside/<id>.<kind> arrays that belong to these    <root>/catalogue.sqlite  rebuilt from headers if lost
 <root>/tmp/               files being written        <root>/conversations/   see conversations.py
+<root>/documents/         see documents.py
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from stat import S_ISDIR, S_ISREG
 from filelock import FileLock, Timeout
 
 from ..errors import StoreBusyError, StoreError
+from . import conversations, documents
 from .backend import HeadLength, Stored
-from .conversations import FOLDER
 from .engines import Engine, EngineFile, ReadOp, ReadReport
 from .files import LOCK_SUFFIX, allocate, fsync, lock_beside, open_file, open_regular, publish_name, read_all, write_all
 from .format import HEADER_BYTES
@@ -57,7 +58,7 @@ class FolderBackend:
         self.root = root = Path(root).resolve()  # whatever the working directory becomes
         self.segments_dir, self.beside_dir = root / "segments", root / "beside"
         self.tmp_dir, self.pins_dir = root / "tmp", root / "pins"
-        self.conversations_dir = root / FOLDER
+        self.conversations_dir, self.documents_dir = root / conversations.FOLDER, root / documents.FOLDER
         self.place = str(root)
         self.catalogue: Path | None = root / "catalogue.sqlite"
         self.engine, self.reads_with = engine, engine.describe()
@@ -71,8 +72,8 @@ class FolderBackend:
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root} is a file; give KVStore the path of a folder")
         try:
-            mine = self.segments_dir, self.beside_dir, self.tmp_dir, self.pins_dir, self.conversations_dir
-            for folder in (self.root, *mine):
+            mine = self.segments_dir, self.beside_dir, self.tmp_dir, self.pins_dir
+            for folder in (self.root, *mine, self.conversations_dir, self.documents_dir):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             return True
@@ -200,7 +201,8 @@ class FolderBackend:
     # --- room
 
     def usage(self) -> int:
-        folders = [self.root, self.tmp_dir, *[self.conversations_dir] * self.conversations_dir.is_dir()]
+        records = [folder for folder in (self.conversations_dir, self.documents_dir) if folder.is_dir()]
+        folders = [self.root, self.tmp_dir, *records]
         return sum(_disk_bytes(path) for folder in folders for path in folder.iterdir())
 
     def free(self) -> int | None:

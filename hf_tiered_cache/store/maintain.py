@@ -62,6 +62,8 @@ class GcReport:
     evicted: int = 0
     conversations: int = 0
     """Those of which nothing is left."""
+    documents: int = 0
+    """The same of labels."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))

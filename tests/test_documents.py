@@ -1,0 +1,464 @@
+"""Documents: passages under labels, listed, replaced and deleted, whole whoever is killed when."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import processes
+import pytest
+import torch
+from families import build, prompt
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, join
+from test_rankings import scores_in
+
+from hf_tiered_cache import KVStore, documents, passages
+from hf_tiered_cache.errors import ConfigError, StoreError
+from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.methods import CacheTune, Epic
+from hf_tiered_cache.store.documents import DocumentRecord
+
+HERE = str(Path(__file__).parent)
+EPIC = Epic()
+NEW = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 128), start=20)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root):
+    with KVStore(root, engine="posix") as opened:
+        yield opened
+
+
+def fill(store, model, texts, labels, method=EPIC, **options):
+    return store.precompute(model, texts, segments=True, method=method, labels=labels, progress=False, **options)
+
+
+def lengths(store):
+    """Of the passages that are stored."""
+    return sorted(row.tokens for row in store.segments())
+
+
+def found(store, model, text):
+    """How many tokens of a passage a prompt finds."""
+    return sum(each.found for each in ask(model, store, join(BOS, QUESTION, text, QUESTION), EPIC)[1].stats.passages)
+
+
+def test_documents_are_listed_and_found_by_label(store, model):
+    assert store.documents() == []
+    fill(store, model, PASSAGES[:3], ["report", "minutes", "report"])
+    report, minutes = store.documents("report")[0], store.documents("minutes")[0]
+    assert [info.label for info in store.documents()] == ["minutes", "report"]
+    assert (report.passages, report.tokens, report.tokens_there, report.evicted, report.shared) == (2, 208, 208, 0, 0)
+    assert report.model["class"] == "Qwen2ForCausalLM" and report.bytes > minutes.bytes > 0
+    assert len(report.segments) == 2 and store.documents("letter") == []
+    assert {row.label for row in store.segments()} == {"report", "minutes"}
+    json.dumps(report.as_dict())
+
+
+def test_a_deleted_document_goes_with_what_is_its_own(store, model):
+    fill(store, model, PASSAGES[:3], ["report", "minutes", "report"])
+    assert store.remove_document("report") == 2
+    assert [info.label for info in store.documents()] == ["minutes"]
+    assert lengths(store) == [64] and found(store, model, PASSAGES[0]) == 0
+    with pytest.raises(ConfigError, match="no document is called 'report'"):
+        store.remove_document("report")
+
+
+def test_two_labels_may_have_the_same_text(store, model):
+    fill(store, model, [PASSAGES[0], PASSAGES[0], PASSAGES[1]], ["a", "b", "b"])
+    assert lengths(store) == [64, 96]
+    assert [info.shared for info in store.documents()] == [1, 1]
+    assert store.remove_document("a") == 0
+    assert found(store, model, PASSAGES[0]) == 96
+    fill(store, model, [PASSAGES[0]], ["c"])
+    assert fill(store, model, [PASSAGES[1]], ["b"]).removed == 0  # the other label has what goes
+    assert found(store, model, PASSAGES[0]) == 96
+    assert store.remove_document("c") == 1
+    assert lengths(store) == [64]
+
+
+def test_what_begins_another_passage_lies_in_it(store, model):
+    """It is stored once, and stays as long as a label names it."""
+    fill(store, model, [PASSAGES[0]], ["long"])
+    assert fill(store, model, [PASSAGES[0][:48]], ["short"]).stored == 0
+    store.remove_document("long")
+    assert found(store, model, PASSAGES[0][:48]) == 48
+    assert store.remove_document("short") == 1
+
+
+def test_a_replaced_document_leaves_nothing_behind(store, model):
+    fill(store, model, PASSAGES[:2], ["report", "report"], pin=True)
+    created = store.documents()[0].created
+    report = fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3)
+    assert (report.restored, report.stored, report.removed) == (64, 48 + 128, 1)
+    assert lengths(store) == [48, 64, 128]
+    (info,) = store.documents()
+    assert (info.passages, info.tokens_there, info.created) == (3, 240, created)
+    assert fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3).stored == 0
+    assert fill(store, model, [PASSAGES[3][:8]], ["report"]).removed == 3  # too short to be stored
+    assert (store.documents()[0].passages, lengths(store)) == (0, [])
+
+
+def test_another_model_has_a_document_of_its_own(store, model):
+    other = build("llama")
+    fill(store, model, [PASSAGES[0]], ["report"])
+    fill(store, other, [PASSAGES[0]], ["report"])
+    assert [info.model["class"] for info in store.documents("report")].count("LlamaForCausalLM") == 1
+    assert fill(store, other, [PASSAGES[1]], ["report"]).removed == 1
+    assert found(store, model, PASSAGES[0]) == 96
+    assert store.remove_document("report") == 2 and store.documents() == []
+
+
+def test_labels_that_can_be_none_are_refused(store, model):
+    for labels, said in ((["a"], "one for each"), (["a", ""], "1 to 1000 letters"), ("ab", "one for each")):
+        with pytest.raises(ConfigError, match=said):
+            fill(store, model, PASSAGES[:2], labels)
+    with pytest.raises(ConfigError, match="Unicode"):
+        fill(store, model, PASSAGES[:1], ["\ud800"])
+    with pytest.raises(ConfigError, match="segments=True"):
+        store.precompute(model, PASSAGES[0], labels=["a"])
+    assert store.segments() == []
+
+
+def test_labels_outlive_catalogue_layout_and_process(root, model):
+    with KVStore(root, engine="posix") as store:
+        fill(store, model, PASSAGES[:2], ["a", "b"])
+        assert store.relayout(Geometry(32, 3), progress=False) == 2
+        before = store.documents()
+        assert [info.evicted for info in before] == [0, 0]
+    for path in root.glob("catalogue.sqlite*"):
+        path.unlink()
+    with KVStore(root, engine="posix") as store:
+        assert store.documents() == before
+        assert store.remove_document("a") == 1
+
+
+def test_a_store_of_before_opens(root, model):
+    with KVStore(root, engine="posix") as store:
+        store.precompute(model, PASSAGES, segments=True, method=EPIC, progress=False)
+    (root / "documents").rmdir()
+    with KVStore(root, engine="posix") as store:
+        assert store.documents() == [] and found(store, model, PASSAGES[0]) == 96
+        assert fill(store, model, PASSAGES, list("abcd")).stored == 0
+        assert len(store.documents()) == 4
+
+
+def test_evicted_passages_are_said_and_come_back(store, model):
+    fill(store, model, PASSAGES[:2], ["a", "a"])
+    store.remove([row.id for row in store.segments() if row.tokens == 64])
+    (info,) = store.documents()
+    assert (info.passages, info.evicted, info.tokens, info.tokens_there) == (2, 1, 160, 96)
+    assert fill(store, model, PASSAGES[:2], ["a", "a"]).stored == 64
+    assert store.documents()[0].evicted == 0
+    store.remove([row.id for row in store.segments()])
+    assert store.gc(dry_run=True).documents == 1 and store.documents()
+    assert store.gc().documents == 1 and not store.documents()
+
+
+def test_damaged_and_forged_records_are_none(root, store, model):
+    fill(store, model, PASSAGES[:2], ["a", "b"])
+    first, second = sorted((root / "documents").iterdir())
+    record = DocumentRecord.decode(first.read_bytes())
+    assert DocumentRecord.decode(record.encode()) == record
+    second.write_bytes(first.read_bytes())  # what it says is another's name
+    assert [info.label for info in store.documents()] == [record.label]
+    for text in ("", "[]", "{}", first.read_text().replace("passage", "pas"), first.read_text()[:-9], "null"):
+        second.write_text(text)
+        assert [info.label for info in store.documents()] == [record.label]
+    second.write_text(first.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(StoreError, match="format 2"):  # which may name what goes
+        store.remove_document(record.label)
+    assert lengths(store) == [64, 96]
+    second.write_text("damaged")
+    assert store.gc().documents == 1
+
+
+def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, model, monkeypatch):
+    """Its passage was found, and was another label's alone until that was deleted."""
+    fill(store, model, [PASSAGES[0]], ["a"])
+
+    def late(storage, entries):
+        with KVStore(root, engine="posix") as other:
+            other.remove_document("a")
+        return documents.enter_documents(storage, entries)
+
+    monkeypatch.setattr(passages, "enter_documents", late)
+    fill(store, model, [PASSAGES[0]], ["b"])
+    assert [(info.label, info.evicted) for info in store.documents()] == [("b", 0)]
+    assert found(store, model, PASSAGES[0]) == 96
+
+
+def test_a_store_that_cannot_be_written_says_so(root, store, model, monkeypatch):
+    fill(store, model, [PASSAGES[0]], ["a"])
+    monkeypatch.setattr(storage_of(store).disk.backend, "writable", False)
+    with pytest.raises(StoreError, match="cannot be written"):
+        fill(store, model, [PASSAGES[0]], ["b"])
+
+
+# --- other processes
+
+READING = f"""
+import sys
+sys.path.insert(0, {HERE!r})
+import torch
+torch.set_num_threads(1)
+from families import *
+from test_documents import *
+root, turns = sys.argv[1], int(sys.argv[2])
+model = build("qwen2")
+ids = join(BOS, QUESTION, PASSAGES[0], NEW[0], QUESTION)
+with KVStore(root, engine="posix", host_memory=0) as store:
+    full = model(input_ids=ids, logits_to_keep=1).logits
+    print("ready", flush=True)
+    counts = set()
+    for turn in range(turns):
+        logits, cache = ask(model, store, ids, CacheTune(1.0))
+        assert torch.equal(logits, full), turn
+        counts.add(sum(each.found for each in cache.stats.passages))
+        if sys.stdin in __import__("select").select([sys.stdin], [], [], 0)[0]: break
+    print(sorted(counts))
+"""
+
+
+def test_a_document_is_replaced_while_another_process_reads(root, model):
+    with KVStore(root, engine="posix") as store:
+        fill(store, model, [PASSAGES[0]], ["report"])
+        reader = processes.Popen(
+            [sys.executable, "-c", READING, str(root), "500"],
+            stdin=processes.PIPE,
+            stdout=processes.PIPE,
+            stderr=processes.PIPE,
+            text=True,
+        )
+        assert reader.stdout.readline() == "ready\n", reader.stderr.read()
+        for turn in range(6):
+            fill(store, model, [[NEW[0]], [PASSAGES[0]]][turn % 2], ["report"])
+        reader.stdin.write("enough\n")
+        reader.stdin.close()
+        assert reader.wait(120) == 0, reader.stderr.read()
+        assert store.verify().ok and lengths(store) == [96]
+
+
+KILLED = f"""
+import fcntl, os, random, shutil, signal, sys
+sys.path.insert(0, {HERE!r})
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from families import *
+from test_documents import *
+from hf_tiered_cache.store.catalogue import Catalogue
+
+root, draws, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+model, steps, last = build("qwen2"), 0, 0
+
+def dying(real):
+    def call(*args, **kwargs):
+        global steps
+        steps += 1
+        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+
+def replace(folder):
+    with KVStore(folder, engine="posix") as store:
+        for name in "open pwrite link rename replace unlink fsync fdatasync posix_fallocate".split():
+            setattr(os, name, dying(getattr(os, name)))
+        fcntl.flock, Catalogue.add, Catalogue.remove = map(dying, (fcntl.flock, Catalogue.add, Catalogue.remove))
+        fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3)
+    return steps
+
+def child(folder):
+    shutil.copytree(root / "first", folder)
+    pid = os.fork()
+    if pid: return os.waitpid(pid, 0)[1]
+    done = replace(folder)
+    (root / "steps").write_text(str(done))
+    os._exit(0)
+
+assert child(root / "whole") == 0
+most = int((root / "steps").read_text())
+drawn = random.Random(7).sample(range(1, most - end), draws)
+for number, last in enumerate([*drawn, *range(most - end, most)]):  # labels are entered at the end
+    assert child(root / f"killed-{{number}}") == signal.SIGKILL, last
+print(most)
+"""
+
+
+def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(model, tmp_path):
+    with KVStore(tmp_path / "first", engine="posix") as store:
+        fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[2]], ["report", "report", "other"])
+    command = [sys.executable, "-c", KILLED, str(tmp_path), "10", "30"]
+    done = processes.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    seen = set()
+    for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
+        with KVStore(folder, engine="posix") as store:
+            assert store.verify().ok
+            report, other = store.documents("report")[0], store.documents("other")[0]
+            assert report.evicted == other.evicted == 0 and report.tokens == report.tokens_there
+            assert report.tokens in (160, 240)
+            seen.add(report.tokens)
+            texts = PASSAGES[:2] if report.tokens == 160 else [PASSAGES[1], *NEW]
+            assert [found(store, model, text) for text in texts] == list(map(len, texts))
+            store.gc()
+            if report.tokens == 240:  # what was replaced is gone, whatever was killed
+                assert lengths(store) == [48, 64, 112, 128]
+            assert fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3).restored >= 64
+            assert lengths(store) == [48, 64, 112, 128]
+            assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
+    assert seen == {160, 240}
+
+
+# --- batches
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_sliding", "gpt_neox", "gemma3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batched_passages_have_the_kv_that_they_have_alone(family, dtype, tmp_path):
+    model = build(family).to(dtype)
+    texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 70, 64, 16, 79, 30, 17, 96), start=1)]
+    kept = []
+    for batch_tokens in (1, 150, 4096):
+        with KVStore(tmp_path / str(batch_tokens), engine="posix") as store:
+            report = fill(store, model, texts, None, batch_tokens=batch_tokens)
+            assert (report.prompts, report.stored) == (8, 4 * 64 + 3 * 16 + 96)
+            disk = storage_of(store).disk
+            readers = {row.chain: disk.reader(row.id) for row in store.segments()}
+            kept.append({chain: _blocks(reader) for chain, reader in readers.items()})
+    for chain, blocks in kept[0].items():
+        for other in kept[1:]:
+            assert all(torch.equal(mine, theirs) for mine, theirs in zip(blocks, other[chain], strict=True))
+
+
+def _blocks(reader):
+    return [reader.blocks(index) for index in range(len(reader.shape.block_groups))]
+
+
+def test_passes_hold_so_many_tokens_of_one_length(model, store, monkeypatch):
+    rows = []
+    compute = passages.PassageCache.compute
+
+    def counted(cache, ids):
+        rows.append(tuple(ids.shape))
+        return compute(cache, ids)
+
+    monkeypatch.setattr(passages.PassageCache, "compute", counted)
+    texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 65, 79, 80, 64, 64), start=1)]
+    fill(store, model, texts, None, batch_tokens=200)
+    assert rows == [(1, 80), (3, 64), (2, 64)]
+
+
+# --- neighbours
+
+
+def test_the_order_of_calls_does_not_matter(model, tmp_path):
+    method, ranked = CacheTune(), []
+    texts = [prompt(48 + 16 * (seed % 3), seed=seed)[0] for seed in range(30, 50)]
+    for number, calls in enumerate(([texts], [texts[::-1]], [texts[7:], texts[:7]])):
+        with KVStore(tmp_path / str(number), engine="posix") as store:
+            for some in calls:
+                fill(store, model, some, None, method)
+            renewed = store.rank(method, model=model, passages=texts, stale=True, progress=False)
+            assert (renewed > 0) == (number == 2)  # the first ones were ranked before the others were there
+            assert store.rank(method, model=model, passages=texts, stale=True, progress=False) == 0
+            storage = storage_of(store)
+            readers = {row.chain: storage.disk.reader(row.id) for row in store.segments()}
+            ranked.append({chain: storage.rankings.of(reader)["context"] for chain, reader in readers.items()})
+    for chain, scores in ranked[0].items():
+        for other in ranked[1:]:
+            np.testing.assert_allclose(scores, other[chain], rtol=1e-4, atol=1e-6)
+
+
+def test_one_passage_more_makes_few_rankings_stale(model, store):
+    method, texts = CacheTune(), [prompt(128, seed=seed)[0] for seed in range(100, 140)]
+    fill(store, model, texts, None, method)
+    fill(store, model, [prompt(128, seed=140)[0]], ["new"], method)
+    renewed = store.rank(method, model=model, passages=texts, stale=True, progress=False)
+    assert 0 < renewed < 16  # each has four neighbours of forty
+    store.remove_document("new")
+    assert store.rank(method, model=model, passages=texts, stale=True, progress=False) == renewed
+
+
+def test_neighbours_may_be_given(model, store):
+    method, (a, b, c, d) = CacheTune(), PASSAGES
+    fill(store, model, [c], ["letter"], method)
+    fill(store, model, [a, b, d], ["a", "b", "d"], method, neighbours=[[1], ["letter", 2], ["d"]])
+    storage = storage_of(store)
+    readers = {row.tokens: storage.disk.reader(row.id) for row in store.segments()}
+    behind = {tokens: storage.rankings.neighbours(reader, "context") for tokens, reader in readers.items()}
+    name = {tokens: documents.by_passage([row]).popitem()[0] for row in store.segments() for tokens in [row.tokens]}
+    assert behind[96].names == (name[64],) and behind[96].given
+    assert behind[64].names == (name[112], name[80]) and behind[64].given
+    assert not behind[80].given and set(behind[80].names) == {name[96], name[64], name[112]}  # not behind itself
+    before = scores_in(store, "context")[96]
+    assert store.rank(method, model=model, passages=[a], neighbours=[["letter"]], stale=True, progress=False) == 1
+    assert not np.array_equal(scores_in(store, "context")[96], before)
+    store.remove_document("letter")
+    assert store.rank(method, model=model, passages=[a, b], stale=True, progress=False) == 2  # theirs is gone
+    for wrong in ([[9]], [["nobody"]], [[1.5]], [[0], [0]]):
+        with pytest.raises(ConfigError):
+            store.rank(method, model=model, passages=[a], neighbours=wrong, progress=False)
+
+
+def test_neighbours_stand_before_a_passage_as_they_are_stored(model, store):
+    """Against the model's own KV, where the columns of the neighbours hold what they have alone."""
+    from reference import kv_of
+    from test_passages import Replacing
+
+    from hf_tiered_cache.passage_cache import PassageCache
+    from hf_tiered_cache.restore.plan import SegmentSlice
+
+    fill(store, model, PASSAGES, None)
+    first, second, mine = PASSAGES[1], PASSAGES[3], PASSAGES[0]
+    disk = storage_of(store).disk
+    readers = {row.tokens: disk.reader(row.id) for row in store.segments()}
+    before = (SegmentSlice(readers[64], 16, 48, 1), SegmentSlice(readers[80], 0, 80, 49))
+    cache = PassageCache(model, storage_of(store), EPIC, "", before=[before])
+    cache.compute(mine.unsqueeze(0))
+    parts = [_alone_at(model, first, -15, 16), _alone_at(model, second, 49, 0)]
+    kv = [
+        tuple(torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True)) for pairs in zip(*parts, strict=True)
+    ]
+    whole = Replacing(model, list(range(1, 129)), kv, 0)
+    with torch.no_grad():
+        model(input_ids=join(BOS, first[16:], second, mine), past_key_values=whole, use_cache=True)
+    for (_, values), (_, expected) in zip(cache.passage.computed[0], whole.all(), strict=True):
+        torch.testing.assert_close(values, expected[0, :, 129:], rtol=1e-4, atol=1e-5)
+    plain = kv_of(model, join(BOS, first[16:], second, mine))[-1][1][0, :, 129:]
+    assert (cache.passage.computed[0][-1][1] - plain).abs().max() > 1e-3  # so that the line above says something
+
+
+@torch.no_grad()
+def _alone_at(model, text, start, cut):
+    """A passage's keys and values, computed alone from position `start` on, without its first `cut` tokens."""
+    from reference import Remembering
+
+    cache = Remembering(model)
+    positions = torch.arange(start - 1, start + len(text)).unsqueeze(0)
+    model(input_ids=join(BOS, text), position_ids=positions, past_key_values=cache, use_cache=True)
+    return [tuple(tensor[:, :, 1 + cut :] for tensor in layer) for layer in cache.all()]
+
+
+@pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])
+def test_prompts_find_documents_in_every_kind_of_store(options, root, model):
+    with KVStore(root, engine="posix", **options) as store:
+        fill(store, model, PASSAGES, list("abcd"), CacheTune())
+        _, cache = ask(model, store, PROMPT, CacheTune())
+        assert sum(each.found for each in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
+        assert cache.stats.reason == ""
+        assert {each.label for each in cache.stats.passages} == {"a", "c", "d"}
+        assert store.remove_document("c") == 1
