@@ -15,7 +15,7 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, conversations, listing, lm_eval, maintain, profile, serve
+from . import calibrate, conversations, documents, listing, lm_eval, maintain, profile, serve
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -51,6 +51,7 @@ def _top(
       hf-tiered-cache gc kv-store --quota 100GiB  make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
       hf-tiered-cache conversations kv-store      those that come back by their id
+      hf-tiered-cache documents kv-store          passages by the labels they were stored under
       hf-tiered-cache serve MODEL --store DIR     an OpenAI-compatible server
 
     All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
@@ -86,6 +87,14 @@ _add(
     "kv-store",
     "kv-store show alice-42",
     "kv-store rm alice-42 --dry-run",
+)
+_add(
+    "documents",
+    documents.documents,
+    "kv-store",
+    "kv-store show report-2024",
+    "kv-store rm report-2023 report-2024 --dry-run",
+    "kv-store --json | jq -r '.[] | select(.evicted > 0) | .label'",
 )
 _add(
     "calibrate",

@@ -69,6 +69,7 @@ def gc(
         f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
         f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}"
         + (f"; nothing is left of {count(report.conversations, 'conversation')}" if report.conversations else "")
+        + (f"; nothing is left of {count(report.documents, 'document')}" if report.documents else "")
     )
 
 

@@ -1,0 +1,124 @@
+"""`documents`: passages that a store keeps under labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..store.catalogue import SegmentRow
+from ..store.documents import DocumentInfo, Documents
+from ..units import format_bytes
+from .contents import contents_of, open_store, unique_length
+from .maintain import DryRun
+from .output import AsJson, Refused, StorePath, ago, count, date, facts, figures, print_json, printable, show
+
+
+def documents(
+    store: StorePath,
+    action: Annotated[str, typer.Argument(metavar="show|rm", help="Without: list all.")] = "",
+    labels: Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Of documents, in full.")] = None,
+    dry_run: DryRun = False,
+    as_json: AsJson = False,
+) -> None:
+    """List documents, show one, or delete some.
+
+    A document is what store.precompute(model, passages, segments=True, labels=[...]) has stored under a label. `rm`
+    deletes it, with the passages that no other label names. To replace one, precompute it anew under its label.
+    """
+    if action not in ("", "show", "rm"):
+        raise Refused(f"{action!r} is not to be done with documents: write show LABEL, or rm LABEL")
+    if action and not labels:
+        raise Refused(f"name a document: {action} LABEL")
+    if action == "rm":
+        return _remove(store, list(dict.fromkeys(labels or ())), dry_run, as_json)
+    if dry_run:
+        raise Refused("--dry-run goes with rm")
+    contents = contents_of(store)
+    if not action:
+        found = Documents(store).listed(contents.rows)
+        return print_json([info.as_dict() for info in found]) if as_json else _list(found)
+    if labels is None or len(labels) != 1:
+        raise Refused("name one document: show LABEL")
+    chosen = Documents(store).listed(contents.rows, labels[0])
+    if not chosen:
+        raise Refused(f"no document is called {labels[0]!r}; `hf-tiered-cache documents {store}` lists them")
+    if as_json:
+        return print_json([info.as_dict() for info in chosen])
+    for info in chosen:
+        _show(info, contents.rows)
+
+
+def _list(found: list[DocumentInfo]) -> None:
+    notes = [_notes(info) for info in found]
+    fold = ("notes",) if any(notes) else ()
+    words, right = ("document", "model"), ("passages", "tokens", "size", "changed")
+    table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
+    for info, note in zip(found, notes, strict=True):
+        cells = f"{info.passages:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.changed)
+        table.add_row(printable(info.label), _model(info), *cells, *[note] * len(fold))
+    if found:
+        show(table)
+        print()
+    passages = sum(info.passages for info in found)
+    tokens = sum(info.tokens_there for info in found)
+    print(f"total: {count(len(found), 'document')}, {count(passages, 'passage')}, {tokens:,} tokens")
+
+
+def _notes(info: DocumentInfo) -> str:
+    """As "evicted: 1 of 3 passages, 1 of another label, too"."""
+    notes = []
+    if info.evicted:
+        notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")
+    elif info.tokens_there < info.tokens:
+        notes.append(f"damaged or expired: {info.tokens_there:,} of {info.tokens:,} tokens left")
+    if info.shared:
+        notes.append(f"{info.shared:,} of another label, too")
+    return ", ".join(notes)
+
+
+def _model(info: DocumentInfo) -> str:
+    return printable(info.model.get("name") or info.model.get("class") or info.fingerprint[:8])
+
+
+def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
+    table = facts()
+    table.add_row("document", printable(info.label))
+    table.add_row("model", _model(info))
+    for name, value in sorted(info.model.items()):
+        if name != "name" and value:
+            table.add_row(f"  {printable(name)}", printable(value))
+    table.add_row("fingerprint", info.fingerprint)
+    table.add_row("computed", printable(info.made))
+    table.add_row("passages", f"{info.passages:,}")
+    table.add_row("tokens", f"{info.tokens_there:,}")
+    table.add_row("on disk", f"{format_bytes(info.bytes)} ({info.bytes:,} bytes)")
+    table.add_row("created", date(info.created))
+    table.add_row("changed", date(info.changed))
+    table.add_row("notes", _notes(info) or "none")
+    show(table)
+    print()
+    there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
+    segments = figures("segment", "tokens", "size", "last used", "uses", right=("tokens", "size", "last used", "uses"))
+    for name in info.segments:
+        row = there[name]
+        segments.add_row(name[:letters], f"{row.tokens:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
+    show(segments)
+
+
+def _remove(store: Path, labels: list[str], dry_run: bool, as_json: bool) -> None:
+    from ..documents import remove_documents, segments_of_documents
+    from ..kvstore import storage_of
+
+    with open_store(store) as opened:
+        storage = storage_of(opened)
+        rows = segments_of_documents(storage, labels)
+        if not dry_run:
+            remove_documents(storage, labels)
+    nbytes = sum(row.nbytes for row in rows)
+    if as_json:
+        said = {"removed": labels, "segments": [row.id for row in rows], "bytes": nbytes, "dry_run": dry_run}
+        return print_json(said)
+    what = f"{count(len(labels), 'document')}, {count(len(rows), 'segment')}, {format_bytes(nbytes)}"
+    print(f"{'would delete' if dry_run else 'deleted'} {what}")
