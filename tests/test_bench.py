@@ -86,6 +86,20 @@ def test_find_passages(tmp_path, monkeypatch):
     assert find_passages.STEPS["found"] in (tmp_path / "find-passages-cpu.md").read_text()
 
 
+def test_corpus(tmp_path, monkeypatch):
+    import corpus
+
+    options = ["--model", "tiny", "--layers", "2", "--passages", "5", "--tokens", "30,50", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["corpus.py", *options, "--out", str(tmp_path)])
+    corpus.main()
+    document = json.loads((tmp_path / "corpus-tiny-2l-float32-cpu.json").read_text())
+    assert len(document["seconds"]) == 2 * len(corpus.RANKINGS)
+    assert all(len(times) == 2 and min(times) > 0 for times in document["seconds"].values())
+    assert (document["passages"], document["batch_tokens"]) == (5, [1, 4096])
+    page = (tmp_path / "corpus-tiny-2l-float32-cpu.md").read_text()
+    assert f"{document['tokens']:,} in all" in page and "by context" in page
+
+
 def test_codec(tmp_path, monkeypatch):
     import codec
 

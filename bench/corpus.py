@@ -1,0 +1,119 @@
+"""How fast a corpus of passages is stored: tokens a second, one at a time and batched, ranked or not.
+
+    python bench/corpus.py                                   # 1,000 passages, Qwen2.5-0.5B's shape with four layers
+    python bench/corpus.py --model eval/reference/xs --passages 200
+
+Each turn stores the corpus in a new store. `context` computes each passage once more, behind others of the corpus.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import SHAPES, build, interleaved, load, machine, median, save, table
+
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.geometry import HASH_TOKENS
+from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.passages import BATCH_TOKENS
+from hf_tiered_cache.restore.spectral import Ranking
+
+RANKINGS: dict[str, Ranking] = {"not ranked": "random", "by energy": "low_frequency", "by context": "context"}
+"""The random ranking takes no time."""
+
+
+def lengths(least: int, most: int, count: int) -> list[int]:
+    """Tokens of each passage, alike often, from least to most."""
+    return np.random.default_rng(0).integers(least, most + 1, count).tolist()
+
+
+def passages_of(tokens: list[int], vocabulary: int) -> list[torch.Tensor]:
+    """Random ones."""
+    random = np.random.default_rng(1)
+    return [torch.from_numpy(random.integers(3, vocabulary, count)) for count in tokens]
+
+
+def measure(arguments: argparse.Namespace, model: torch.nn.Module, passages: list[torch.Tensor]) -> dict[str, Any]:
+    """Seconds of each turn, by way and tokens of a batch."""
+
+    def store(ranking: Ranking, batch_tokens: int) -> float:
+        method = CacheTune(ranking=ranking)
+        with tempfile.TemporaryDirectory(dir=arguments.store) as folder, KVStore(folder) as opened:
+            started = time.perf_counter()
+            report = opened.precompute(
+                model, passages, segments=True, method=method, batch_tokens=batch_tokens, progress=False
+            )
+            took = time.perf_counter() - started
+            assert report.stored == sum(len(each) // HASH_TOKENS * HASH_TOKENS for each in passages), report
+            return took
+
+    batched: list[int] = arguments.batch_tokens
+    ways = {(name, most): (ranking, most) for name, ranking in RANKINGS.items() for most in batched}
+    actions = {f"{name}, {most}": lambda way=way: store(*way) for (name, most), way in ways.items()}  # type: ignore[misc]
+    return interleaved(actions, arguments.repeats, warm_up=0)
+
+
+def report(document: dict[str, Any]) -> str:
+    """The page."""
+    on, tokens, rows = document["machine"], document["tokens"], []
+    for name in RANKINGS:
+        speeds = [tokens / median(document["seconds"][f"{name}, {most}"]) for most in document["batch_tokens"]]
+        rows.append([name, *(f"{speed:,.0f}" for speed in speeds), f"{speeds[-1] / speeds[0]:.2f} ×"])
+    wide = ["one at a time" if most == 1 else f"{most:,} tokens" for most in document["batch_tokens"]]
+    return f"""# Storing a corpus of passages, {document["model"]}
+
+{document["passages"]:,} passages of {document["least"]} to {document["most"]} tokens, {tokens:,} in all; float32.
+{on["cpu"]}, {on["torch_threads"]} threads; torch {on["torch"]}; {on["date"]}. Load average {document["load"]:.1f}.
+
+Tokens of the corpus a second, medians of {document["repeats"]}; passages of one length are computed together, up to so
+many tokens.
+
+{table(["ranking", *wide, "last ÷ first"], rows)}
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen2.5-0.5b", help=f"a folder, or a shape: {', '.join(SHAPES)}")
+    parser.add_argument("--layers", type=int, default=4, help="of a shape")
+    parser.add_argument("--passages", type=int, default=1000)
+    parser.add_argument("--tokens", default="256,512", help="of a passage, from least to most")
+    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[1, BATCH_TOKENS])
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--store", default=None, help="where stores are made for as long as this runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    cpu, shape = torch.device("cpu"), arguments.model in SHAPES
+    model = (
+        build(arguments.model, torch.float32, cpu, layers=arguments.layers)
+        if shape
+        else load(Path(arguments.model), torch.float32, cpu)
+    )
+    least, most = map(int, arguments.tokens.split(","))
+    passages = passages_of(lengths(least, most, arguments.passages), model.config.vocab_size)
+    seconds = measure(arguments, model, passages)
+    name = f"{arguments.model}-{arguments.layers}l" if shape else Path(arguments.model).name
+    document = {
+        "machine": machine(cpu, Path(arguments.store or tempfile.gettempdir())),
+        "load": os.getloadavg()[0],
+        "model": name,
+        "passages": len(passages),
+        "tokens": sum(map(len, passages)),
+        "least": least,
+        "most": most,
+        "batch_tokens": arguments.batch_tokens,
+        "repeats": arguments.repeats,
+        "seconds": seconds,
+    }
+    save(arguments.out, f"corpus-{name}-float32-cpu", document, report(document))
+
+
+if __name__ == "__main__":
+    main()
