@@ -23,6 +23,7 @@ from hf_tiered_cache import cli
 from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
+from hf_tiered_cache.store.documents import Documents, changed, passage_name
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
 QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
@@ -195,11 +196,11 @@ assert not heavy, heavy
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["ls"], ["stat"], ["conversations"]]
+    "arguments", [["--help"], ["--version"], ["ls", "--help"], ["ls"], ["stat"], ["conversations"], ["documents"]]
 )
 def test_torch_is_not_imported_to_list(store, arguments):
     root, headers = store
-    asked = [*arguments, str(root)] if arguments in (["ls"], ["stat"], ["conversations"]) else arguments
+    asked = [*arguments, str(root)] if arguments in (["ls"], ["stat"], ["conversations"], ["documents"]) else arguments
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *asked], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout
@@ -430,6 +431,79 @@ def test_gc_says_which_conversations_are_over(run, chats):
     assert "nothing is left of 2 conversations" in run("gc", root, "--dry-run")[1]
     assert "nothing is left of 2 conversations" in run("gc", root)[1]
     assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
+
+
+# --- documents
+
+
+@pytest.fixture
+def corpus(store):
+    """Two documents: one of two passages, one of the second of these and of one that is gone."""
+    root, _ = store
+    opened, headers, names = open_store(root), [], []
+    for seed in "de":
+        made = segment(hashes(4, seed), provenance="passage", model=QWEN, scan_hashes=b"scan" * 4)
+        opened.publish(*made)
+        headers.append(made[0])
+        names.append(passage_name(b"".join(made[1])))
+    opened.close()
+    for label, passages in {"report\x1b[31m 1": names, "minutes": [names[1], "0" * 32]}.items():
+        record = changed(None, (label, "model", "passage 1"), passages, 128, QWEN)
+        Documents(root).write([record], lambda nbytes: nullcontext())
+    return root, headers
+
+
+def test_documents_are_listed(run, corpus):
+    root, _ = corpus
+    status, out, _ = run("documents", root)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["document", "model", "passages", "tokens", "size", "changed", "notes"]
+    assert lines[1].startswith("minutes") and lines[1].endswith("evicted: 1 of 2 passages, 1 of another label, too")
+    assert lines[2].startswith("report�[31m 1  Qwen/Qwen2.5-0.5B-Instruct         2     128")
+    assert lines[-1] == "total: 2 documents, 4 passages, 192 tokens"
+    listed = json.loads(run("documents", root, "--json")[1])
+    assert [(one["label"], one["evicted"]) for one in listed] == [("minutes", 1), ("report\x1b[31m 1", 0)]
+
+
+def test_one_document_is_shown(run, corpus):
+    root, headers = corpus
+    status, out, _ = run("documents", root, "show", "minutes")
+    assert status == 0
+    assert "Qwen2ForCausalLM" in out and "evicted: 1 of 2 passages" in out
+    assert out.splitlines()[-1].split()[:2] == [headers[1].id[:8], "64"]
+    assert json.loads(run("documents", root, "show", "minutes", "--json")[1])[0]["segments"] == [headers[1].id]
+
+
+def test_documents_are_deleted_with_what_is_their_own(run, corpus):
+    root, headers = corpus
+    before, label = files(root), "report\x1b[31m 1"
+    asked = "documents", root, "rm", label, "--dry-run"
+    assert json.loads(run(*asked, "--json")[1])["segments"] == [headers[0].id]
+    assert "would delete 1 document, 1 segment, " in run(*asked)[1]
+    assert "would delete 2 documents, 2 segments, " in run(*asked, "minutes")[1]
+    assert files(root) == before and len(json.loads(run("documents", root, "--json")[1])) == 2
+    assert "deleted 1 document, 1 segment, " in run("documents", root, "rm", label)[1]
+    assert files(root).keys() == before.keys() - {root / "segments" / f"{headers[0].id}.kv"}
+    assert [one["label"] for one in json.loads(run("documents", root, "--json")[1])] == ["minutes"]
+    assert json.loads(run("documents", root, "rm", "minutes", "--json")[1])["removed"] == ["minutes"]
+    assert run("documents", root)[1] == "total: 0 documents, 0 passages, 0 tokens\n"
+
+
+def test_what_cannot_be_done_with_documents(run, corpus):
+    root, _ = corpus
+    for arguments, said in {
+        ("drop", "report"): "'drop' is not to be done",
+        ("show",): "name a document",
+        ("show", "nobody"): "no document is called 'nobody'",
+        ("rm", "nobody"): "no document is called 'nobody'",
+        ("show", "minutes", "--dry-run"): "--dry-run goes with rm",
+    }.items():
+        status, _, err = run("documents", root, *arguments)
+        assert status == 2 and said in err
+    for one in (root / "segments").iterdir():
+        one.unlink()
+    assert "nothing is left of 2 documents" in run("gc", root)[1]
 
 
 # --- saying no

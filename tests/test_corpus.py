@@ -216,7 +216,7 @@ sys.path.insert(0, {HERE!r})
 import torch
 torch.set_num_threads(1)
 from families import *
-from test_documents import *
+from test_corpus import *
 root, turns = sys.argv[1], int(sys.argv[2])
 model = build("qwen2")
 ids = join(BOS, QUESTION, PASSAGES[0], NEW[0], QUESTION)
@@ -259,7 +259,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from families import *
-from test_documents import *
+from test_corpus import *
 from hf_tiered_cache.store.catalogue import Catalogue
 
 root, draws, end = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
