@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import nn
+from transformers import Cache
 
 from .errors import RestoreError
 from .geometry import HASH_TOKENS
@@ -116,6 +117,11 @@ class PassageServing(Serving):
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
         restores = self._before and sequence.columns == len(self.context_ids)
         return "" if restores else SWITCHED_OFF
+
+    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+        sequence = super()._new_sequence(cache, request, identity, regime)
+        sequence.tells_passages = False  # what stands before the passages is no prompt
+        return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
         """See `Serving`."""

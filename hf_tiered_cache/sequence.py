@@ -77,6 +77,8 @@ class SequenceState:
         self.stored_in_pieces = 0
         """Tokens of the present prompt that were computed and let go again."""
         self._in_prompt = False  # whether the last pass had several columns
+        self.tells_passages = bool(method.passages)
+        """Whether it is told what became of the passages in a prompt."""
         self._report = PassageReport()
         self.missed = ""
         """Why stored passages were not found by the last pass, where something can be done about it."""
@@ -175,7 +177,7 @@ class SequenceState:
         computed = columns if plan is None else columns - plan.restored_until
         ids, self._asked = request.ids if self._asked is None else self._asked, None  # once from the device is enough
         self.recorder.end(ids, computed, request.revocable)
-        if self.method.passages and columns > 1:
+        if self.tells_passages and columns > 1:
             self._tell_passages(plan, collector)
         if request.text < columns:
             self.recorder.crop(columns - request.text)

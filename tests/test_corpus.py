@@ -383,6 +383,13 @@ def test_the_order_of_calls_does_not_matter(model, tmp_path):
             np.testing.assert_allclose(scores, other[chain], rtol=1e-4, atol=1e-6)
 
 
+def test_neighbours_are_no_prompt_that_is_told_of(model, store, caplog):
+    """Of a neighbour that lacks its first tokens nothing is said, as of texts that were joined."""
+    texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 496, 496), start=60)]
+    fill(store, model, texts, None, CacheTune())
+    assert not caplog.records
+
+
 def test_one_passage_more_makes_few_rankings_stale(model, store):
     method, texts = CacheTune(), [prompt(128, seed=seed)[0] for seed in range(100, 140)]
     fill(store, model, texts, None, method)

@@ -61,7 +61,7 @@ class PassageReport:
         self._passages = [passage for passage in self._passages if passage.at]
         for group in groups:
             for piece in group.pieces:
-                if is_passage(piece.reader.header.provenance) and piece.count >= HASH_TOKENS:
+                if is_passage(piece.reader.header.provenance):
                     self._add(group.rows[0], piece)
 
     def _add(self, row: int, piece: SegmentSlice) -> None:
