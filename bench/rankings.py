@@ -64,7 +64,7 @@ class Ranker:
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        cache = PassageCache(self.model, storage_of(self.store), CacheTune(), "", context=context)
+        cache = PassageCache(self.model, storage_of(self.store), CacheTune(), "", context=context.unsqueeze(0))
         cache.compute(passage.unsqueeze(0))
         return cache.passage.computed[0]
 

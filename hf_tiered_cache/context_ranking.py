@@ -1,12 +1,13 @@
-"""Ranking stored passages by how far others change their KV: the others' stored KV stands before them.
+"""Ranking stored passages by how far others change their KV.
 
-So one pass over a passage's own tokens says it, with any of the corpus before it, whose tokens nobody has to know.
+The others' text stands before them, where the caller gives it. Of those that were stored earlier nobody knows the
+tokens: their stored KV stands there, which says somewhat less, for each of them saw nothing but itself.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,11 +55,20 @@ class ContextRanker:
         method: whose ranking it is.
         batch_tokens: of passages of one length that are computed in one pass.
         tag: as for `TieredCache`.
+        texts: by name the passages whose tokens are known, int64 `[tokens]` each.
     """
 
-    def __init__(self, storage: Storage, model: nn.Module, method: Passages, batch_tokens: int, tag: str) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        model: nn.Module,
+        method: Passages,
+        batch_tokens: int,
+        tag: str,
+        texts: Mapping[str, torch.Tensor],
+    ) -> None:
         self._storage, self._model, self._method, self._tag = storage, model, method, tag
-        self._batch_tokens = batch_tokens
+        self._batch_tokens, self._texts = batch_tokens, texts
         self._like = PassageCache(model, storage, method, tag).passage
         identity = self._like.identify(closely=True)
         self._fingerprint = None if isinstance(identity, str) else identity.fingerprint
@@ -77,8 +87,8 @@ class ContextRanker:
         self._corpus = Corpus({name: row.tokens for name, row in self._rows.items()})
 
     def stale(self, wanted: Wanted) -> bool:
-        """Whether a passage is not ranked, or behind others than it would be now. Given ones count as long as they are
-        there.
+        """Whether a passage is not ranked, or behind others than it would be now, or behind their stored KV where their
+        text is known now. Given ones count as long as they are there.
         """
         reader, ranking = self._reader(wanted.name), self._method.ranked_by
         if reader is None or not reader.shape.layout.position_independent:
@@ -88,7 +98,8 @@ class ContextRanker:
             return True
         if known.given and not wanted.given:
             return not all(name in self._corpus for name in known.names)
-        return known != self._neighbours(wanted)
+        now = self._neighbours(wanted)
+        return (known.names, known.given) != (now.names, now.given) or (now.computed and not known.computed)
 
     def rank(self, wanted: Iterable[Wanted], bar: tqdm) -> int:
         """Rank passages. Returns how many are ranked now; what cannot be read is not, which is counted."""
@@ -120,19 +131,30 @@ class ContextRanker:
 
     def _neighbours(self, wanted: Wanted) -> Neighbours:
         given = tuple(name for name in wanted.given if name in self._corpus and name != wanted.name)
-        if given:
-            return Neighbours(given, True)
-        others = self._corpus.choose(wanted.name, self._room(len(wanted.ids)))
-        return others if others.names else Neighbours((wanted.name,))
+        chosen = given or self._corpus.choose(wanted.name, self._room(len(wanted.ids))) or (wanted.name,)
+        return Neighbours(chosen, bool(given), all(name in self._texts for name in chosen))
 
     def _counts(self, wanted: Wanted, neighbours: Neighbours) -> list[int]:
-        """How many tokens of each neighbour stand before a passage; of itself its second half."""
+        """How many stored tokens of each neighbour stand before a passage; of itself its second half."""
         lengths = [self._corpus.tokens.get(name, 0) // (2 if name == wanted.name else 1) for name in neighbours.names]
         return tails(lengths, self._room(len(wanted.ids)))
 
-    def _lengths(self, job: tuple[Wanted, Neighbours]) -> tuple[int, int]:
-        """What passages that are computed together have in common: their tokens, and how many stand before them."""
-        return len(job[0].ids), sum(self._counts(*job))
+    def _text(self, wanted: Wanted, neighbours: Neighbours) -> torch.Tensor:
+        """Of computed neighbours what stands before a passage, int64 `[n]`; of itself its second half."""
+        texts = [self._texts[name] for name in reversed(neighbours.names)]
+        if neighbours.names == (wanted.name,):
+            texts = [texts[0][len(texts[0]) // 2 :]]
+        text = torch.cat(texts)
+        return text[max(0, len(text) - self._room(len(wanted.ids))) :]
+
+    def _lengths(self, job: tuple[Wanted, Neighbours]) -> tuple[int, int, int]:
+        """What passages that are computed together have in common: how many tokens are computed, how many are restored
+        before them, and their own.
+        """
+        own = len(job[0].ids)
+        if job[1].computed:
+            return len(self._text(*job)) + own, 0, own
+        return own, sum(self._counts(*job)), own
 
     def _reader(self, name: str) -> SegmentReader | None:
         row = self._rows.get(name)
@@ -147,10 +169,10 @@ class ContextRanker:
             return 0
         if any(neighbours.names == (one.name,) for one, neighbours in batch):
             logger.warning("a passage by itself is ranked by its own second half; store several")
-        if not self._lengths(batch[0])[1]:  # no position is left for anything before them
+        computed, restored, own = self._lengths(batch[0])
+        if computed + restored == own:  # no position is left for anything before them
             return sum(self._keep(one, neighbours, np.zeros(len(one.ids), np.float32)) for one, neighbours in batch)
-        before = [self._pieces(*job) for job in batch]
-        cache = PassageCache(self._model, self._storage, self._method, self._tag, before=before)
+        cache = self._cache(batch)
         cache.compute(torch.stack([one.ids for one, _ in batch]))
         done = 0
         for row, (one, neighbours) in enumerate(batch):
@@ -165,8 +187,16 @@ class ContextRanker:
             done += self._keep(one, neighbours, scores)
         return done
 
+    def _cache(self, batch: Sequence[tuple[Wanted, Neighbours]]) -> PassageCache:
+        """For passages that have as much before them. Raises RestoreError: some of it is gone."""
+        if not batch[0][1].computed:
+            before = [self._pieces(*job) for job in batch]
+            return PassageCache(self._model, self._storage, self._method, self._tag, before=before)
+        context = torch.stack([self._text(*job) for job in batch])  # int64 [rows, n]
+        return PassageCache(self._model, self._storage, self._method, self._tag, context=context)
+
     def _pieces(self, wanted: Wanted, neighbours: Neighbours) -> tuple[SegmentSlice, ...]:
-        at, pieces = len(self._like.context_ids), []
+        at, pieces = self._like.context_ids.shape[1], []
         for name, count in reversed(list(zip(neighbours.names, self._counts(wanted, neighbours), strict=True))):
             reader = self._reader(name)
             if reader is None:

@@ -41,7 +41,7 @@ class PassageServing(Serving):
     Args:
         like: of a cache with a method for passages, which says how they are ranked and cut.
         labels: of the rows, for the headers of their segments; () for none.
-        context: int `[n]`, text that stands between the sink and each passage.
+        context: int `[rows, n]`, text that stands between the sink and each passage.
         before: for each row what is restored behind that, up to the passage: as many tokens in each; () for nothing.
             With text or passages before it nothing is stored, and it is `computed` that counts.
     """
@@ -57,9 +57,11 @@ class PassageServing(Serving):
     ) -> None:
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = self.method.sink_token(like.attachment.config)
-        sink = torch.tensor([] if self.sink is None else [self.sink], dtype=torch.int64)
-        self.context_ids = sink if context is None else torch.cat([sink, context])
-        """What is computed before the passage: the sink, if the model has such a token, and the text."""
+        sink = torch.tensor([[] if self.sink is None else [self.sink]], dtype=torch.int64)
+        text = [] if context is None else [context]
+        self.context_ids = torch.cat([sink.expand(len(context) if context is not None else 1, -1), *text], dim=1)
+        """What is computed before the passage, `[rows, n]` or for all rows `[1, n]`: the sink, if the model has such a
+        token, and the text."""
         self.computed: dict[int, list[KV]] = {}
         """Behind other text: each row's keys and values, layer by layer."""
         self.scores: dict[int, Columns] = {}
@@ -115,7 +117,7 @@ class PassageServing(Serving):
         return Plan(sequence.columns, columns, (computed,) * self.attachment.config.num_hidden_layers, groups)
 
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
-        restores = self._before and sequence.columns == len(self.context_ids)
+        restores = self._before and sequence.columns == self.context_ids.shape[1]
         return "" if restores else SWITCHED_OFF
 
     def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
@@ -130,9 +132,9 @@ class PassageServing(Serving):
         own = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         names = Names(identity.facts, self.options.label, self._labels)
         if self._in_context:
-            before = len(self.context_ids) + self.restored_before
+            before = self.context_ids.shape[1] + self.restored_before
             return _Observing(History(hasher, pads), *own, names=names, check=check).behind(before, self.computed)
-        history = History(hasher, [pad + len(self.context_ids) for pad in pads])  # left out like padding
+        history = History(hasher, [pad + self.context_ids.shape[1] for pad in pads])  # left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
         return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check)
 

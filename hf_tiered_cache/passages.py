@@ -37,13 +37,18 @@ class _Passage:
 
     ids: torch.Tensor
     """int64 `[tokens]`, as far as they are stored."""
-    tokens: int
-    """As it was given."""
+    text: torch.Tensor
+    """int64 `[tokens]`, as it was given."""
     labels: dict[str, None] = field(default_factory=dict)
     given: dict[int | str, None] = field(default_factory=dict)
     """Its neighbours: numbers of passages in the call, or labels."""
     row: SegmentRow | None = None
     """In which all of it is stored."""
+
+    @property
+    def tokens(self) -> int:
+        """As it was given."""
+        return len(self.text)
 
     @property
     def is_stored(self) -> bool:
@@ -89,7 +94,7 @@ class _Call:
         """In order, as often as they are given."""
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
-            passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, len(prompt)))
+            passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, prompt))
             passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
             passage.given |= dict.fromkeys(neighbours[number] if neighbours else ())
             self.given.append(passage)
@@ -130,6 +135,11 @@ class _Call:
             ids = passage.ids[: passage.row.tokens]
             found.append(Wanted(ids, passage.name, given))
         return found
+
+    def texts(self) -> dict[str, torch.Tensor]:
+        """By name those that are stored by themselves."""
+        stored = [p for p in self.stored if p.row is not None and p.row.tokens == whole_tokens(len(p.ids))]
+        return {passage.name: passage.text for passage in stored}
 
     def key(self, label: str) -> tuple[str, str, str]:
         """Of a label's record."""
@@ -223,7 +233,7 @@ def rank_passages(
     call.find()
     if method.ranks_alone:
         return sum(_rank_alone(storage, method, passage, stale) for passage in call.stored)
-    ranker = ContextRanker(storage, model, method, batch_tokens, tag)
+    ranker = ContextRanker(storage, model, method, batch_tokens, tag, call.texts())
     wanted = [one for one in call.wanted() if not stale or ranker.stale(one)]
     with bar_over(sum(len(one.ids) for one in wanted), progress, "rank") as bar:
         return ranker.rank(wanted, bar)
@@ -266,7 +276,7 @@ def _rank(
         wanted = [one for one in call.wanted() if one.name in unranked]
         if wanted:
             with bar_over(sum(len(one.ids) for one in wanted), progress, "rank") as bar:
-                ContextRanker(storage, model, method, batch_tokens, tag).rank(wanted, bar)
+                ContextRanker(storage, model, method, batch_tokens, tag, call.texts()).rank(wanted, bar)
 
 
 def _rank_alone(storage: Storage, method: Passages, passage: _Passage, missing: bool) -> bool:

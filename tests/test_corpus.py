@@ -421,6 +421,28 @@ def test_neighbours_may_be_given(model, store):
             store.rank(method, model=model, passages=[a], neighbours=wrong, progress=False)
 
 
+def test_neighbours_are_computed_where_their_text_is_given(model, tmp_path):
+    method, scores = CacheTune(), []
+    for calls in ([PASSAGES], [PASSAGES[:2], PASSAGES[2:]]):
+        with KVStore(tmp_path / str(len(calls)), engine="posix") as store:
+            storage = storage_of(store)
+
+            def computed(storage=storage, store=store):
+                readers = [storage.disk.reader(row.id) for row in store.segments()]
+                return [storage.rankings.neighbours(reader, "context").computed for reader in readers]
+
+            for some in calls:
+                fill(store, model, some, None, method)
+            assert all(computed()) == (len(calls) == 1)
+            behind_kv = scores_in(store, "context")
+            store.rank(method, model=model, passages=PASSAGES, stale=True, progress=False)
+            assert all(computed())
+            scores.append(scores_in(store, "context"))
+    assert any(not np.allclose(behind_kv[tokens], one, rtol=1e-3) for tokens, one in scores[0].items())
+    for tokens, one in scores[0].items():
+        np.testing.assert_allclose(scores[1][tokens], one, rtol=1e-4, atol=1e-6)
+
+
 def test_neighbours_stand_before_a_passage_as_they_are_stored(model, store):
     """Against the model's own KV, where the columns of the neighbours hold what they have alone."""
     from reference import kv_of

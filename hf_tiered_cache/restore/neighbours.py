@@ -23,10 +23,12 @@ class Neighbours:
     Args:
         names: the nearest first (see `passage_name`).
         given: whether they were named, and not chosen from the corpus.
+        computed: whether their text stood before it, and not their stored KV.
     """
 
     names: tuple[str, ...]
     given: bool = False
+    computed: bool = False
 
 
 class Corpus:
@@ -45,14 +47,14 @@ class Corpus:
     def __contains__(self, name: str) -> bool:
         return name in self.tokens
 
-    def choose(self, name: str, room: int) -> Neighbours:
+    def choose(self, name: str, room: int) -> tuple[str, ...]:
         """The first ones in a passage's order of the others, as many as it takes to fill `room` tokens.
 
         Args:
             name: of the passage, which may be in the corpus.
         """
         if room <= 0 or not len(self._names):
-            return Neighbours(())
+            return ()
         orders = _mixed(self._keys ^ _mixed(np.array([_key(name)], np.uint64)))
         least = int(self._lengths.min())
         most = min(len(orders), -(-room // max(1, least)) + 1)  # with itself
@@ -60,7 +62,7 @@ class Corpus:
         first = first[np.argsort(orders[first], kind="stable")]
         first = first[[self._names[i] != name for i in first]]
         before = np.cumsum(self._lengths[first]) - self._lengths[first]
-        return Neighbours(tuple(self._names[i] for i in first[before < room]))
+        return tuple(self._names[i] for i in first[before < room])
 
 
 def tails(lengths: Sequence[int], room: int) -> list[int]:

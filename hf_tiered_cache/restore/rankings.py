@@ -16,7 +16,13 @@ from .neighbours import Neighbours
 RANKINGS_KIND = "rankings"
 """Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`; and behind the name and a space,
 the names of the passages that it was ranked behind, uint8 `[passages, 16]`."""
-_CHOSEN, _GIVEN = " neighbours", " neighbours given"
+_BEHIND = {
+    " neighbours": (False, False),
+    " neighbours given": (True, False),
+    " neighbours computed": (False, True),
+    " neighbours given computed": (True, True),
+}
+"""What is behind the name, for each kind of neighbours: whether they were given, and computed."""
 Columns = dict[str, np.ndarray]
 """By the name of a ranking how much it matters that each token is computed in its true context: float32 `[tokens]`."""
 
@@ -41,10 +47,10 @@ class KeptRankings:
 
     def neighbours(self, reader: SegmentReader, ranking: str) -> Neighbours | None:
         """The passages behind which a segment was ranked; None where that is not known."""
-        for suffix in (_CHOSEN, _GIVEN):
+        for suffix, (given, computed) in _BEHIND.items():
             if (array := self._arrays(reader).get(ranking + suffix)) is not None and _are_names(array):
                 names = tuple(bytes(name).hex() for name in array.numpy())
-                return Neighbours(names, suffix == _GIVEN)
+                return Neighbours(names, given, computed)
         return None
 
     def keep(
@@ -62,11 +68,12 @@ class KeptRankings:
         }
         arrays |= {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
         for name in columns:
-            arrays.pop(name + _CHOSEN, None)
-            arrays.pop(name + _GIVEN, None)
+            for suffix in _BEHIND:
+                arrays.pop(name + suffix, None)
+        suffix_of = {kind: suffix for suffix, kind in _BEHIND.items()}
         for name, neighbours in (behind or {}).items():
             said = np.frombuffer(b"".join(map(bytes.fromhex, neighbours.names)), np.uint8).reshape(-1, HASH_BYTES)
-            arrays[name + (_GIVEN if neighbours.given else _CHOSEN)] = torch.tensor(said)
+            arrays[name + suffix_of[neighbours.given, neighbours.computed]] = torch.tensor(said)
         return self._disk.beside.keep(reader, RANKINGS_KIND, arrays, {})
 
     def _arrays(self, reader: SegmentReader) -> dict[str, torch.Tensor]:
