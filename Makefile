@@ -55,10 +55,10 @@ CHOSEN := contiguous_kv:rechoose=1,contiguous_kv:period=4:subperiod=4:rechoose=1
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
-PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=false,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:sink=false
+PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:sink=false
 EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
 # settings were chosen on the other half of the examples
-EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.13,0.15,0.3 --half 1 --dtype float32 --model eval/reference/xs
+EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.15,0.3 --seed 45 --half 1 --dtype float32 --model eval/reference/xs
 RESULTS := eval/results
 
 eval: $(FOR_DEV)

@@ -82,9 +82,8 @@ class Request:
                 kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
             if kwargs.get("attention_mask") is None:
                 kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
-        index: slice | torch.Tensor = to_device(columns, self.ids.device)
-        if columns.ndim == 1 and len(columns) == self.columns - (first := int(columns[0])):
-            index = slice(first, None)
+        alike = columns.ndim == 1 and len(columns) == self.columns - columns[0]  # all from the first one on
+        index = slice(int(columns[0]), None) if alike else to_device(columns, self.ids.device)
         for name in _PER_TOKEN:
             if kwargs.get(name) is not None:
                 kwargs[name] = _some(kwargs[name], index)

@@ -155,7 +155,7 @@ def highest(scores, count):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_candidates_are_those_that_move_and_are_asked_for(family, store):
     """By brute force: the question over stored KV, with the model's own attention weights."""
-    model, method = build(family), Noting(0.3, probe=True)
+    model, method = build(family), Noting(0.3, probe=True, widen=3)
     fill(store, model, method=CacheTune())
     ask(model, store, PROMPT, method)
     attention, mine = attention_alone(eager(family), LAYERS // 2), np.flatnonzero(reusable())
@@ -175,7 +175,7 @@ def test_candidates_are_those_that_move_and_are_asked_for(family, store):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_what_goes_on_has_moved_and_is_asked_for(family, store):
     """By brute force: the KV of the comparing layer, and what the question attends to up to there."""
-    model, method = build(family), Noting(0.3, probe=False)
+    model, method = build(family), Noting(0.3, probe=False, widen=3)
     fill(store, model, method=CacheTune())
     ask(model, store, PROMPT, method)
     plain, at = eager(family), NARROW_AT
@@ -259,7 +259,7 @@ def test_the_question_may_be_named(store):
 
 def test_without_a_view_of_queries_nobody_is_asked(store):
     """Eager attention: tokens are chosen by how far they move, in the layer behind."""
-    model, method = eager("qwen2"), Noting(0.3, probe=True)
+    model, method = eager("qwen2"), Noting(0.3, probe=True, widen=3)
     fill(store, model, method=CacheTune())
     ours, _ = ask(model, store, PROMPT, method)
     assert method.attention is None and method.asked_again is None

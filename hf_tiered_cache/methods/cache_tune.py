@@ -1,10 +1,10 @@
 """CacheTune: passages anywhere in a prompt; the tokens that carry meaning between them are computed (its Section 4).
 
 And what we make of it. The paper says when a passage is stored which of its tokens are computed, whatever is asked.
-Here the question is asked first: it goes by itself through the first half of the layers, over stored KV, and what it
-attends to counts for more (as in ProphetKV, arXiv 2602.02579, FusionRAG, 2601.12904, and QCFuse, 2606.05875, by other
-means). The first layers compute many tokens; where their KV turns out to be near what is stored, or nobody asks for it,
-the other layers do without.
+Here the first layers compute many tokens; where their KV turns out to be near what is stored, or the question does not
+attend to it, the other layers do without. The question may also be asked first: it then goes by itself through the
+first half of the layers, over stored KV, and what it attends to counts for more from the first layer on (as in
+ProphetKV, arXiv 2602.02579, FusionRAG, 2601.12904, and QCFuse, 2606.05875, by other means).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class CacheTune(Passages):
         across: with the ranking "context", whose scores compare between passages, whether the share is of all passages
             of a row together, so that those which depend more on what stands before them get more of it (ours).
         probe: whether the question goes through the first half of the layers, over stored KV, before anything is
-            chosen: these layers are loaded before any other is computed. "auto" leaves it out where `calibrate` found
-            that more is worth computing than the least, since loading takes longer.
+            chosen: these layers are loaded before any other is computed. On real text that comes a little nearer to
+            full recompute, on questions whose answer crosses passages it finds less (docs/evaluation.md). "auto" asks
+            unless `calibrate` found that more is worth computing than the least, since loading takes longer.
         question: tokens at the end of the prompt that ask; None for those behind the last passage, 32 at most.
             Where a prompt ends in a passage nobody asks: tokens are chosen by how far they move alone.
         widen: how many times the tokens are computed in the first layers that are computed in the others; 1 computes
@@ -50,9 +51,9 @@ class CacheTune(Passages):
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
     across: bool = True
-    probe: bool | Literal["auto"] = "auto"
+    probe: bool | Literal["auto"] = False
     question: int | None = None
-    widen: float = 3.0
+    widen: float = 6.0
     narrow_at: int | None = None
     floor: float = 1.0
 
