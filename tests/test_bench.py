@@ -187,7 +187,7 @@ def test_pyramid(tmp_path, monkeypatch):
     assert "auto ÷ better" in (tmp_path / "pyramid-tiny-float32-cpu.md").read_text()
 
 
-def test_rag(tmp_path, monkeypatch):
+def test_rag(tmp_path, monkeypatch, caplog):
     import rag
 
     prompts = ["--pool", "4", "--passages", "3", "--tokens", "32", "--requests", "1", "--media", "host"]
@@ -218,6 +218,7 @@ def test_rag(tmp_path, monkeypatch):
     page = written[-1][3]
     assert page.index("stored as a corpus") < page.index("| system |") < page.index("Stored together")
     assert "## Clients at once" in page and "## Batches" in page
+    assert "without the ranking" not in caplog.text
 
 
 def test_a_queue_of_clients_is_served_one_at_a_time():

@@ -74,17 +74,6 @@ def test_rankings(tmp_path, monkeypatch):
     assert "CacheBlend" in page
 
 
-def test_rag(tmp_path, monkeypatch, caplog):
-    import rag
-
-    sizes = ["--pool", 4, "--passages", 2, "--tokens", 64, "--requests", 1, "--media", "host,disk"]
-    run(monkeypatch, rag, "--shape", "tiny", *sizes, "--device", "cpu", "--folder", tmp_path, "--out", tmp_path)
-    document, page = read(tmp_path, "rag-tiny-float32-cpu")
-    assert document["media"].keys() == {"host", "disk"}
-    assert "without the ranking" not in caplog.text
-    assert "full recompute" in page
-
-
 SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]
 
 

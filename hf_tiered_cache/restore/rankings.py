@@ -37,19 +37,17 @@ class KeptRankings:
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._known: dict[
-            str, tuple[Hashable, dict[str, torch.Tensor]]
-        ] = {}  # by segment, of which version of the file
+        self._known: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment, of which version of the file
 
     def of(self, reader: SegmentReader) -> Columns:
         """The columns of a segment, also those that another process has just kept."""
-        return {name: array.numpy() for name, array in self._arrays(reader).items() if _is_column(array, reader)}
+        return {name: array for name, array in self._arrays(reader).items() if array.ndim == 1}
 
     def neighbours(self, reader: SegmentReader, ranking: str) -> Neighbours | None:
         """The passages behind which a segment was ranked; None where that is not known."""
         for suffix, (given, computed) in _BEHIND.items():
-            if (array := self._arrays(reader).get(ranking + suffix)) is not None and _are_names(array):
-                names = tuple(bytes(name).hex() for name in array.numpy())
+            if (array := self._arrays(reader).get(ranking + suffix)) is not None and array.ndim == 2:
+                names = tuple(bytes(name).hex() for name in array)
                 return Neighbours(names, given, computed)
         return None
 
@@ -61,29 +59,28 @@ class KeptRankings:
         Args:
             behind: by the name of a ranking the passages behind which the segment was ranked, for those that go by it.
         """
-        arrays = {
-            name: array
-            for name, array in self._arrays(reader).items()
-            if _is_column(array, reader) or _are_names(array)
-        }
-        arrays |= {name: torch.tensor(column, dtype=torch.float32) for name, column in columns.items()}
+        arrays = dict(self._arrays(reader))
+        arrays |= {name: np.asarray(column, np.float32) for name, column in columns.items()}
         for name in columns:
             for suffix in _BEHIND:
                 arrays.pop(name + suffix, None)
         suffix_of = {kind: suffix for suffix, kind in _BEHIND.items()}
         for name, neighbours in (behind or {}).items():
             said = np.frombuffer(b"".join(map(bytes.fromhex, neighbours.names)), np.uint8).reshape(-1, HASH_BYTES)
-            arrays[name + suffix_of[neighbours.given, neighbours.computed]] = torch.tensor(said)
-        return self._disk.beside.keep(reader, RANKINGS_KIND, arrays, {})
+            arrays[name + suffix_of[neighbours.given, neighbours.computed]] = said
+        tensors = {name: torch.tensor(array) for name, array in arrays.items()}
+        return self._disk.beside.keep(reader, RANKINGS_KIND, tensors, {})
 
-    def _arrays(self, reader: SegmentReader) -> dict[str, torch.Tensor]:
-        """All that lies beside a segment of how its tokens rank."""
+    def _arrays(self, reader: SegmentReader) -> dict[str, np.ndarray]:
+        """All that lies beside a segment of how its tokens rank: columns `[tokens]`, and names `[passages, 16]`."""
         version = self._version(reader)
         with self._lock:
             known = self._known.get(reader.id)
         if known is not None and known[0] == version:
             return known[1]
-        found = {} if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {}) or {}
+        kept = {} if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {}) or {}
+        arrays = {name: tensor.numpy() for name, tensor in kept.items() if tensor.dtype in (torch.float32, torch.uint8)}
+        found = {name: array for name, array in arrays.items() if _is_column(array, reader) or _are_names(array)}
         with self._lock:
             self._known[reader.id] = version, found
         return found
@@ -103,10 +100,10 @@ class KeptRankings:
         return None if found is None else (reader.header.digests.digest, found.version)
 
 
-def _is_column(array: torch.Tensor, reader: SegmentReader) -> bool:
-    right = array.dtype == torch.float32 and array.shape == (reader.shape.tokens,)
-    return right and bool(array.isfinite().all())
+def _is_column(array: np.ndarray, reader: SegmentReader) -> bool:
+    right = array.dtype == np.float32 and array.shape == (reader.shape.tokens,)
+    return right and bool(np.isfinite(array).all())
 
 
-def _are_names(array: torch.Tensor) -> bool:
-    return array.dtype == torch.uint8 and array.dim() == 2 and array.shape[1] == HASH_BYTES
+def _are_names(array: np.ndarray) -> bool:
+    return array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == HASH_BYTES
