@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from common import build, first_token, forget_page_cache, interleaved, machine, median, ratio, save, table
 
@@ -37,9 +38,9 @@ def resident_bytes(folder: Path) -> int:
     found = 0
     for path in folder.rglob("*.kv"):
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED, mmap.PROT_READ) as mapped:
-            view = torch.frombuffer(mapped, dtype=torch.uint8)  # an address; nothing is read
+            view = np.frombuffer(mapped, np.uint8)  # an address; nothing is read
             pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
-            failed = libc.mincore(ctypes.c_void_p(view.data_ptr()), ctypes.c_size_t(len(mapped)), pages)
+            failed = libc.mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(len(mapped)), pages)
             del view
             if failed:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
