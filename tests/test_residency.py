@@ -95,12 +95,9 @@ requests = st.lists(
 )
 
 
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
-def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, staging, policy, direct):
-    _, readers, blocks = stored
-    residency = Residency(
+def of_blocks(host, device, staging, direct, policy="lru"):
+    """With room for so many blocks in each tier, and the CPU as the device."""
+    return Residency(
         host * 4096,
         device * 4096,
         policy,
@@ -108,6 +105,14 @@ def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, dev
         direct=direct,
         staging_budget=staging * 4096,
     )
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@given(asked=requests, host=st.integers(0, 40), device=st.integers(0, 40), staging=st.integers(0, 20))
+def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, device, staging, policy, direct):
+    _, readers, blocks = stored
+    residency = of_blocks(host, device, staging, direct, policy)
     for which, block_group, chunks in asked:
         chunks = sorted(chunks)
         check(fetch(residency, readers[which], block_group, chunks), blocks, readers[which], block_group, chunks)
@@ -122,13 +127,7 @@ def test_any_budgets_give_the_right_blocks_and_are_kept(stored, asked, host, dev
 def test_what_is_fetched_ahead_lies_within_the_budgets(stored, asked, host, device, staging, direct):
     _, readers, blocks = stored
     on_device = device + staging > 0
-    residency = Residency(
-        host * 4096,
-        device * 4096,
-        device_types=frozenset({"cpu"}) if on_device else frozenset(),
-        direct=direct,
-        staging_budget=staging * 4096,
-    )
+    residency = of_blocks(host, device, staging, direct)
     for which, block_group, chunks in asked:
         chunks = np.array(sorted(chunks))
         with patch.object(pool_module.Tier, "own_memory", lambda self, rest, size: iter([1 / 0] if len(rest) else [])):
@@ -789,14 +788,7 @@ def test_the_host_keeps_what_stands_higher_than_what_the_device_gives_up(stored)
 )
 def test_any_budgets_give_the_right_blocks_by_scores_too(stored, asked, host, device, staging, ahead, policy, direct):
     _, readers, blocks = stored
-    residency = Residency(
-        host * 4096,
-        device * 4096,
-        policy,
-        device_types=frozenset({"cpu"}) if device or staging else frozenset(),
-        direct=direct,
-        staging_budget=staging * 4096,
-    )
+    residency = of_blocks(host, device, staging, direct, policy)
     for number, (which, block_group, chunks) in enumerate(asked):
         reader, wanted = readers[which], np.array(sorted(chunks))
         told(residency, reader, block_group, wanted[::2], 1 / (1 + number))

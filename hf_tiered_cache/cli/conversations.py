@@ -12,7 +12,21 @@ from ..store.conversations import ConversationInfo, Conversations
 from ..units import format_bytes
 from .contents import contents_of, open_store, unique_length
 from .maintain import DryRun
-from .output import AsJson, Refused, StorePath, ago, count, date, facts, figures, print_json, printable, show
+from .output import (
+    AsJson,
+    Refused,
+    StorePath,
+    add_model,
+    ago,
+    count,
+    date,
+    facts,
+    figures,
+    model_name,
+    print_json,
+    printable,
+    show,
+)
 
 
 def conversations(
@@ -53,7 +67,7 @@ def _list(found: list[ConversationInfo]) -> None:
     words, right = ("conversation", "model", "method"), ("turns", "tokens", "size", "last used")
     table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
     for info, note in zip(found, notes, strict=True):
-        named = printable(info.id), _model(info), printable(info.method)
+        named = printable(info.id), model_name(info.model, info.fingerprint), printable(info.method)
         cells = f"{info.turns:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.used)
         table.add_row(*named, *cells, *[note] * len(fold))
     if found:
@@ -72,18 +86,10 @@ def _notes(info: ConversationInfo) -> str:
     return ", ".join(notes)
 
 
-def _model(info: ConversationInfo) -> str:
-    return printable(info.model.get("name") or info.model.get("class") or info.fingerprint[:8])
-
-
 def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
     table = facts()
     table.add_row("conversation", printable(info.id))
-    table.add_row("model", _model(info))
-    for name, value in sorted(info.model.items()):
-        if name != "name" and value:
-            table.add_row(f"  {printable(name)}", printable(value))
-    table.add_row("fingerprint", info.fingerprint)
+    add_model(table, info.model, info.fingerprint)
     table.add_row("method", printable(info.method))
     table.add_row("computed", printable(info.provenance))
     table.add_row("turns", f"{info.turns:,}")

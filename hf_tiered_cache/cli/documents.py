@@ -12,7 +12,21 @@ from ..store.documents import DocumentInfo, Documents
 from ..units import format_bytes
 from .contents import contents_of, open_store, unique_length
 from .maintain import DryRun
-from .output import AsJson, Refused, StorePath, ago, count, date, facts, figures, print_json, printable, show
+from .output import (
+    AsJson,
+    Refused,
+    StorePath,
+    add_model,
+    ago,
+    count,
+    date,
+    facts,
+    figures,
+    model_name,
+    print_json,
+    printable,
+    show,
+)
 
 
 def documents(
@@ -57,7 +71,7 @@ def _list(found: list[DocumentInfo]) -> None:
     table = figures(*words, *right, *fold, right=right, fold=(*words, *fold))
     for info, note in zip(found, notes, strict=True):
         cells = f"{info.passages:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.changed)
-        table.add_row(printable(info.label), _model(info), *cells, *[note] * len(fold))
+        table.add_row(printable(info.label), model_name(info.model, info.fingerprint), *cells, *[note] * len(fold))
     if found:
         show(table)
         print()
@@ -78,18 +92,10 @@ def _notes(info: DocumentInfo) -> str:
     return ", ".join(notes)
 
 
-def _model(info: DocumentInfo) -> str:
-    return printable(info.model.get("name") or info.model.get("class") or info.fingerprint[:8])
-
-
 def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
     table = facts()
     table.add_row("document", printable(info.label))
-    table.add_row("model", _model(info))
-    for name, value in sorted(info.model.items()):
-        if name != "name" and value:
-            table.add_row(f"  {printable(name)}", printable(value))
-    table.add_row("fingerprint", info.fingerprint)
+    add_model(table, info.model, info.fingerprint)
     table.add_row("computed", printable(info.made))
     table.add_row("passages", f"{info.passages:,}")
     table.add_row("tokens", f"{info.tokens_there:,}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +72,20 @@ def print_json(document: Any) -> None:
 def printable(text: str) -> str:
     """In one line, and without what a terminal would take for a command."""
     return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
+
+
+def model_name(model: Mapping[str, str], fingerprint: str) -> str:
+    """What a model is called, from what is known of it."""
+    return printable(model.get("name") or model.get("class") or fingerprint[:8])
+
+
+def add_model(table: Table, model: Mapping[str, str], fingerprint: str) -> None:
+    """Rows that say all of it."""
+    table.add_row("model", model_name(model, fingerprint))
+    for name, value in sorted(model.items()):
+        if name != "name" and value:
+            table.add_row(f"  {printable(name)}", printable(value))
+    table.add_row("fingerprint", fingerprint)
 
 
 def count(number: int, noun: str) -> str:

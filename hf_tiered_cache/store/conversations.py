@@ -22,7 +22,7 @@ from ..errors import ConfigError, FormatError, NewerFormatError
 from .catalogue import SegmentRow
 from .files import LOCK_SUFFIX, fsync
 from .ownership import Holder, Ownership, holder_of, lock_file
-from .records import PARTIAL, SUFFIX, UNREADABLE, files_in, name_of, read_record, write_record
+from .records import PARTIAL, SUFFIX, are_moments, files_in, name_of, read_record, understood, write_record
 
 FOLDER = "conversations"
 FORMAT_VERSION = 1
@@ -74,21 +74,15 @@ class ConversationRecord:
     @classmethod
     def decode(cls, data: bytes) -> ConversationRecord:
         """What a file says. Raises FormatError."""
-        try:
-            facts = json.loads(data)
-            version = facts.pop("format")
-            if isinstance(version, int) and version > FORMAT_VERSION:
-                raise NewerFormatError(f"it is a record of format {version}")
+        with understood(data, FORMAT_VERSION, "a conversation") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(found, segments=tuple(found.segments), model=dict(found.model))
             texts = [found.id, found.fingerprint, found.provenance, found.method, *found.segments]
             texts += [*found.model, *found.model.values()]
-            whole, times = (found.tokens, found.turns, found.nbytes), (found.created, found.suspended)
+            whole = found.tokens, found.turns, found.nbytes
             sound = all(isinstance(text, str) for text in texts) and all(map(_NAME.fullmatch, found.segments))
             sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
-            sound &= all(type(moment) in (int, float) and 0 <= moment < 1e12 for moment in times)
-        except UNREADABLE as error:
-            raise FormatError(f"it is no record of a conversation: {error!r}") from None
+            sound &= are_moments(found.created, found.suspended)
         if not sound:
             raise FormatError("it is no record of a conversation")
         return found

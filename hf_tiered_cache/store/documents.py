@@ -23,7 +23,7 @@ from ..errors import ConfigError, FormatError, NewerFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
 from .files import fsync
-from .records import PARTIAL, SUFFIX, UNREADABLE, files_in, name_of, read_record, write_record
+from .records import PARTIAL, SUFFIX, are_moments, files_in, name_of, read_record, understood, write_record
 
 FOLDER = "documents"
 FORMAT_VERSION = 1
@@ -90,11 +90,7 @@ class DocumentRecord:
     @classmethod
     def decode(cls, data: bytes) -> DocumentRecord:
         """What a file says. Raises FormatError."""
-        try:
-            facts = json.loads(data)
-            version = facts.pop("format")
-            if isinstance(version, int) and version > FORMAT_VERSION:
-                raise NewerFormatError(f"it is a record of format {version}")
+        with understood(data, FORMAT_VERSION, "a document") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(
                 found, passages=tuple(found.passages), leaving=tuple(found.leaving), model=dict(found.model)
@@ -103,11 +99,7 @@ class DocumentRecord:
             sound = all(isinstance(text, str) for text in texts)
             sound &= all(map(_NAME.fullmatch, (*found.passages, *found.leaving)))
             sound &= type(found.tokens) is int and 0 <= found.tokens < 1 << 63
-            sound &= all(
-                type(moment) in (int, float) and 0 <= moment < 1e12 for moment in (found.created, found.changed)
-            )
-        except UNREADABLE as error:
-            raise FormatError(f"it is no record of a document: {error!r}") from None
+            sound &= are_moments(found.created, found.changed)
         if not sound:
             raise FormatError("it is no record of a document")
         return found
