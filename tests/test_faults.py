@@ -13,9 +13,11 @@ import pytest
 import torch
 from families import build, prompt
 from reference import kv_of, prefilled
+from test_forged import forge, page_of
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.geometry import ALIGNMENT
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 from hf_tiered_cache.store import segment as segment_module
 from hf_tiered_cache.store.engines import posix as posix_module
 from hf_tiered_cache.store.engines.posix import PosixEngine
@@ -438,3 +440,26 @@ def test_a_store_closed_under_a_pass_does_not_fail_it(model, root, monkeypatch):
     monkeypatch.setattr(type(store._storage.disk), "reader", close_first)
     assert torch.equal(model.generate(ids, past_key_values=cache, **GREEDY).sequences, expected)
     assert cache.stats.recomputed == 1
+
+
+@pytest.mark.parametrize("method", [Exact(recompute=0), Exact(), ContiguousKV(budget=0.5), CacheTune()], ids=str)
+def test_a_layout_of_other_heads_is_a_miss_though_every_checksum_is_right(tmp_path, model, method):
+    """As many bytes in other heads: nothing but the model itself says that this is not its KV."""
+    root, passage = tmp_path / "store", isinstance(method, CacheTune)
+    with KVStore(root) as store:
+        store.precompute(model, IDS[0, :144], method=method, segments=passage, progress=False)
+        paths = [store._storage.disk.path(row.id) for row in store.segments()]
+    for path in paths:
+        page = page_of(path)
+        for kind in page["layout"]["kinds"]:
+            kind[:4] = [2 * kind[0], kind[1] // 2, 2 * kind[2], kind[3] // 2]
+        forge(path, page)
+    ids = torch.cat([prompt(20, seed=3), IDS], dim=1) if passage else IDS
+    with KVStore(root) as store:
+        cache = TieredCache(model, store, method=method, record=False)
+        ours = model.generate(ids, past_key_values=cache, **GREEDY)
+        stats = store.stats
+    theirs = model.generate(ids, **GREEDY)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert cache.stats.tokens_restored == 0 and cache.stats.reason
+    assert stats.read_errors + stats.damaged_files + stats.verification_failures > 0
