@@ -123,6 +123,15 @@ class RequestStats:
     """Of `bytes_read`, those from which it was chosen what to attend to."""
     bytes_guessed: int = 0
     """Of `bytes_read`, those that were fetched for a choice that fell otherwise."""
+    bytes_brought: int = 0
+    """Of the blocks that layers were given, padding included, whichever tier had them: `bytes_read`, if none were in
+    memory, and no gap was read through. A block that is asked for again while decoding counts again."""
+    brought_identifying: int = 0
+    """Of `bytes_brought`, blocks that a choice was made from, and that hold nothing of what was chosen."""
+    brought_guessed: int = 0
+    """Of `bytes_brought`, blocks for a choice that fell otherwise."""
+    index_bytes: int = 0
+    """Of the indexes in memory that prompts chose by: keys in eight bits, or indexes of chunks."""
     ahead_blocks: int = 0
     """Blocks that were fetched ahead of a decoding layer, by the queries that were predicted for it."""
     ahead_hits: int = 0

@@ -28,6 +28,8 @@ class FetchUnit:
     """Whether a choice was made from it."""
     held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, ascending: chunks that are there or on their way."""
+    attended: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """int64, ascending: chunks that were asked for to be attended to."""
     leased: list[LeasedBlocks] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
@@ -119,12 +121,13 @@ class Fetcher:
         self._users: dict[Lease, int] = {}
         self._unconfirmed: dict[Lease, None] = {}  # whose blocks were handed on before they were checked
 
-    def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False) -> None:
+    def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True) -> None:
         """Start to fetch chunks that are not held, in one batch for each device.
 
         Args:
             wanted: units, and for each its chunks, int64 ascending.
             ahead: whether this is before they are needed: then within the budgets, and `ahead_bytes`, alone.
+            attends: whether all of them are attended to: not what is chosen from, or guessed.
 
         Raises:
             RestoreError: a fetch could not begin.
@@ -134,6 +137,8 @@ class Fetcher:
             asked[unit] = np.union1d(asked[unit], chunks) if unit in asked else chunks
         batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
         for unit, chunks in asked.items():
+            if attends:
+                unit.attended = np.union1d(unit.attended, chunks) if len(unit.attended) else chunks
             missing = np.setdiff1d(chunks, unit.held, assume_unique=True) if len(unit.held) else chunks
             if ahead:
                 missing = self._bounded(unit, missing)
@@ -223,11 +228,17 @@ class Fetcher:
                 raise restore_error(self.collector, reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
-        """Nobody needs them any more: count what came from disk and what for, and let it go."""
+        """Nobody needs them any more: count what came, what of it from disk, and what for, and let it go."""
+        brought, in_vain = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
         for unit in units:
+            size, held = unit.block_group.block_bytes, sum(len(leased.chunks) for leased in unit.leased)
+            brought += held * size
+            in_vain["brought_identifying" if unit.identifies else "brought_guessed"] += (
+                max(0, held - len(unit.attended)) * size
+            )
             read = np.concatenate([np.empty(0, np.int64), *(leased.from_disk for leased in unit.leased)])
             if len(read):
-                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * unit.block_group.block_bytes
+                rest = int((~np.isin(read, unit.chunks_of(unit.tokens_used()))).sum()) * size
                 what_for = "bytes_identifying" if unit.identifies else "bytes_guessed"
                 self.collector.add(bytes_used=unit.bytes_used(read), **{what_for: rest})
             self._ahead.pop(unit, None)
@@ -236,6 +247,8 @@ class Fetcher:
             unit.leases.clear()
             unit.leased.clear()
             unit._joined = 0, Blocks.none()  # lets go of the memory
+        if brought:
+            self.collector.add(bytes_brought=brought, **in_vain)
 
     def _let_go(self, lease: Lease) -> None:
         """One unit needs it no more."""

@@ -93,7 +93,7 @@ class RowIndexes:
                 for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
                     unit = FetchUnit(piece.reader, group, identifies=True)
                     units.append((unit, unit.chunks_of(tokens)))
-            self._fetcher.bring(units, ahead)
+            self._fetcher.bring(units, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
         """Those of a row at a layer, in the order of its tokens; made of its keys where they are missing.
@@ -105,7 +105,7 @@ class RowIndexes:
         row, found = self._rows[place], self._found[layer, place]
         if wanted := self._units[layer, place]:
             self._units[layer, place] = []
-            self._fetcher.bring(wanted)  # what there was no room for before
+            self._fetcher.bring(wanted, attends=False)  # what there was no room for before
             units = [unit for unit, _ in wanted]
             self._fetcher.wait_for(units)
             self._fetcher.confirm()  # what is made of keys outlives the pass
@@ -115,6 +115,12 @@ class RowIndexes:
                     found[number] = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
             self._fetcher.finish(units)
         return [index for index in found if index is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all that have been looked up or made. Rows may share one."""
+        found = {id(index): index.nbytes for some in self._found.values() for index in some if index is not None}
+        return sum(found.values())
 
     def merge(self) -> None:
         """All layers have theirs, and are asked again and again from now on: let them be as few as can be."""

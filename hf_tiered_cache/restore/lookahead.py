@@ -41,7 +41,7 @@ class FetchAhead:
     def prepare(self, layer: int, units: Units, wanted: Wanted) -> None:
         """Start to fetch what a layer is predicted to ask, as far as memory has room for it."""
         try:
-            self._fetcher.bring(wanted, ahead=True)
+            self._fetcher.bring(wanted, ahead=True, attends=False)
         except RestoreError as error:  # it will be asked for again
             logger.debug("nothing is fetched ahead for layer %d: %s", layer, error)
         self._collector.add(ahead_blocks=sum(len(unit.held) for unit in units.values()))

@@ -140,7 +140,14 @@ class SelectiveRestore:
         for gathers in self._chosen:
             gathers.forget(over)
         self.fetcher.finish(over)
-        if self._indexes is not None and layer == self._periods[-1][-1]:
+        if layer == self._periods[-1][-1]:
+            self._end()
+
+    def _end(self) -> None:
+        """All layers have chosen: keep the indexes that were made, and let them be asked again."""
+        self.collector.add(index_bytes=sum(keys.nbytes for keys in self._coarse.values()))
+        if self._indexes is not None:
+            self.collector.add(index_bytes=self._indexes.nbytes)
             self._indexes.keep()
             self._indexes.merge()
             if self._warm_up is not None:
@@ -260,7 +267,7 @@ class SelectiveRestore:
             if not guess and layers[0] in asked[0][0].block_group.layers:
                 self.fetcher.bring(asked)
             elif guess or "period" in self._prefetches:
-                self.fetcher.bring(asked, ahead=True)
+                self.fetcher.bring(asked, ahead=True, attends=not guess)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
@@ -325,7 +332,7 @@ class SelectiveRestore:
                     unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                     unit.identifies = True
                     wanted.append((unit, unit.chunks_of(tokens)))
-        self.fetcher.bring(wanted, ahead)
+        self.fetcher.bring(wanted, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
         """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""

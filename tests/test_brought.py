@@ -1,0 +1,114 @@
+"""What came of stored KV is counted whichever tier it came from, and what for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from families import build, prompt
+from test_selective import METHOD, METHODS, PREFIX, ask, every_method, fill, question
+
+from hf_tiered_cache import Exact, KVStore
+from hf_tiered_cache.methods import KVDrive
+
+RESIDENT = ("contiguous_kv index",)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+def purposes(stats):
+    return stats.bytes_brought, stats.brought_identifying, stats.brought_guessed
+
+
+def from_disk(stats):
+    return stats.disk.bytes, stats.bytes_identifying, stats.bytes_guessed
+
+
+def asked(model, store, ids, method, times=1):
+    return [ask(model, store, question(ids), method)[1].stats for _ in range(times)]
+
+
+@every_method
+def test_what_memory_has_counts_as_what_the_disk_has(method, model, tmp_path):
+    ids, method = prompt(PREFIX), replace(method, ahead_bytes=0)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        cold = asked(model, store, ids, method)[0]
+    with KVStore(tmp_path, engine="posix", host_memory="64MiB") as store:
+        ask(model, store, question(ids), Exact())  # of what it restores all is in memory then
+        warm = asked(model, store, ids, method)[0]
+    assert purposes(cold) == purposes(warm) == from_disk(cold)
+    assert warm.disk.bytes < cold.disk.bytes
+    assert cold.bytes_brought > cold.brought_identifying
+    assert cold.brought_guessed == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_index_is_read_once_and_told(name, model, tmp_path):
+    ids, method = prompt(PREFIX), replace(METHODS[name], ahead_bytes=0)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        first, second = asked(model, store, ids, method, times=2)
+        kept = store._storage.residency.resident.allocated
+    assert first.index_bytes == second.index_bytes == kept
+    assert bool(kept) == (name in RESIDENT)
+    if kept:
+        assert first.brought_identifying > 0 == second.brought_identifying
+    else:
+        assert purposes(first) == purposes(second)
+
+
+def test_guesses_count_apart(model, tmp_path):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids)
+    found = {}
+    for ahead in (0, 1 << 20):
+        with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:
+            found[ahead] = asked(model, store, ids, replace(METHOD, ahead_bytes=ahead))[0]
+        assert purposes(found[ahead]) == from_disk(found[ahead])
+    off, on = found.values()
+    assert off.brought_guessed == 0 < on.brought_guessed
+    assert on.bytes_brought - on.brought_guessed == off.bytes_brought
+
+
+def test_the_exact_method_is_given_all_of_it(model, tmp_path):
+    ids = prompt(PREFIX)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, Exact())
+        (stats,) = asked(model, store, ids, Exact())
+        stored = store.lookup(model, question(ids), method=Exact())
+    assert purposes(stats) == (sum(stored.bytes.values()), 0, 0)
+    assert stats.index_bytes == 0
+
+
+def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
+    """Nothing, or where they choose again what the layers did not hold."""
+    ids, found = prompt(PREFIX), {}
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids)
+        for again in (0, 1):
+            stats = asked(model, store, ids, replace(METHOD, rechoose=again))[0]
+            assert purposes(stats) == from_disk(stats)
+            found[again] = stats.bytes_brought
+    assert found[1] > found[0]
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_what_was_predicted_wrongly_counts_as_a_guess(ahead, model, tmp_path):
+    ids, method = prompt(400), KVDrive(budget=0.2, local=16, ahead=ahead, ahead_bytes=0)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, method)
+        first, stats = asked(model, store, ids, method, times=2)
+        every = sum(store.lookup(model, question(ids), method=method).bytes.values())
+        kept = store._storage.residency.resident.allocated
+        (segment,) = store.segments()
+        (block,) = {group.block_bytes for group in store._storage.disk.reader(segment.id).shape.block_groups}
+    assert (first.brought_identifying, stats.brought_identifying) == (every, 0)  # values lie beside the keys
+    assert first.index_bytes == stats.index_bytes == kept > 0
+    assert stats.brought_guessed == (stats.ahead_blocks - stats.ahead_hits) * block
+    assert bool(stats.brought_guessed) == bool(ahead)
+    assert stats.bytes_brought == sum(tier.bytes for tier in stats.tiers.values())
