@@ -212,7 +212,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [share, score, top1, _figure(row.get("kl"), ".1e"), _figure(row.get("ttft"), ".3g")]
 
 
-_NAME_WIDTH = 28
+_NAME_WIDTH = 25
 
 
 def _in_lines(method: str) -> list[str]:

@@ -285,7 +285,9 @@ def test_the_table_is_whole_in_80_columns(monkeypatch, capsys):
     long = "cache_tune:ranking=high_frequency:across=false"
     rows = [row("sst2", "full", None, 100), row("sst2", f"{long}@0.05", 0.05, 12), row("sst2", f"{long}@0.5", 0.5, 88)]
     text = [row("text", "full", None, 1234.5, "perplexity"), row("text", f"{long}@0.05", 0.05, 12345.6, "perplexity")]
-    show({"sst2": {r["variant"]: r for r in rows}, "text": {r["variant"]: r for r in text}})
+    keys = "contiguous_kv:identify=keys"
+    fact = [row("fact", "full", None, 100, "exact_match"), row("fact", f"{keys}@0.05", 0.05, 50, "exact_match")]
+    show({name: {r["variant"]: r for r in some} for name, some in (("sst2", rows), ("text", text), ("fact", fact))})
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     assert "…" not in printed
