@@ -192,17 +192,19 @@ class Stores:
         self._run = run
         self._subjects: dict[str, Subject] = {}
         self._stores: dict[str, KVStore] = {}
+        self._stored: dict[str, set[tuple[int, ...]]] = {}  # by method: whatever the share, these are stored alike
 
     def subject(self, variant: Variant) -> Subject:
         if variant.name not in self._subjects:
-            run, store, method = self._run, None, variant.method
+            run, store, method, own = self._run, None, variant.method, variant.folder.split("@")[0]
             if method is not None:
-                name = method.passages.replace(" ", "-") or variant.folder.split("@")[0]
+                name = method.passages.replace(" ", "-") or own
                 if name not in self._stores:
                     path = run.stores / name
                     self._stores[name] = KVStore(path, host_memory=run.host_memory, policy=method.policy)
                 store = self._stores[name]
-            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method)
+            stored = self._stored.setdefault(own, set())
+            self._subjects[variant.name] = Subject(run.model, run.tokenizer, store, method, stored)
         return self._subjects[variant.name]
 
     def __enter__(self) -> Stores:

@@ -57,23 +57,24 @@ class Subject:
     Args:
         store: of the method, or None for full KV: everything is computed, with a `DynamicCache`.
         method: how stored KV is restored.
+        stored: prefixes whose KV the store has as the method wants it; may be shared with other subjects.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     store: KVStore | None = None
     method: Method | None = None
-    _stored: set[tuple[int, ...]] = field(default_factory=set)
+    stored: set[tuple[int, ...]] = field(default_factory=set)
 
     def prepare(self, prefix: tuple[int, ...], passages: tuple[tuple[int, ...], ...] = ()) -> None:
         """Have the KV of a prefix stored, or that of its passages, each by itself, if the method reuses such."""
-        if self.store is None or prefix in self._stored:
+        if self.store is None or prefix in self.stored:
             return
         if isinstance(self.method, Passages):
             self.store_passages(passages, together=True)
         else:
             self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
-        self._stored.add(prefix)
+        self.stored.add(prefix)
 
     def store_passages(self, passages: Iterable[tuple[int, ...]], together: bool = False) -> None:
         """Have the KV of passages stored, if the method reuses such.

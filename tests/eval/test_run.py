@@ -183,6 +183,20 @@ def test_methods_with_a_ratio_come_once_for_each():
     assert [v.method.recompute for v in variants[1:]] == [0.15, 0.5, 0.15, 0.5, 0.4, 0.15, 0.5]
 
 
+def test_all_budgets_of_a_method_store_a_prefix_once(saved, tmp_path, monkeypatch):
+    stored = []
+
+    def precompute(self, model, prompt, *, method, real=KVStore.precompute, **how):
+        stored.append((method.geometry, tuple(prompt)))
+        return real(self, model, prompt, method=method, **how)
+
+    monkeypatch.setattr(KVStore, "precompute", precompute)
+    common = ("--model", saved, "--limit", 2, "--tasks", "reference_fact", "--device", "cpu", "--prefix-tokens", 100)
+    result = run(*common, "--methods", "contiguous_kv,h2o", "--budgets", "0.1,0.5", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert len(stored) == len(set(stored)) == 2 * 2
+
+
 def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
     common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique,reference_fact", "--device", "cpu")
     methods = "cache_tune:recompute=0,cache_tune:recompute=1,cache_blend:recompute=0.5"
