@@ -1,4 +1,4 @@
-"""Plots of metrics against shares and times, in which curves that coincide can be told apart."""
+"""Plots of metrics against shares, or what was read, and times, in which curves that coincide can be told apart."""
 
 from __future__ import annotations
 
@@ -22,9 +22,15 @@ _DODGE = 1.045
 _IN_WORDS = {"qa_f1": "F1", "rouge_l": "ROUGE-L"}
 _PANELS_A_ROW = 4
 _SHARE = "share attended to or computed anew"
-_COMPUTE = "computed of what is stored, measured, %"
+_MEASURED = {
+    "compute": "computed of what is stored, measured, %",
+    "brought": "KV read for the first token, measured",
+    "answered": "KV read for the answer, measured",
+}
+"""What methods with a share are drawn against, where it was measured for all of them."""
+_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LINEAR_BELOW = 1e-4
-_KL = "KL to full KV, nats"
+_LABELS = {"kl": "KL to full KV, nats", "top1": "first token as full KV's, %"}
 
 
 @dataclass(frozen=True)
@@ -64,46 +70,50 @@ def styles_of(rows: list[Row]) -> dict[str, Style]:
 
 
 def draw_task(task: str, rows: list[Row], styles: dict[str, Style]) -> Figure:
-    """One task: its metric and the divergence against the share, its metric against the time to the first token."""
-    figure = Figure(figsize=(13, 4.4), layout="constrained")
-    scores, divergences, times = figure.subplots(1, 3)
-    _against_share(scores, rows, "score", styles)
-    _against_share(divergences, rows, "kl", styles)
+    """One task: its metric and how first tokens differ against the share, or what was measured of it, and its metric
+    against the time to the first token.
+    """
+    figures = _figures(rows)
+    figure = Figure(figsize=(4.3 * (len(figures) + 1), 4.4), layout="constrained")
+    *panels, times = figure.subplots(1, len(figures) + 1)
+    for axes, up in zip(panels, figures, strict=True):
+        _against_share(axes, rows, up, styles)
+        axes.set_xlabel(_MEASURED.get(_measured(rows, up), _SHARE))
     _against_time(times, rows, styles)
-    scores.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE)
-    divergences.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE)
     figure.suptitle(f"{task} ({rows[0]['examples']} examples)")
-    _legend(figure, scores)
+    _legend(figure, panels[0])
     return figure
 
 
 def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figure:
-    """All tasks side by side, and their mean where one metric serves them all; the metric above, divergence below."""
+    """All tasks side by side, and their mean where one metric serves them all; the metric above, first tokens below."""
     panels = dict(tasks)
     if len({row["metric"] for rows in tasks.values() for row in rows}) == 1:
         panels[f"mean of {len(tasks)} tasks"] = mean_over(tasks)
-    columns = min(_PANELS_A_ROW + 1, len(panels))
+    figures = _figures([row for rows in tasks.values() for row in rows])
+    columns, high = min(_PANELS_A_ROW + 1, len(panels)), len(figures)
     bands = -(-len(panels) // columns)
-    size = (3.2 * columns, 5.4 * bands + 0.6)
+    size = (3.2 * columns, 2.7 * high * bands + 0.6)
     figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(2 * bands, columns, squeeze=False)
+    grid = figure.subplots(high * bands, columns, squeeze=False)
     for number, (name, rows) in enumerate(panels.items()):
         band, column = divmod(number, columns)
-        upper, lower = grid[2 * band][column], grid[2 * band + 1][column]
-        _against_share(upper, rows, "score", styles)
-        _against_share(lower, rows, "kl", styles)
-        lower.set_xlabel(_COMPUTE if _are_measured(rows) else _SHARE, fontsize="small")
-        upper.set_title(name, fontsize="medium", fontweight="bold" if name not in tasks else "normal")
-        if column:
-            lower.set_ylabel("")
-            if rows[0]["metric"] == list(panels.values())[number - 1][0]["metric"]:
-                upper.set_ylabel("")
+        panel = grid[high * band : high * (band + 1), column]
+        under = [_MEASURED.get(_measured(rows, up), _SHARE) for up in figures]
+        for place, (axes, up) in enumerate(zip(panel, figures, strict=True)):
+            _against_share(axes, rows, up, styles)
+            if under[place] not in under[place + 1 :]:  # the lowest of those with one
+                axes.set_xlabel(under[place], fontsize="small")
+            if column and (place or rows[0]["metric"] == list(panels.values())[number - 1][0]["metric"]):
+                axes.set_ylabel("")
+        panel[0].set_title(name, fontsize="medium", fontweight="bold" if name not in tasks else "normal")
     for unused in range(len(panels), bands * columns):
         band, column = divmod(unused, columns)
-        grid[2 * band][column].set_visible(False)
-        grid[2 * band + 1][column].set_visible(False)
-    top = max(axes.get_ylim()[1] for axes in grid[1::2].flat if axes.get_visible())
-    for axes in grid[1::2].flat:
+        for axes in grid[high * band : high * (band + 1), column]:
+            axes.set_visible(False)
+    divergences = grid[high - 1 :: high].flat
+    top = max(axes.get_ylim()[1] for axes in divergences if axes.get_visible())
+    for axes in grid[high - 1 :: high].flat:
         axes.set_ylim(top=top)
     _legend(figure, grid[0][0])
     return figure
@@ -119,7 +129,7 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
     for of_each in found.values():
         if len(of_each) == len(tasks):
             mean = {name: of_each[0][name] for name in ("variant", "metric", "budget")}
-            for name in ("score", "kl", "compute"):
+            for name in ("score", "top1", "kl", *_MEASURED):
                 if all(row.get(name) for row in of_each):
                     middle = fmean(row[name]["mean"] for row in of_each)
                     mean[name] = {"mean": middle, "low": middle, "high": middle}
@@ -128,39 +138,52 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
 
 
 def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style]) -> None:
-    """A curve for each method over its shares, or over what they made it compute; a level for one that has none."""
-    shares, measured = sorted({row["budget"] for row in rows if row["budget"] is not None}), _are_measured(rows)
+    """A curve for each method over its shares, or what was measured of them; a level for one that has none."""
+    measured, at = _measured(rows, up), list[float]()
     for name, found in _by_method(rows, up, styles):
         style, means = styles[name], [row[up]["mean"] for row in found]
         if found[0]["budget"] is None:
             width = 1.0 if name == FULL else 1.6
             axes.axhline(means[0], color=style.color, linestyle=style.line, linewidth=width, label=name, zorder=1)
             continue
-        across = [row["compute"]["mean"] if measured else style.at(row["budget"]) for row in found]
+        across = [row[measured]["mean"] if measured else style.at(row["budget"]) for row in found]
+        if measured in ("brought", "answered"):
+            across = [percent / 100 for percent in across]
+        at += across if measured else [row["budget"] for row in found]
         _curve(axes, across, means, _around(found, up), name, style)
-    if not measured:
-        axes.set_xscale("log")
-    if measured:
+    if measured == "compute":
         axes.set_xlim(left=0)
-    elif shares:
-        axes.set_xticks(shares, [f"{100 * share:g} %" for share in shares])
-        axes.set_xlim(shares[0] / 1.35, shares[-1] * 1.35)
     else:
-        axes.set_xticks([])
+        axes.set_xscale("log")
+        low, high = min(at, default=1.0) / 1.35, max(at, default=1.0) * 1.35
+        ticks = [tick for tick in _TICKS if low <= tick <= high] if measured else sorted(set(at))
+        axes.set_xticks(ticks, [f"{100 * tick:g} %" for tick in ticks])
+        axes.set_xlim(low, high)
     axes.xaxis.set_minor_locator(NullLocator())
     if up == "kl":
         axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
         axes.set_ylim(-_LINEAR_BELOW / 5, 2 * max([5 * _LINEAR_BELOW, *(row[up]["high"] for row in rows if up in row)]))
-        axes.set_ylabel(_KL)
+        axes.set_ylabel(_LABELS[up])
+    elif up == "top1":
+        axes.set_ylim(-4, 104)
+        axes.set_ylabel(_LABELS[up])
     else:
         _name_metric(axes, rows)
     _bare(axes)
 
 
-def _are_measured(rows: list[Row]) -> bool:
-    """Whether it was counted what methods with a share compute: then that is what they are drawn against."""
-    counted = ["compute" in row for row in rows if row["budget"] is not None]
-    return bool(counted) and all(counted)
+def _figures(rows: list[Row]) -> tuple[str, ...]:
+    """What is drawn against shares; first tokens, too, where these are measured in bytes."""
+    return ("score", "top1", "kl") if _measured(rows, "top1") == "brought" else ("score", "kl")
+
+
+def _measured(rows: list[Row], up: str) -> str:
+    """What figure `up` of methods with a share is drawn against, if that was measured for all of them, or ""."""
+    budgeted = [row for row in rows if row["budget"] is not None]
+    for name in ("compute", "answered" if up == "score" else "brought"):
+        if budgeted and all(name in row for row in budgeted):
+            return name
+    return ""
 
 
 def _against_time(axes: Axes, rows: list[Row], styles: dict[str, Style]) -> None:

@@ -6,6 +6,8 @@ python -m eval.report results/
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +17,42 @@ from .errors import EvalError
 from .plots import Row, draw_overview, draw_task, metric_label, styles_of
 from .runner import FULL
 
-_COLUMNS = ("method", "score", "top-1, %", "KL, nats", "computed, %", "TTFT, ms", "restored tokens")
+
+@dataclass(frozen=True)
+class _Column:
+    """A figure of a table."""
+
+    heading: str
+    name: str
+    form: str
+    unit: float = 1
+    interval: bool = False
+    zeros: bool = True
+    """Whether it stands there also where it is 0 in all rows."""
+
+
+_COLUMNS = (
+    _Column("", "score", ".1f", interval=True),  # headed by the metric's name
+    _Column("top-1, %", "top1", ".1f", interval=True),
+    _Column("KL, nats", "kl", ".2g", interval=True),
+    _Column("computed, %", "compute", ".1f"),
+    _Column("read, %", "read", ".1f"),
+    _Column("identified, %", "identified", ".1f", zeros=False),
+    _Column("guessed, %", "guessed", ".1f", zeros=False),
+    _Column("a token, %", "per_token", ".2f", zeros=False),
+    _Column("index, %", "index", ".1f", zeros=False),
+    _Column("index read, %", "index_read", ".1f", zeros=False),
+    _Column("TTFT, ms", "ttft", ".3g", 1e3, interval=True),
+    _Column("restored tokens", "restored", ".0f"),
+)
+_READ = (
+    "`read`: of all KV of the stored prefix, in bytes of the blocks that it lies in, those that came for the first "
+    "token, from whichever tier, and held something that it attends to; `identified`: besides, those that choices were "
+    "made from alone; `guessed`: those that came for choices that fell otherwise; `a token`: all that came for each "
+    "token after the first. Where an index stays in memory, figures are of a request that finds it there: `index` is "
+    "what it takes, `index read` what came, once, to make it. Plots go against all that came until what they show was "
+    "there. "
+)
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
@@ -49,6 +86,8 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
         )
     if (half := config.get("half")) is not None:
         together += f"Of the examples that were drawn every second one, from number {half} on. "
+    if any("read" in row for rows in tasks.values() for row in rows):
+        together += _READ
     lines = [
         f"# {Path(config['model']).name}: methods against full KV",
         "",
@@ -61,22 +100,29 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
         lines += ["", "![all tasks](overview.png)"]
     for task, rows in tasks.items():
         first = rows[0]
-        headings = [metric_label(first["metric"]) if name == "score" else name for name in _COLUMNS]
+        columns = list(_columns_of(rows))
+        headings = ["method", *(column.heading or metric_label(first["metric"]) for column in columns)]
         lines += ["", f"## {task}", "", f"{first['examples']} examples.", "", f"![{task}]({task}.png)", ""]
         lines += [f"| {' | '.join(headings)} |", "| --- |" + " ---: |" * (len(headings) - 1)]
         for row in sorted(rows, key=lambda r: (r["variant"] != FULL, r["variant"])):
-            cells = [row["variant"], _cell(row, "score", ".1f"), _cell(row, "top1", ".1f"), _cell(row, "kl", ".2g")]
-            cells += [_cell(row, "compute", ".1f", interval=False), _cell(row, "ttft", ".3g", 1e3)]
-            cells += [_cell(row, "restored", ".0f", interval=False)]
+            cells = [row["variant"], *(_cell(row, column) for column in columns)]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def _cell(row: Row, name: str, form: str, unit: float = 1, interval: bool = True) -> str:
-    value = row.get(name)
+def _columns_of(rows: list[Row]) -> Iterator[_Column]:
+    """Those that have something to say of some row."""
+    for column in _COLUMNS:
+        means = [row[column.name]["mean"] for row in rows if row.get(column.name)]
+        if any(means) or (means and column.zeros):
+            yield column
+
+
+def _cell(row: Row, column: _Column) -> str:
+    value, unit, form = row.get(column.name), column.unit, column.form
     if value is None:
         return ""
-    low_high = f" ({unit * value['low']:{form}}–{unit * value['high']:{form}})" if interval else ""
+    low_high = f" ({unit * value['low']:{form}}–{unit * value['high']:{form}})" if column.interval else ""
     return f"{unit * value['mean']:{form}}{low_high}"
 
 

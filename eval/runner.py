@@ -16,16 +16,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_tiered_cache import KVStore, Method
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import HASH_TOKENS
-from hf_tiered_cache.methods import make_method
+from hf_tiered_cache.methods import Passages, make_method
 
 from .encode import Prompt, encode
 from .errors import EvalError
 from .metrics import METRICS, interval
+from .reading import Reading
 from .subject import Answer, Subject
 from .tasks import Example, Task
 
 FULL = "full"
 """The variant that computes everything with a `DynamicCache`; the others are compared with it."""
+
+_FIGURES = (
+    *("score", "top1", "kl", "nll", "ttft", "restored", "computed", "compute", "bytes_read"),
+    *(field.name for field in fields(Reading)),
+)
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ class Run:
                         answer = subject.ask(prompt, task.max_new_tokens)
                         full = full or answer
                         if example.id not in done[variant.name]:
-                            line = _line(task, example, prompt, answer, full, metric)
+                            line = _line(task, variant, example, prompt, answer, full, metric)
                             self._append(task, variant, line)
                     bar.update()
 
@@ -173,7 +179,7 @@ class Run:
         lines = [found[example.id] for example in examples]
         result: dict[str, Any] = {"task": task.name, "variant": variant.name, "metric": task.metric}
         result |= {"budget": variant.budget, "examples": len(lines)}
-        for name in ("score", "top1", "kl", "nll", "ttft", "restored", "computed", "compute", "bytes_read"):
+        for name in _FIGURES:
             values = [line[name] for line in lines if line.get(name) is not None]
             if values:
                 low, high = interval(values)
@@ -215,7 +221,9 @@ class Stores:
             store.close()
 
 
-def _line(task: Task, example: Example, prompt: Prompt, answer: Answer, full: Answer, metric: Any) -> dict[str, Any]:
+def _line(
+    task: Task, variant: Variant, example: Example, prompt: Prompt, answer: Answer, full: Answer, metric: Any
+) -> dict[str, Any]:
     """What is written of one answer."""
     text = answer.text
     if task.first_line:
@@ -244,8 +252,11 @@ def _line(task: Task, example: Example, prompt: Prompt, answer: Answer, full: An
             "computed": stats["tokens_computed"] + stats["tokens_recomputed"],
             "bytes_read": stats["bytes_read"],
         }
-        if stored := sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in prompt.passages):
+        stored = sum(len(passage) // HASH_TOKENS * HASH_TOKENS for passage in prompt.passages)
+        if stored and isinstance(variant.method, Passages):
             line["compute"] = 100 * (line["computed"] - len(prompt.whole) + stored) / stored
+    if answer.reading is not None:
+        line |= asdict(answer.reading)
     return line
 
 

@@ -16,6 +16,7 @@ from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import Passages
 
 from .encode import Prompt
+from .reading import Reading, reading_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Answer:
         text: what was generated, or "".
         nll: mean negative log-likelihood of the reference answer's tokens, in nats, or None.
         stats: of the cache, or None for full KV.
+        reading: what came of the prefix's KV; None where nothing of a prefix was restored.
     """
 
     first: torch.Tensor
@@ -37,6 +39,7 @@ class Answer:
     text: str
     nll: float | None
     stats: RequestStats | None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,13 @@ class Subject:
         )
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
-        """Answer one prompt, greedily. What is new in it is not stored."""
-        asked = self.start(prompt.whole)
+        """Answer one prompt, greedily. What is new in it is not stored.
+
+        Where an index stays in memory, this is how it answers once that is there.
+        """
+        asked, made = self.start(prompt.whole), None
+        if asked.stats is not None and asked.stats.index_bytes and asked.stats.brought_identifying:
+            asked, made = self.start(prompt.whole), asked.stats
         choice = nll = None
         text = ""
         if prompt.choices:
@@ -103,7 +111,8 @@ class Subject:
             if prompt.answer:
                 nll = -float(self.follow(asked, prompt.answer)[0].mean())
             text = self._generate(asked, max_new_tokens)
-        return Answer(asked.first, asked.ttft, choice, text, nll, asked.stats)
+        reading = self._reading(prompt, asked, made)
+        return Answer(asked.first, asked.ttft, choice, text, nll, asked.stats, reading)
 
     def start(self, prompt: tuple[int, ...]) -> Asked:
         """Run the prompt up to its first new token."""
@@ -126,6 +135,18 @@ class Subject:
             said = torch.cat([said, logits[0].float().log_softmax(-1).cpu()])
         wanted = torch.tensor(tokens)
         return said.gather(1, wanted.unsqueeze(1))[:, 0], bool((said.argmax(-1) == wanted).all())
+
+    def _reading(self, prompt: Prompt, asked: Asked, made: RequestStats | None) -> Reading | None:
+        if self.store is None or asked.stats is None or isinstance(self.method, Passages):
+            return None
+        assert isinstance(asked.cache, TieredCache)
+        stored = self.store.lookup(self.model, list(prompt.whole), method=self.method)
+        if not (whole := sum(stored.bytes.values())):
+            return None
+        layers: Any = asked.cache.layers
+        of_each = sum(t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values))  # token
+        tokens = asked.cache.get_seq_length() - len(prompt.whole)
+        return reading_of(whole, of_each * stored.stored, asked.stats, made, asked.cache.stats, tokens)
 
     def _cache(self) -> Cache:
         if self.store is None:
