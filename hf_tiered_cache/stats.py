@@ -353,6 +353,8 @@ class StoreStats:
     tokens: int = 0
     tiers: dict[str, TierUse] = field(default_factory=lambda: {name: TierUse() for name in TIERS})
     """By name, as for requests. The budget on disk is the quota."""
+    index: TierUse = field(default_factory=TierUse)
+    """Memory of the keys, and indexes of keys, that methods choose by, on all devices together."""
     segments_written: int = 0
     bytes_written: int = 0
     duplicate_writes: int = 0
@@ -397,10 +399,10 @@ class StoreStats:
         table.add_column(justify="right")
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name == "tiers":
-                for name, tier in self.tiers.items():
-                    budget = "no limit" if tier.budget is None else format_bytes(tier.budget)
-                    table.add_row(f"{name}, of its budget", f"{format_bytes(tier.bytes)} / {budget}")
+            if f.name in ("tiers", "index"):
+                for name, use in self.tiers.items() if f.name == "tiers" else [(f.name, value)]:
+                    budget = "no limit" if use.budget is None else format_bytes(use.budget)
+                    table.add_row(f"{name}, of its budget", f"{format_bytes(use.bytes)} / {budget}")
             else:
                 table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
         return table

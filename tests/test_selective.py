@@ -310,11 +310,11 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
             ids = prompt(PREFIX, seed=seed)
             fill(store, model, ids, method)
             ask(model, store, question(ids), method)
-            assert 0 < store._storage.residency.resident.allocated <= 40_000
+            assert 0 < store.stats.index.bytes <= store.stats.index.budget == 40_000
         first, _ = ask(model, store, question(prompt(PREFIX, seed=0)), method)  # long gone, and read again
     with KVStore(tmp_path, engine="posix", index_memory=0) as store:
         same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
-        assert store._storage.residency.resident.allocated == 0
+        assert (store.stats.index.bytes, store.stats.index.budget) == (0, 0)
 
 
 def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):
