@@ -383,15 +383,15 @@ def selective(run: Run) -> None:
     wanted = [
         system
         for system in reprefill.systems(0.05, min(8, model.config.num_hidden_layers), reprefill.PAPER_AGREEING)
-        if system.name in (reprefill.OURS, f"{reprefill.IMPRESS}, without reordering", "H2O + LFU",
-                           "AttentionStore + LRU", "recompute")
+        if system.name in (reprefill.OURS, f"{reprefill.IMPRESS}, without reordering", reprefill.H2O_LFU,
+                           reprefill.ATTENTION_STORE, "recompute")
     ]  # fmt: skip
     rows: serving.Rows = {system.name: [] for system in wanted}
     with ExitStack() as opened:
         stores = {system.name: opened.enter_context(bench.store_for(system)) for system in wanted}
         for _ in bench.turns(wanted, stores, rows):
             for name, new in rows.items():
-                for row in new:
+                for row in (row for row in new if row["measured"]):
                     figures = {key: row[key] for key in ("bytes_read", "stall_seconds", "read_amplification")}
                     run.row(name, seconds=row["ttft_s"], **figures, **known)
                 new.clear()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from workload import Prompts, requests
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import Method
+from hf_tiered_cache.methods import ContiguousKV, Method
 from hf_tiered_cache.stats import TIERS
 from hf_tiered_cache.units import parse_bytes
 
@@ -55,12 +57,13 @@ class System:
     policy: str
     every: int = 1
     """It is asked one request in so many (what computes everything takes long)."""
-    own_files: bool = False
-    """Whether it rewrites what is stored. Others that want the same geometry share the files."""
 
 
 class Bench:
     """One model, prefixes of one length whose KV it has computed, and a store for each system.
+
+    `bandwidth` is that of the emulated disk in bytes a second, or 0 for the real one. Stores that are opened from then
+    on go by it.
 
     Args:
         arguments: those of `add_arguments`.
@@ -81,70 +84,144 @@ class Bench:
         share = int(arguments.memory_share * self.kv_bytes)
         self.host_memory = parse_bytes(arguments.host_memory or share, "host_memory")
         self.device_memory = parse_bytes(arguments.device_memory, "device_memory")
-        self.bandwidth = arguments.bandwidth
-        if self.bandwidth is None:
-            self.bandwidth = self.token_bytes / (self.token_seconds() * PAPER_LOAD_S / PAPER_COMPUTE_S)
+        self._indexes: dict[str, int] = {}
+        self._learned: dict[str, Path] = {}
+        self.bandwidth: float = arguments.bandwidth
+        if arguments.bandwidth is None:
+            self.bandwidth = self.calibration["bulk"]["bytes_per_second"]
 
-    def token_seconds(self) -> float:
-        """What a token of a suffix takes over KV that is there, in a DynamicCache in memory."""
-        cache, prefix = DynamicCache(config=self.model.config), self.prompts.prefixes[0].unsqueeze(0).to(self.device)
-        tokens = self.arguments.suffix
-        with torch.no_grad():
-            self.model(input_ids=prefix[:, : prefix.shape[1] // 8], past_key_values=cache, logits_to_keep=1)
+    # --- the disk
+
+    @cached_property
+    def calibration(self) -> dict[str, dict[str, float]]:
+        """The paper's disk beside this machine, by how long a token takes in bulk prefill, and in a suffix."""
+        load_over_compute = PAPER_LOAD_S / PAPER_COMPUTE_S
+        return {
+            name: {"token_s": took, "bytes_per_second": self.token_bytes / (took * load_over_compute)}
+            for name, took in self.token_seconds().items()
+        }
+
+    def token_seconds(self) -> dict[str, float]:
+        """Seconds that a token takes to compute, medians.
+
+        Returns:
+            "bulk": of a whole prefix at once. "suffix": of a suffix over KV of an eighth of a prefix, in memory.
+        """
+        prefix = self.prompts.prefixes[0].unsqueeze(0).to(self.device)  # [1, tokens]
+        tokens, suffix = prefix.shape[1], self.arguments.suffix
+
+        def new_cache() -> DynamicCache:
+            return DynamicCache(config=self.model.config)
+
+        def compute(ids: torch.Tensor, cache: DynamicCache) -> None:
+            with torch.no_grad():
+                self.model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
+
+        cache = new_cache()
+        compute(prefix[:, : tokens // 8], cache)
         held = cache.get_seq_length()
 
-        def once() -> None:
+        def behind() -> None:
             cache.crop(held - cache.get_seq_length())  # 0 the first time, which crops nothing
-            with torch.no_grad():
-                self.model(input_ids=prefix[:, :tokens], past_key_values=cache, logits_to_keep=1)
+            compute(prefix[:, :suffix], cache)
 
-        once()
-        return median(seconds(once, self.device) for _ in range(5)) / tokens
+        behind()
+        return {
+            "bulk": median(seconds(lambda: compute(prefix, new_cache()), self.device) for _ in range(3)) / tokens,
+            "suffix": median(seconds(behind, self.device) for _ in range(5)) / suffix,
+        }
 
     def described(self) -> dict[str, Any]:
         """What was asked of what, JSON-ready."""
         return {
             "prefixes": len(self.prompts.prefixes),
             "prefix_tokens": len(self.prompts.prefixes[0]),
+            "suffix_tokens": self.arguments.suffix,
             "prompts": self.prompts.about,
             "kv_bytes": self.kv_bytes,
             "token_bytes": self.token_bytes,
             "memory_bytes": {"device": self.device_memory, "host": self.host_memory},
             "disk_bytes_per_second": self.bandwidth or "real",
+            "calibration": self.calibration,
             "requests": {"warm_up": self.arguments.warm_up, "measured": self.arguments.requests},
         }
 
-    def store_for(self, system: System) -> KVStore:
-        """The store, cut as the system wants it, with its share of memory and the slower disk.
+    # --- stores
 
-        Systems that want the same share the files, and nothing else; those that rewrite them have their own.
+    def memory(self, system: System) -> dict[str, int]:
+        """Bytes of memory that its store gets: on the device and the host for blocks, and for its index.
+
+        All systems get the same in total. What an index takes is missing for blocks, where it lies as far as possible.
         """
-        geometry = system.method.geometry
-        name = f"{geometry.to_json()} {system.name if system.own_files else ''}"
-        path = self.folder / re.sub(r"\W+", "-", name).strip("-")
-        if not path.exists():
-            shutil.copytree(self.source, path)
-            with KVStore(path, host_memory=0) as store:
+        device, host, on_gpu = self.device_memory, self.host_memory, self.device.type == "cuda"
+        index = min(self.index_bytes(system), host + device * on_gpu)
+        of_device = min(index, device) if on_gpu else 0
+        return {"device": device - of_device, "host": host - (index - of_device), "index": index}
+
+    def index_bytes(self, system: System) -> int:
+        """Memory that its index of all prefixes takes: as often as there are prefixes that of one, which is asked."""
+        if not isinstance(system.method, ContiguousKV):
+            return 0
+        if system.name not in self._indexes:
+            with KVStore(self._files(system, "throwaway"), host_memory=0, index_memory="1GiB") as store:
+                self.ask(system, store, next(requests(self.prompts, 1)).to(self.device))
+                self._indexes[system.name] = store.stats.index.bytes * len(self.prompts.prefixes)
+        return self._indexes[system.name]
+
+    def _files(self, system: System, name: str) -> Path:
+        """A new folder of a store, cut as the system wants it, which knows of no request but those of `learn`.
+
+        Segments are linked: nobody changes them, and who lays them out anew writes others.
+        """
+        geometry, path = system.method.geometry, self.folder / "stores" / _as_name(name)
+        cut = self.folder / "cut" / _as_name(str(geometry.to_json()))
+        if not cut.exists():
+            shutil.copytree(self.source, cut, copy_function=_link)
+            with KVStore(cut, host_memory=0) as store:
                 store.relayout(geometry, progress=False)
+        shutil.rmtree(path, ignore_errors=True)
+        return Path(shutil.copytree(self._learned.get(system.name, cut), path, copy_function=_link))
+
+    def learn(self, system: System, times: int) -> None:
+        """Ask for each prefix so often, from the real disk: what stays of that is there in all stores opened later.
+
+        That is the order of IMPRESS's tokens, and the scores that blocks are evicted by.
+        """
+        bandwidth, self.bandwidth = self.bandwidth, 0
+        random, path = np.random.default_rng(2), self.folder / "learned" / _as_name(system.name)
+        with self.store_for(system) as store:
+            for number, prefix in list(enumerate(self.prompts.prefixes)) * times:
+                suffix = torch.from_numpy(self.prompts.suffix(number, random))
+                self.ask(system, store, torch.cat([prefix, suffix]).unsqueeze(0).to(self.device))
+        self.bandwidth, self._learned[system.name] = bandwidth, Path(shutil.copytree(store.path, path))
+
+    def store_for(self, system: System) -> KVStore:
+        """The system's store, with its share of memory and the slower disk. Nothing is left of one opened before."""
+        memory = self.memory(system)
         return KVStore(
-            path,
-            host_memory=self.host_memory,
-            device_memory=self.device_memory,
-            index_memory="1GiB",
+            self._files(system, system.name),
+            host_memory=memory["host"],
+            device_memory=memory["device"],
+            index_memory=memory["index"],
             policy=system.policy,
             engine=SlowDiskEngine(SlowDisk(self.bandwidth, LATENCY_S)) if self.bandwidth else "auto",
         )
 
+    # --- requests
+
     def turns(self, systems: list[System], stores: dict[str, KVStore], rows: Rows) -> Iterator[None]:
-        """Ask one request after the other, each of all systems, and enter in `rows` what was measured."""
-        warm_up = self.arguments.warm_up
+        """Ask one request after the other, each of all systems, and enter all of them in `rows`.
+
+        A row says whether it counts (`measured`), and whether its prefix had not been asked before (`first`).
+        """
+        warm_up, prefixes = self.arguments.warm_up, len(self.prompts.prefixes)
         for number, ids in enumerate(requests(self.prompts, warm_up + self.arguments.requests)):
             for system in systems:
                 if number % system.every:
                     continue
                 row = self.ask(system, stores[system.name], ids.to(self.device))
-                if number >= warm_up or system.every > 1:
-                    rows[system.name].append(row)
+                row |= {"measured": number >= warm_up or system.every > 1, "first": number < prefixes}
+                rows[system.name].append(row)
             yield
 
     def ask(self, system: System, store: KVStore, ids: torch.Tensor) -> dict[str, Any]:
@@ -155,8 +232,12 @@ class Bench:
         return cache.stats.as_dict() | {"ttft_s": took}
 
 
-def ask_all(asked: list[tuple[Bench, list[System]]]) -> list[dict[str, dict[str, Any]]]:
-    """Ask all systems of all benches in turns; for each bench and system what its requests come to."""
+def ask_all(asked: list[tuple[Bench, list[System]]], about: str | None = None) -> list[dict[str, dict[str, Any]]]:
+    """Ask all systems of all benches in turns; for each bench and system what its requests come to.
+
+    Args:
+        about: stands beside the progress bar.
+    """
     found: list[Rows] = [{system.name: [] for system in systems} for _, systems in asked]
     with ExitStack() as stack:
         turns = []
@@ -165,25 +246,30 @@ def ask_all(asked: list[tuple[Bench, list[System]]]) -> list[dict[str, dict[str,
             turns.append(bench.turns(systems, stores, rows))
         arguments = asked[0][0].arguments
         total = arguments.warm_up + arguments.requests
-        for _ in tqdm(zip(*turns, strict=True), total=total, unit="request"):
+        for _ in tqdm(zip(*turns, strict=True), total=total, unit="request", desc=about):
             pass
     return [
-        {name: summarise(some, bench.token_bytes) for name, some in rows.items()}
-        for (bench, _), rows in zip(asked, found, strict=True)
+        {
+            system.name: summarise(rows[system.name], bench.token_bytes) | {"memory_bytes": bench.memory(system)}
+            for system in systems
+        }
+        for (bench, systems), rows in zip(asked, found, strict=True)
     ]
 
 
 def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
-    """What the requests of one system come to: means, unless the name says otherwise.
+    """What the requests of one system come to: means of the measured ones, unless the name says otherwise.
 
     Args:
-        rows: of `Bench.ask`.
+        rows: of `Bench.turns`.
         token_bytes: KV of a token, in all layers.
 
     Returns:
         Among others, in `parts`, the time split: PARTS add up to the mean time to first token. Disk time (`io_s`)
-        passes beside them.
+        passes beside them. In `first`, means of the first request to each prefix, whether it was measured or not.
     """
+    first = _first([row for row in rows if row["first"]])
+    rows = [row for row in rows if row["measured"]]
     ttft = [row["ttft_s"] for row in rows]
 
     def mean(name: str) -> float:
@@ -216,34 +302,48 @@ def summarise(rows: list[dict[str, Any]], token_bytes: int) -> dict[str, Any]:
         "parts": parts,
         "io_s": mean("io_seconds"),
         "ttft_s": ttft,
+        "first": first,
     }
 
 
-def disk_and_memory(result: dict[str, Any]) -> str:
-    """For a page: what `described` says, as sentences."""
-    mib, speed = 1 << 20, result["disk_bytes_per_second"]
-    disk = "the real disk" if speed == "real" else f"an emulated disk of {speed / 1e6:.0f} MB/s"
-    return (
-        f"{result['prefixes']} prefixes of {result['prefix_tokens']} tokens, {result['kv_bytes'] / mib:.0f} MiB of KV, "
-        f"{sum(result['memory_bytes'].values()) / mib:.1f} MiB of memory for it; "
-        f"{result['requests']['measured']} requests after {result['requests']['warm_up']}; {disk}. {result['prompts']}"
-    )
+def _first(rows: list[dict[str, Any]]) -> dict[str, float]:
+    names = {"ttft_s": "ttft_mean_s", "select_seconds": "identify_s"}
+    names |= {name: name for name in ("bytes_read", "bytes_identifying")}
+    return {"requests": len(rows)} | {new: statistics.fmean(row[name] for row in rows) for name, new in names.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What all benchmarks of this kind can be told."""
+def _link(source: str, target: str) -> None:
+    """Copy a file of a store; a segment, which never changes, by a link."""
+    (os.link if Path(source).parent.name == "segments" else shutil.copy2)(source, target)
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"\W+", "-", text).strip("-")
+
+
+def add_arguments(parser: argparse.ArgumentParser, one_disk: bool = True) -> None:
+    """What all benchmarks of this kind can be told.
+
+    Args:
+        one_disk: whether they are of one disk, and can be told which.
+    """
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model with random weights (see common.py)")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--suffix", type=int, default=32, help="random tokens of a suffix, and of the speed's measure")
+    parser.add_argument("--suffix", type=int, default=32, help="random tokens of a suffix")
     parser.add_argument("--requests", type=int, default=60, help="that are measured")
     parser.add_argument("--warm-up", type=int, default=18, help="requests before, the first ones of each prefix")
-    parser.add_argument("--memory-share", type=float, default=0.2, help="host memory, as a share of all KV")
+    parser.add_argument(
+        "--memory-share", type=float, default=0.2, help="host memory, indexes included, as a share of all KV"
+    )
     parser.add_argument("--host-memory", help="instead, such as 24GiB")
     parser.add_argument("--device-memory", default="0")
-    parser.add_argument(
-        "--bandwidth", type=float, help="bytes a second of the emulated disk; 0: the real one (default: see above)"
-    )
+    if one_disk:
+        parser.add_argument(
+            "--bandwidth", type=float, help="bytes a second of the emulated disk; 0: the real one (default: see above)"
+        )
+    else:
+        parser.set_defaults(bandwidth=0.0)
     parser.add_argument("--name", help="of the results (default: from the model, dtype and device)")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary one if not given")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))

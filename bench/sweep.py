@@ -7,8 +7,9 @@
 Each is varied alone from the method's defaults (chunks of 16 tokens, a period of 8 layers, subperiods of 4, a quarter
 of the prefix), with the resident index and with all keys (identify="index" and "keys"). Every request goes to all
 settings, one after the other, each with a store and memory of its own, so that a machine that slows down slows all of
-them down. The KV of each prefix is computed once, and laid out anew for each geometry. Prompts and the emulated disk
-are those of reprefill.py: with random weights, times and bytes mean something, and which chunks are chosen does not.
+them down. The KV of each prefix is computed once, and laid out anew for each geometry. Prompts, the emulated disk and
+memory, of which the resident index takes a part, are those of reprefill.py: with random weights, times and bytes mean
+something, and which chunks are chosen does not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 
 import torch
 from common import SHAPES, build, machine, pyplot, save, table
-from serving import Bench, System, add_arguments, ask_all, disk_and_memory
+from serving import Bench, System, add_arguments, ask_all
+from telling import MIB, disk_and_memory
 from workload import RandomTokens
 
 from hf_tiered_cache.methods import ContiguousKV
@@ -37,7 +39,6 @@ SWEEPS: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 """For each sweep what is varied, and its values; those of the last one are --lengths."""
 WAYS = ("index", "keys")
-MIB = 1 << 20
 
 
 @dataclass(frozen=True)

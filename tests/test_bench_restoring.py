@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import re
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import torch
 
 TESTS = Path(__file__).parent
 BENCH = TESTS.parent / "bench"
@@ -88,6 +90,72 @@ def test_sweep(tmp_path, monkeypatch):
     assert "## Budget" in page
 
 
+def small_bench(folder, *options):
+    """Of selective re-prefill: three prefixes of 256 tokens, and memory for half of them."""
+    import serving
+    from common import build
+    from workload import RandomTokens
+
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    arguments = parser.parse_args(["--device", "cpu", "--memory-share", "0.5", *options])
+    model = build("tiny", torch.float32, torch.device("cpu"))
+    return serving.Bench(arguments, model, RandomTokens(model.config.vocab_size, 3, 256, arguments.suffix), folder)
+
+
+def test_a_disk_is_calibrated_by_bulk_prefill_and_all_systems_have_the_same_memory(tmp_path):
+    """An index is missing for blocks, and what is set aside for it is what it takes."""
+    import serving
+    from reprefill import KEYS, OURS, systems
+    from workload import requests
+
+    bench = small_bench(tmp_path)
+    both = bench.calibration
+    assert bench.bandwidth == both["bulk"]["bytes_per_second"]
+    assert bench.described()["calibration"] == both
+    for one in both.values():
+        load = bench.token_bytes / one["bytes_per_second"]
+        assert abs(load / one["token_s"] / (serving.PAPER_LOAD_S / serving.PAPER_COMPUTE_S) - 1) < 1e-9
+    bench.bandwidth = 0
+    ours, keys = ({one.name: one for one in systems(0.25, 4, None)}[name] for name in (OURS, KEYS))
+    assert bench.memory(keys) == {"device": 0, "host": bench.host_memory, "index": 0}
+    memory = bench.memory(ours)
+    assert memory["index"] > 0 and sum(memory.values()) == bench.host_memory
+    with bench.store_for(ours) as store:
+        first, again = (
+            [bench.ask(ours, store, ids) for ids in requests(bench.prompts, 3)]  # each prefix once
+            for _ in range(2)
+        )
+        assert store.stats.index.bytes == store.stats.index.budget == memory["index"]
+        assert store.stats.host.bytes <= store.stats.host.budget == memory["host"]
+    assert sum(row["bytes_read"] for row in first) > sum(row["bytes_read"] for row in again)
+    assert not any(row["bytes_identifying"] for row in again)
+
+
+def test_a_store_that_is_opened_again_knows_of_no_request(tmp_path):
+    """Nor do others that are cut like it."""
+    import reprefill
+    from workload import requests
+
+    bench = small_bench(tmp_path, "--bandwidth", "0")
+    systems = {one.name: one for one in reprefill.systems(0.25, 4, 1.0)}
+    reordering, other = systems[reprefill.IMPRESS], systems[f"{reprefill.IMPRESS}, without reordering"]
+    ids = next(requests(bench.prompts, 1))
+
+    def segments(system, times=0):
+        with bench.store_for(system) as store:
+            for _ in range(times):
+                bench.ask(system, store, ids)
+            return {row.id for row in store.segments()}
+
+    plain = segments(reordering)
+    assert segments(reordering, 8) != plain  # who lays out anew, writes another segment
+    assert segments(other, 8) == segments(reordering) == plain
+    bench.learn(reordering, 8)
+    assert bench.bandwidth == 0 and not segments(reordering) & plain
+    assert segments(other) == plain
+
+
 def test_reprefill(tmp_path, monkeypatch):
     import reprefill
 
@@ -107,6 +175,10 @@ def test_reprefill(tmp_path, monkeypatch):
     assert differing["read_amplification"] > 10  # scattered tokens out of blocks of 64
     assert all(row["ttft_mean_s"] > 0 for row in rows.values())
     assert len(document["aims"]) == 6
+    assert {sum(row["memory_bytes"].values()) for row in rows.values()} == {sum(document["memory_bytes"].values())}
+    assert rows[reprefill.OURS]["memory_bytes"]["index"] > 0
+    assert all(row["first"]["requests"] == 2 for name, row in rows.items() if name != "recompute")
+    assert document["calibration"]["bulk"]["token_s"] > 0 < document["calibration"]["suffix"]["token_s"]
     assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
     assert "16 in whole chunks" in page
     assert "first tokens are right at this budget, %: contiguous_kv 44 / 48, impress" in page

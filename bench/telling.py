@@ -1,0 +1,62 @@
+"""What the pages about selective re-prefill say alike: workload, disk, memory, and the first requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import table
+
+MIB = 1 << 20
+
+
+def disk_and_memory(result: dict[str, Any]) -> str:
+    """For a page: what `described` says, as sentences."""
+    speed = result["disk_bytes_per_second"]
+    disk = "the real disk" if speed == "real" else f"an emulated disk of {speed / 1e6:.0f} MB/s"
+    return f"{workload_and_memory(result)}; {disk}. {calibrated(result)} {result['prompts']}"
+
+
+def workload_and_memory(result: dict[str, Any]) -> str:
+    """The part of it that is the same on any disk, without a full stop."""
+    return (
+        f"{result['prefixes']} prefixes of {result['prefix_tokens']} tokens, {result['kv_bytes'] / MIB:.0f} MiB of KV, "
+        f"{sum(result['memory_bytes'].values()) / MIB:.1f} MiB of memory for it, indexes included; "
+        f"{result['requests']['measured']} requests after {result['requests']['warm_up']}"
+    )
+
+
+def calibrated(result: dict[str, Any]) -> str:
+    """Which disk is to this machine as the paper's is to its own, by both readings, in a sentence."""
+    bulk, suffix = (result["calibration"][name] for name in ("bulk", "suffix"))
+    return (
+        f"A token takes {1e3 * bulk['token_s']:.3g} ms to compute in the bulk prefill of a prefix, and "
+        f"{1e3 * suffix['token_s']:.3g} ms in a suffix of {result['suffix_tokens']}: loading a token beside computing "
+        f"one takes as long as on the paper's machine at {bulk['bytes_per_second'] / 1e6:.3g} MB/s by the former, and "
+        f"at {suffix['bytes_per_second'] / 1e6:.3g} MB/s by the latter."
+    )
+
+
+def memory_cell(row: dict[str, Any]) -> str:
+    """A system's memory in MiB, "blocks + index"."""
+    memory = row["memory_bytes"]
+    index = f" + {memory['index'] / MIB:.1f}" if memory["index"] else ""
+    return f"{(memory['device'] + memory['host']) / MIB:.1f}{index}"
+
+
+def first_requests(systems: dict[str, dict[str, Any]]) -> str:
+    """A table of the first request to each prefix, and what identification takes later."""
+    return table(
+        ["system", "TTFT, ms", "MiB read", "scoring", "identification, ms", "the same, later"],
+        [[name, *first_cells(row)] for name, row in systems.items()],
+    )
+
+
+def first_cells(row: dict[str, Any]) -> list[str]:
+    """A system's part of such a table."""
+    first, parts = row["first"], row["parts"]
+    later = parts["identify_wait_s"] + parts["identify_s"]
+    return [
+        f"{1e3 * first['ttft_mean_s']:.0f}",
+        *(f"{first[name] / MIB:.2f}" for name in ("bytes_read", "bytes_identifying")),
+        *(f"{1e3 * took:.1f}" for took in (first["identify_s"], later)),
+    ]
