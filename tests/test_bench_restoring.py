@@ -90,6 +90,39 @@ def test_sweep(tmp_path, monkeypatch):
     assert "## Budget" in page
 
 
+def test_bandwidths(tmp_path, monkeypatch):
+    import bandwidths
+
+    written, real = [], bandwidths.save
+    monkeypatch.setattr(bandwidths, "save", lambda *given: written.append(len(given[2]["disks"])) or real(*given))
+    sizes = ["--shape", "tiny", "--layers", 4, "--tokens", 256, "--prefixes", 2, "--memory-share", 0.5, "--learn", 1]
+    counts = ["--bandwidths", "1000,0,2000", "--requests", 3, "--warm-up", 2]
+    run(monkeypatch, bandwidths, *sizes, *counts, "--device", "cpu", "--out", tmp_path)
+    document, page = read(tmp_path, "bandwidths-tiny-4l-float32-cpu")
+    assert written == [1, 2, 3]  # behind each disk
+    assert [disk["bytes_per_second"] for disk in document["disks"]] == [1e9, "real", 2e9]
+    memory = sum(document["memory_bytes"].values())
+    for disk in document["disks"]:
+        assert tuple(disk["systems"]) == bandwidths.WANTED
+        assert all(row["requests"] == 3 and row["first"]["requests"] == 2 for row in disk["systems"].values())
+        assert all(sum(row["memory_bytes"].values()) == memory for row in disk["systems"].values())
+        assert disk["systems"][bandwidths.OURS]["first"]["bytes_read"] > 0
+    assert document["recompute_ttft_s"] > 0
+    assert "| real disk |" in page and "| bulk prefill |" in page and "for its index; the others" in page
+
+
+def test_between_measured_disks_times_lie_on_a_straight_line_of_logarithms():
+    from bandwidths import OURS, ttft_at
+
+    def disk(speed, seconds):
+        return {"bytes_per_second": speed, "systems": {OURS: {"ttft_mean_s": seconds}}}
+
+    document = {"disks": [disk(4e8, 0.25), disk("real", 0.1), disk(1e8, 1.0)]}
+    assert [ttft_at(document, OURS, speed) for speed in (1e8, 4e8)] == [1.0, 0.25]
+    assert abs(ttft_at(document, OURS, 2e8) - 0.5) < 1e-12
+    assert ttft_at(document, OURS, 5e8) is ttft_at(document, OURS, 9e7) is None
+
+
 def small_bench(folder, *options):
     """Of selective re-prefill: three prefixes of 256 tokens, and memory for half of them."""
     import serving
