@@ -29,11 +29,11 @@ from eval.reference.language import Language
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.select.all_keys import Int8KeysIndex
 from hf_tiered_cache.select.chunks import budgeted_tokens, top_chunks
 from hf_tiered_cache.select.mass import attention_mass
 from hf_tiered_cache.select.selector import Selection, SelectionInput
 from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.tiers.resident import CoarseKeys
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 WAYS = ("eight bits", "first kv head", "chunk means", "chunk min/max")
@@ -68,8 +68,7 @@ def recalls(asked: SelectionInput) -> Note:
         query, own = asked.query[: len(some) * served], asked.own_keys[: len(some)]
         return attention_mass(query, some, own, asked.scaling)
 
-    coarse = torch.empty_like(keys)
-    CoarseKeys.of(keys).write(coarse)
+    coarse = Int8KeysIndex.build(keys).keys_as(keys.dtype)
     counts = asked.chunks.counts
     chunks = keys.split(counts.tolist(), dim=1)
     means = torch.stack([chunk.mean(1) for chunk in chunks], dim=1)
@@ -80,7 +79,7 @@ def recalls(asked: SelectionInput) -> Note:
     for budget in BUDGETS:
         count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))
         wanted, *others = (
-            set(np.searchsorted(asked.chunks.starts, top_chunks(one, asked.chunks, count).numpy(), "right").tolist())
+            set(np.searchsorted(asked.chunks.starts, top_chunks(one.numpy(), asked.chunks, count), "right").tolist())
             for one in (mass(keys), *found.values())
         )
         note |= {(way, budget): len(wanted & other) / len(wanted) for way, other in zip(WAYS, others, strict=True)}

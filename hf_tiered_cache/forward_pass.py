@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .errors import UnsupportedModelError
-from .geometry import LayerKV
+from .geometry import LayerKV, in_groups
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
@@ -133,7 +133,8 @@ class ForwardPass(Scope):
             modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
         except UnsupportedModelError:
             return
-        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, attachment.opaque_layers)
+        first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
+        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, attachment.opaque_layers, first)
         self._choose_ahead = selector.choose_ahead
         stack.enter_context(self._look_ahead.watching())
 
@@ -178,19 +179,26 @@ class ForwardPass(Scope):
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
 
-    def query_to_choose_by(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Pass`."""
         predicted = self._look_ahead.query(layer) if self._look_ahead is not None and self._choose_ahead else None
-        return query if predicted is None else predicted.query
+        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
 
     def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
         """See `Pass`."""
         if (look_ahead := self._look_ahead) is None:
             return
         for target in look_ahead.after(layer):
-            predicted, chosen = look_ahead.query(target), self.sources[target].chosen()
-            if predicted is not None and chosen is not None:
-                yield LayerAhead(target, chosen[1], predicted.query, predicted.scaling)
+            predicted, rows = look_ahead.query(target), self._rows_of(target)
+            if predicted is not None and rows is not None:
+                yield LayerAhead(target, rows, predicted.query, predicted.own_keys, predicted.scaling)
+
+    def _rows_of(self, layer: int) -> Sequence[Any] | None:
+        """What a layer that chooses holds; None for one that does not."""
+        chosen = self.sources[layer].chosen()
+        return None if chosen is None else chosen[1]
 
 
 class RestoringForward(ForwardPass):
@@ -285,10 +293,14 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            if (selector := self.method.selector()).choose_ahead:
+            if (selector := self.selection.selector).choose_ahead:
                 self._predict(stack, selector, [source.index for source in self.kv_sources if source.selects])
             self.selection.start()
         self.prefetch.start()
+
+    def _rows_of(self, layer: int) -> Sequence[Any] | None:
+        """Nothing yet: it is about to be restored."""
+        return ()
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. Nobody is told of queries that stand elsewhere in each row."""

@@ -132,7 +132,7 @@ def attend(
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
     """
     if scope.observer is not None and _unbiased(attention_mask, kwargs):
-        scope.observer.observe(module.layer_idx, query, kwargs.get("scaling"))
+        scope.observer.observe(module.layer_idx, query, key, kwargs.get("scaling"))
     if scope.selects:
         attended = scope.attend(module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling"))
         if isinstance(attended, torch.Tensor):

@@ -9,7 +9,7 @@ needs code of its own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,10 +31,12 @@ class PredictedQuery:
 
     Args:
         query: `[batch, heads, n, dim]`, rotated.
+        own_keys: `[batch, kv_heads, n, dim]`, rotated: the keys of the same tokens, expected likewise.
         scaling: of the logits; None for dim ** -0.5.
     """
 
     query: torch.Tensor
+    own_keys: torch.Tensor
     scaling: float | None
 
 
@@ -47,13 +49,24 @@ class LookAhead:
         asking: the layers whose queries are predicted, ascending. The model gives them all the same arguments.
         distance: by so many of `asking` the prediction precedes the layer; for the first ones by fewer.
         opaque: layers that cannot be run this way, which are added here and not tried again.
+        targets: those of `asking` that are to be predicted; None for all.
     """
 
     def __init__(
-        self, scope: Scope, layers: nn.ModuleList, asking: Sequence[int], distance: int, opaque: set[int]
+        self,
+        scope: Scope,
+        layers: nn.ModuleList,
+        asking: Sequence[int],
+        distance: int,
+        opaque: set[int],
+        targets: Collection[int] | None = None,
     ) -> None:
         self._scope, self._layers, self._opaque = scope, layers, opaque
-        self._source = {layer: asking[max(0, place - distance)] for place, layer in enumerate(asking) if place}
+        self._source = {
+            layer: asking[max(0, place - distance)]
+            for place, layer in enumerate(asking)
+            if place and (targets is None or layer in targets)
+        }
         self._seen: dict[int, tuple[tuple, dict[str, Any]]] = {}  # what the sources were called with
         self._predicted: dict[int, PredictedQuery | None] = {}
 
@@ -111,12 +124,12 @@ class _Asked(Exception):
 
 
 class _Peek(QueryObserver):
-    """Keeps the queries, and ends the layer there."""
+    """Keeps the queries, and ends the layer there. Without a cache its keys are those of the same tokens."""
 
     found: PredictedQuery | None = None
 
-    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
-        self.found = PredictedQuery(query, scaling)
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
+        self.found = PredictedQuery(query, keys, scaling)
         raise _Asked
 
 

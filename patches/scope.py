@@ -21,10 +21,11 @@ class QueryObserver(Protocol):
     or a bias by position, would make their attention another.
     """
 
-    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
         """A layer's queries, `[batch, heads, n, dim]`, rotated, of the columns that it computes.
 
         Args:
+            keys: `[batch, kv_heads, columns, dim]`, rotated: what its cache has handed over.
             scaling: of the logits; None for dim ** -0.5.
         """
 

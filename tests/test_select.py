@@ -36,7 +36,7 @@ def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
     expected: list[int] = []
     for i in order:
         expected += list(spans[i])[: count - len(expected)]
-    chosen = top_chunks(torch.from_numpy(mass), chunks, count)
+    chosen = top_chunks(mass, chunks, count)
     assert chosen.tolist() == sorted(expected)
 
 

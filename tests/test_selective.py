@@ -297,6 +297,21 @@ def test_a_resident_index_reads_nothing_once_it_is_there(model, tmp_path, chosen
     assert coarse[0] == chosen[0].tolist()  # eight bits are enough for the same choice here
 
 
+def test_an_index_outlives_the_process(model, tmp_path):
+    """Kept beside the segment: the first request of the next process reads no key to choose by."""
+    ids, method = prompt(PREFIX), replace(METHOD, identify="index")
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        first, made = ask(model, store, question(ids[:, :100]), method)  # a part of the segment: of all of it is made
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        again, found = ask(model, store, question(ids[:, :100]), method)
+        _, longer = ask(model, store, question(ids), method)
+    same(again, first)
+    assert made.stats.bytes_identifying > 0
+    assert found.stats.bytes_identifying == longer.stats.bytes_identifying == 0
+    assert found.stats.index_seconds == 0
+
+
 def _padding(cache) -> int:
     """Of what was read for attention: the blocks of this little model do not fill pages."""
     stats = cache.stats

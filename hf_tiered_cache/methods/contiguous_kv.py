@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..geometry import Geometry, KeyIndex
@@ -26,12 +26,18 @@ class ContiguousKV(Method):
         subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1).
         identify: what the choice is made from: "keys", all keys of a period's first layer, read as they are needed, as
             in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
-            eight bits, which stay in memory (`KVStore(index_memory=...)`) once they were read: ours.
+            eight bits, made at the first request and kept beside the segment, which stay in memory
+            (`KVStore(index_memory=...)`) once they were read: ours.
         probe_heads: see `identify`.
         solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
             0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
         rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours, best with a
             `period` of 2. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
+        queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.
+        ahead: layers between a choice for the prompt and the hidden states whose queries make it, as these layers
+            would ask: so blocks are on their way while the layers between run. With `identify="index"` only. 0 is the
+            paper's, which chooses by a layer's own queries, and waits. (Ours; the idea is InfiniGen's, Lee et al.,
+            OSDI 2024.)
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -43,6 +49,8 @@ class ContiguousKV(Method):
     probe_heads: int = 1
     solo_layers: int = 1
     rechoose: int = 0
+    queries: int = 0
+    ahead: int = 0
 
     policy = "attention"
 
@@ -50,12 +58,26 @@ class ContiguousKV(Method):
         check_budget(self.budget)
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
-        if isinstance(self.rechoose, bool) or not isinstance(self.rechoose, int) or self.rechoose < 0:
-            raise ConfigError(f"rechoose is a number of tokens, 0 for never, not {self.rechoose!r}")
-        index = KeyIndex(self.period, self._heads)
+        for name, of, zero in (
+            ("rechoose", "tokens", "never"), ("queries", "tokens", "all"), ("ahead", "layers", "none")
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
+        copies = KeyIndex(self.period, self._heads)  # it checks them, too
+        index = None if self.identify == "index" else copies
         cut = Geometry(self.chunk_tokens, self.subperiod, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
+
+    @classmethod
+    def paper(cls, budget: float = DEFAULT_BUDGET, **settings: Any) -> ContiguousKV:
+        """As published: a choice for every 8 layers, by all keys of the first one, for the prompt and its answer."""
+        published: dict[str, Any] = {
+            "chunk_tokens": 16, "period": 8, "subperiod": 4, "identify": "keys", "solo_layers": 0, "rechoose": 0,
+            "queries": 0, "ahead": 0,
+        }  # fmt: skip
+        return cls(budget, **(published | settings))
 
     @property
     def _heads(self) -> int | None:
@@ -65,6 +87,8 @@ class ContiguousKV(Method):
         return budgeted_tokens(self.budget, prefix_tokens, self.chunk_tokens)
 
     def misfit(self, geometry: Geometry) -> str:
+        if self.identify == "index":
+            geometry = replace(geometry, index=None)  # keys that are there once more do no harm
         if self.selects and self.period % self.subperiod:
             fitting = max(size for size in range(1, self.subperiod) if self.period % size == 0)
             return (
@@ -78,4 +102,8 @@ class ContiguousKV(Method):
         return self.budget < 1
 
     def selector(self) -> Selector:
-        return TopChunks(self.period, self.identify == "index", self.solo_layers, self._heads)
+        resident = self.identify == "index"
+        ahead = self.ahead if resident else 0
+        return TopChunks(
+            self.period, self.solo_layers, self._heads, resident, self.queries, ahead=ahead, choose_ahead=ahead > 0
+        )

@@ -263,7 +263,7 @@ class _SampledPass:
         self._seen: dict[int, tuple[torch.Tensor, float | None]] = {}
         self._places: dict[torch.device, torch.Tensor] = {}
 
-    def observe(self, layer: int, query: torch.Tensor, scaling: float | None) -> None:
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
         """See `QueryObserver`."""
         if layer not in self._layers:
             return

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..select.by_index import ByIndex
 from ..select.decode_index import DecodeIndex
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
-from .chosen import Gathers, RowPrefix, key_groups
+from .chosen import RowPrefix, key_groups, parts_of
 from .fetch import Fetcher, FetchUnit
+from .gather import Gather
 from .live import Rotate
 from .plan import SegmentSlice
 
@@ -66,15 +66,23 @@ class RowIndexes:
     They hold rotated keys, so each belongs to the position at which the prefix has its segment.
 
     Args:
-        selector: that goes by them.
+        kind: of index.
+        chunk_tokens: of their chunks.
         fetcher: of the pass that restores; brings keys.
         rows: whose tokens.
         kept: has those of other processes.
     """
 
-    def __init__(self, selector: ByIndex, fetcher: Fetcher, rows: Sequence[RowPrefix], kept: KeptIndexes) -> None:
-        self.selector, self._fetcher, self._rows, self._kept = selector, fetcher, rows, kept
-        self._kind, self._chunk_tokens = selector.kind, selector.chunk_tokens
+    def __init__(
+        self,
+        kind: type[DecodeIndex],
+        chunk_tokens: int,
+        fetcher: Fetcher,
+        rows: Sequence[RowPrefix],
+        kept: KeptIndexes,
+    ) -> None:
+        self._kind, self.chunk_tokens = kind, chunk_tokens
+        self._fetcher, self._rows, self._kept = fetcher, rows, kept
         self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # what was kept of whole segments, by layer
         self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all that there is of these
         self._made: set[SegmentReader] = set()
@@ -89,7 +97,7 @@ class RowIndexes:
                 continue
             found, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
             for piece, index in zip(row.pieces(), found, strict=True):
-                tokens = np.arange(piece.first, piece.first + _count(row, piece))
+                tokens = self._to_index(row, piece)
                 for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
                     unit = FetchUnit(piece.reader, group, identifies=True)
                     units.append((unit, unit.chunks_of(tokens)))
@@ -112,7 +120,8 @@ class RowIndexes:
             for number, piece in enumerate(row.pieces()):
                 if found[number] is None:
                     mine = [unit for unit in units if unit.reader is piece.reader]
-                    found[number] = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
+                    built = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
+                    found[number] = self._part(row, piece, built)
             self._fetcher.finish(units)
         return [index for index in found if index is not None]
 
@@ -156,20 +165,36 @@ class RowIndexes:
     def _keys(
         self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
     ) -> torch.Tensor:
-        """`[kv_heads, tokens, dim]`: a piece's rotated keys."""
-        tokens = np.arange(piece.at, piece.at + _count(row, piece))
+        """`[kv_heads, tokens, dim]`: the rotated keys of a piece, or of all of its segment."""
+        inside = self._to_index(row, piece)
+        positions = inside + piece.at - piece.first
         layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
         kind = layout.layer(layer)
-        keys = torch.empty(kind.key_heads, len(tokens), kind.key_dim, dtype=layout.dtype, device=device)
-        gathers = Gathers(row, tokens[None])
-        gathers.copy(units, layer, "key", keys)
-        rotate_(keys, tokens[None], row.tokens)
+        keys = torch.empty(kind.key_heads, len(inside), kind.key_dim, dtype=layout.dtype, device=device)
+        for unit in units:
+            gather = Gather(piece.reader.shape, unit.block_group)
+            gather.add(piece.reader.shape, unit.blocks, inside, np.arange(len(inside)))
+            for part in parts_of(unit.block_group, layer, "key"):
+                gather.copy(part, keys)
+        rotate_(keys, positions[None], max(row.tokens, int(positions[-1]) + 1))
         return keys
+
+    def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> np.ndarray:
+        """The tokens of a piece's segment that an index is made of, int64, ascending: all, where it can be divided."""
+        if self._kind.divisible:
+            return np.arange(piece.reader.shape.tokens)
+        return np.arange(piece.first, piece.first + _count(row, piece))
+
+    def _part(self, row: RowPrefix, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
+        """What a row needs of an index that may be the whole segment's."""
+        count = _count(row, piece)
+        whole = not self._kind.divisible or count == piece.reader.shape.tokens
+        return index if whole else index.part(piece.first, count)
 
     def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
         """The index of a piece's keys; that of a whole segment is for others, too."""
         with self._fetcher.collector.timing("index_seconds"):
-            index = self._kind.build(keys, self._chunk_tokens)
+            index = self._kind.build(keys, self.chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
             self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
             self._of_segment.setdefault(piece.reader, {})[layer] = index
@@ -177,26 +202,32 @@ class RowIndexes:
         return index
 
     def _resident(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
-        """What is there of a segment that the row has all of."""
+        """What is there of a segment that the row has all of, or of any whose index can be divided."""
         reader, device = piece.reader, self._fetcher.device_of(layer)
-        if _count(row, piece) < reader.shape.tokens:
+        if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
         resident = self._fetcher.residency.resident
         found = resident.get(self._owner(piece, layer), device)
         if found is None:
             if reader not in self._of_file:
-                self._of_file[reader] = self._kept.find(reader, self._kind, self._chunk_tokens)
+                self._of_file[reader] = self._kept.find(reader, self._kind, self.chunk_tokens)
             if (kept := self._of_file[reader].get(layer)) is not None:
                 found = kept.to(device)
                 resident.admit(self._owner(piece, layer), found)
-        if found is not None:
-            self._of_segment.setdefault(reader, {})[layer] = found
-        return found
+        if found is None:
+            return None
+        self._of_segment.setdefault(reader, {})[layer] = found
+        return self._part(row, piece, found)
 
     def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:
-        return piece.reader.key_owner(layer, f"{self._kind.__name__} {self._chunk_tokens}")
+        return piece.reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
 
 
 def _count(row: RowPrefix, piece: SegmentSlice) -> int:
     """Tokens of a piece that the row restores."""
     return min(piece.count, row.tokens - piece.at)
+
+
+def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
+    """Indexes stand since the prompt's choice, so no key is rotated to make one."""
+    raise AssertionError("a layer that holds chosen chunks has no index")

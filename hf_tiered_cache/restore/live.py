@@ -23,14 +23,16 @@ class LayerAhead:
 
     Args:
         layer: with full attention.
-        rows: what it holds: see `Choices.follow`.
+        rows: what it holds, if anything: see `Choices.follow`.
         query: `[batch, heads, n, dim]`, rotated.
+        own_keys: `[batch, kv_heads, n, dim]`, rotated: those that are predicted for the same tokens.
         scaling: of the logits, or None for dim ** -0.5.
     """
 
     layer: int
     rows: Sequence[Any]
     query: torch.Tensor
+    own_keys: torch.Tensor
     scaling: float | None
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..select.decode_index import DecodeIndex
 from ..select.selector import SelectionInput, Selector
 from ..stats import StatsCollector
 from ..store.segment import SegmentReader
@@ -20,6 +21,7 @@ from ..tiers.residency import Residency
 from ..transfers import to_device
 from .chosen import Gathers, RowPrefix
 from .fetch import Fetcher, FetchUnit
+from .indexes import RowIndexes, rotate_nothing
 from .live import LayerAhead, Rotate
 
 
@@ -34,7 +36,8 @@ class LiveSelection:
         periods: layers that share a choice.
         prefixes: what is restored of each group of rows.
         keys: by period and prefix the restored tokens' keys at the period's first layer, rotated: `[kv_heads, tokens,
-            dim]`, of as many heads as the selector asks.
+            dim]`, of as many heads as the selector asks; none where it goes by an index.
+        indexes: of these keys, for a selector that goes by them.
         columns: restored ones that a layer holds of each row.
         every: columns between two choices.
     """
@@ -45,6 +48,7 @@ class LiveSelection:
     periods: Sequence[Sequence[int]]
     prefixes: Sequence[RowPrefix]
     keys: dict[tuple[int, int], torch.Tensor]
+    indexes: RowIndexes | None
     columns: int
     every: int
     may_stay: bool = True
@@ -64,6 +68,10 @@ class LiveSelection:
     def begin(self, collector: StatsCollector) -> Rechoice:
         """See `Live`."""
         return Rechoice(self, collector)
+
+    def indexes_of(self, layer: int, prefix: int) -> Sequence[DecodeIndex]:
+        """Of a prefix at a layer; none where keys are held as they are."""
+        return () if self.indexes is None else self.indexes.of(layer, prefix, rotate_nothing)
 
     def period_of(self, layer: int) -> int:
         """The number of a layer's period."""
@@ -197,8 +205,9 @@ class Rechoice:
         live, chosen = self._live, self._chosen[number][row]
         if chosen is None:
             return None
-        new = np.setdiff1d(chosen, held.tokens, assume_unique=True)
-        gone = np.flatnonzero(np.isin(held.tokens, chosen, invert=True, assume_unique=True))
+        tokens = live.prefixes[held.prefix].tokens
+        new = chosen[~_among(held.tokens, tokens)[chosen]]
+        gone = np.flatnonzero(~_among(chosen, tokens)[held.tokens])
         after = held.tokens.copy()
         after[gone] = new
         columns = to_device(gone + live.columns - len(held.tokens), device)  # int64 [new]
@@ -216,8 +225,21 @@ class Rechoice:
         self, number: int, held: LiveRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
     ) -> np.ndarray:
         """int64 `[n]`, ascending: as many tokens as the row holds."""
-        live = self._live
-        keys = live.keys[number, held.prefix]
-        chunks = live.prefixes[held.prefix].chunks
-        asked = SelectionInput(query, own_keys, lambda heads: keys, scaling, chunks, len(held.tokens))
+        live, chunks = self._live, self._live.prefixes[held.prefix].chunks
+        asked = SelectionInput(
+            query,
+            own_keys,
+            lambda heads: live.keys[number, held.prefix],
+            scaling,
+            chunks,
+            len(held.tokens),
+            lambda: live.indexes_of(live.periods[number][0], held.prefix),
+        )
         return live.selector.choose(asked).tokens[0]
+
+
+def _among(some: np.ndarray, tokens: int) -> np.ndarray:
+    """Of so many tokens whether each is one of `some`: bool `[tokens]`."""
+    marks = np.zeros(tokens, bool)
+    marks[some] = True
+    return marks

@@ -2,12 +2,14 @@
 
 Before that, the keys that the choice is made from are on their way, and so are, speculatively, the chunks that the
 period before has chosen, as long as their hit rate is high enough. Attention sees the period's own choice alone, so
-speculation changes nothing but the time.
+speculation changes nothing but the time. Or the choice itself is made ahead, by queries that are predicted some layers
+before: then blocks are on their way while these layers run, and nothing is guessed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from typing import Any, Literal
@@ -21,14 +23,12 @@ from ..select.decode_index import DecodeIndex, rank
 from ..select.selector import Selection, SelectionInput, Selector
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
-from ..tiers.resident import CoarseKeys
 from ..transfers import to_host
 from .assemble import share_row
-from .chosen import Gathers, RowPrefix, key_groups, parts_of, restoring_groups
+from .chosen import Gathers, RowPrefix, key_groups, restoring_groups
 from .fetch import Fetcher, FetchUnit
-from .gather import Gather
-from .indexes import KeptIndexes, RowIndexes
-from .live import Live, Rotate
+from .indexes import KeptIndexes, RowIndexes, rotate_nothing
+from .live import LayerAhead, Live, Rotate
 from .plan import Plan
 from .rechoose import LiveSelection
 from .warm_up import WarmUp
@@ -77,16 +77,15 @@ class SelectiveRestore:
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
-        self._chosen: list[Gathers] = []  # of each of _rows
+        self._chosen: dict[int, list[Gathers]] = {}  # of each period, for each of _rows
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
         self._asked_whole: set[tuple[SegmentReader, int]] = set()  # block groups that the last choice was made from
-        self._coarse: dict[tuple[SegmentReader, int], CoarseKeys] = {}  # by segment and layer
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
         self._warm_up: WarmUp | None = None
-        if isinstance(selector, ByIndex):
-            self._indexes = RowIndexes(selector, fetcher, self._rows, kept)
+        if selector.index is not None:
+            self._indexes = RowIndexes(*selector.index, fetcher, self._rows, kept)
             if plan.streamed:
                 lists = len(layers) * len(self._rows)
                 self._warm_up = WarmUp(self.residency, self.collector, kept.later, lists)
@@ -108,8 +107,8 @@ class SelectiveRestore:
         """Bring what `layer`'s queries attend to.
 
         Args:
-            query: `[batch, heads, queries, dim]`, rotated.
-            own_keys: `[batch, kv_heads, queries, dim]`, rotated.
+            query: `[batch, heads, queries, dim]`, rotated, to choose by where that was not done ahead.
+            own_keys: `[batch, kv_heads, queries, dim]`, rotated, likewise.
             keys: `[batch, kv_heads, attended, dim]`, to be filled; values likewise.
             rotate_: gives stored keys their rotation.
             scaling: of the logits, or None for dim ** -0.5.
@@ -118,14 +117,17 @@ class SelectiveRestore:
             RestoreError: a block did not arrive.
         """
         number = self._period_of[layer]
-        if layer == self._periods[number][0]:
-            self._choose(number, query, own_keys, rotate_, scaling)
         period = self._periods[number]
+        ahead = number in self._chosen
+        if not ahead:
+            self._choose(number, query, own_keys, rotate_, scaling)
+        for before in [one for one in self._chosen if one < number]:
+            del self._chosen[before]
         mine = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
-        if layer != period[0] and any(min(set(unit.block_group.layers) & set(period)) == layer for unit in mine):
+        if ahead and any(min(set(unit.block_group.layers) & set(period)) == layer for unit in mine):
             self._bring(number, (layer,))  # what there was no room for before
         self.fetcher.wait_for(mine)
-        for row, gathers in zip(self._rows, self._chosen, strict=True):
+        for row, gathers in zip(self._rows, self._chosen[number], strict=True):
             one, chosen = row.group.rows[0], gathers.chosen
             begin = keys.shape[2] - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
             for tensor, name in ((keys, "key"), (values, "value")):
@@ -137,7 +139,7 @@ class SelectiveRestore:
         for tensor in (keys, values):
             share_row(tensor, self._padding, keys.shape[2], 0)  # rows that restore nothing
         over = [unit for unit in mine if max(set(unit.block_group.layers) & set(period)) == layer]
-        for gathers in self._chosen:
+        for gathers in self._chosen[number]:
             gathers.forget(over)
         self.fetcher.finish(over)
         if layer == self._periods[-1][-1]:
@@ -145,13 +147,26 @@ class SelectiveRestore:
 
     def _end(self) -> None:
         """All layers have chosen: keep the indexes that were made, and let them be asked again."""
-        self.collector.add(index_bytes=sum(keys.nbytes for keys in self._coarse.values()))
         if self._indexes is not None:
             self.collector.add(index_bytes=self._indexes.nbytes)
             self._indexes.keep()
             self._indexes.merge()
             if self._warm_up is not None:
                 self._warm_up.start()
+
+    def prepare(self, ahead: LayerAhead) -> None:
+        """Choose for a period by what is predicted for its first layer, and start to fetch that.
+
+        Only where the indexes are there: to make one, the layer's own pass must say how its keys are rotated. It then
+        chooses by the same prediction, but later.
+        """
+        number = self._period_of[ahead.layer]
+        if number in self._chosen or ahead.layer != self._periods[number][0] or self._indexes is None:
+            return
+        if any(self._indexes.lacks(ahead.layer, place) for place in range(len(self._rows))):
+            self._fetch_keys(number, None, ahead=True)
+            return
+        self._choose(number, ahead.query, ahead.own_keys, rotate_nothing, ahead.scaling, ahead=True)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Room for the keys of rows that an index is missing of, like `[batch, kv_heads, n, dim]`; None for others."""
@@ -173,24 +188,24 @@ class SelectiveRestore:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
         if not self._rechoose:
             return None
-        if self._live is None and self._indexes is not None:
-            self._live = WindowedSelection(
-                self.residency, self.fetcher.device_of, self._rows, self._indexes, self.plan.num_selected
-            )
+        columns, device_of = self.plan.num_selected, self.fetcher.device_of
+        if self._live is None and isinstance(self.selector, ByIndex):
+            assert self._indexes is not None
+            self._live = WindowedSelection(self.residency, device_of, self._rows, self.selector, self._indexes, columns)
         elif self._live is None:
-            columns = self.plan.num_selected
             self._live = LiveSelection(
-                self.selector,
+                replace(self.selector, ahead=0, choose_ahead=False),
                 self.residency,
-                self.fetcher.device_of,
+                device_of,
                 self._periods,
                 self._rows,
                 self._kept,
+                self._indexes,
                 columns,
                 self._rechoose,
             )
         held: list[Any] = [None] * batch
-        for place, (row, gathers) in enumerate(zip(self._rows, self._chosen, strict=True)):
+        for place, (row, gathers) in enumerate(zip(self._rows, self._chosen[self._period_of[layer]], strict=True)):
             for one in row.group.rows:
                 held[one] = self._live.row(layer, place, gathers.chosen)
         return self._live, held
@@ -198,12 +213,19 @@ class SelectiveRestore:
     # --- choosing
 
     def _choose(
-        self, number: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
+        self,
+        number: int,
+        query: torch.Tensor,
+        own_keys: torch.Tensor,
+        rotate_: Rotate,
+        scaling: float | None,
+        ahead: bool = False,
     ) -> None:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        before, self._chosen, stalled = self._chosen, [], self.collector.stats.stall_seconds
+        before, stalled = self._chosen.get(number - 1, []), self.collector.stats.stall_seconds
+        chosen = self._chosen[number] = []
         self._asked_whole.clear()
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
@@ -218,19 +240,20 @@ class SelectiveRestore:
                     partial(self._indexes_of, self._periods[number][0], place, rotate_),
                 )
                 choice = self.selector.choose(asked)
-                self._chosen.append(Gathers(row, choice.tokens))
+                chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
         if before:
-            right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(self._chosen, before, strict=True)]
-            chance = [now.chosen.shape[1] / now.row.tokens for now in self._chosen]
+            right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(chosen, before, strict=True)]
+            chance = [now.chosen.shape[1] / now.row.tokens for now in chosen]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
         self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
         self.fetcher.finish(self._keys.pop(number, {}).values())
-        self._bring(number, self._periods[number])
+        self._bring(number, self._periods[number], ahead=ahead)
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
             if "keys" in self._prefetches:
                 self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            if "guesses" in self._prefetches and self.residency.guesses.worth((self.selector, number + 1)):
+            guesses = "guesses" in self._prefetches and not self.selector.choose_ahead
+            if guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], guess=True)
 
     def _note_warm(
@@ -245,28 +268,33 @@ class SelectiveRestore:
         """Say which chunks matter most to a layer's last queries."""
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
-                size = indexes.selector.chunk_tokens
+                size = indexes.chunk_tokens
                 if count := min(warm_up.chunks_of_each(row, layer, size), -(-row.tokens // size)):
                     every = indexes.of(layer, place, rotate_)
                     ranked, _ = rank(every, query[row.group.rows[0]], scaling, count)
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
-    def _bring(self, number: int, layers: Sequence[int], guess: bool = False) -> None:
-        """Start to fetch what is chosen for some layers of a period, or was for the one before: those of the first
-        layer now, the others ahead of their need.
+    def _bring(self, number: int, layers: Sequence[int], ahead: bool = False, guess: bool = False) -> None:
+        """Start to fetch what is chosen for some layers of a period: those of the first layer now, the others ahead of
+        their need.
+
+        Args:
+            ahead: whether the first layer's are ahead of their need, too.
+            guess: whether it is what the period before has chosen.
         """
         units = self._units.setdefault(number, {})
         wanted: dict[FetchUnit, list[np.ndarray]] = {}
-        for gathers in self._chosen:
+        for gathers in self._chosen[number - 1 if guess else number]:
             for piece, block_group, tokens in gathers.wanted(layers):
                 unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                 wanted.setdefault(unit, []).append(unit.chunks_of(tokens))
         due = sorted(wanted.items(), key=lambda item: item[0].block_group.layers)
         for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits for its own batch alone
             asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
-            if not guess and layers[0] in asked[0][0].block_group.layers:
+            first = layers[0] in asked[0][0].block_group.layers
+            if first and not guess and not ahead:
                 self.fetcher.bring(asked)
-            elif guess or "period" in self._prefetches:
+            elif first or guess or "period" in self._prefetches:
                 self.fetcher.bring(asked, ahead=True, attends=not guess)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
@@ -321,11 +349,6 @@ class SelectiveRestore:
         for row in self._rows:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
-                if self.selector.resident:
-                    tokens = np.arange(piece.reader.shape.tokens)  # the next prompt may share more of the segment
-                    if (coarse := self._find_coarse(piece.reader, layer)) is not None:
-                        self._coarse[piece.reader, layer] = coarse  # from here on in hand
-                        continue
                 for block_group in key_groups(piece.reader.shape, layer, heads):
                     # what also holds what is attended to is held on to
                     units = (self._keys if block_group.identifies else self._units).setdefault(number, {})
@@ -342,20 +365,13 @@ class SelectiveRestore:
         keys = self._empty_keys(row.group.pieces[0].reader, layer, heads, row.tokens)
         asked: list[FetchUnit] = []
         for piece in row.pieces():
-            if (coarse := self._coarse.get((piece.reader, layer))) is None:
-                apart, among = (held.get(number, {}) for held in (self._keys, self._units))
-                names = [
-                    (piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)
-                ]
-                units = [apart.get(name) or among[name] for name in names]
-                self.fetcher.wait_for(units)
-                self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
-                if not self.selector.resident:
-                    asked.extend(units)
-                    self._asked_whole.update(names)
-                    continue
-                coarse = self._coarsen(piece.reader, layer, units)
-            coarse.write(keys[:, piece.at : piece.at + piece.count], piece.first)
+            apart, among = (held.get(number, {}) for held in (self._keys, self._units))
+            names = [(piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)]
+            units = [apart.get(name) or among[name] for name in names]
+            self.fetcher.wait_for(units)
+            self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
+            asked.extend(units)
+            self._asked_whole.update(names)
         Gathers(row, every[None]).copy(asked, layer, "key", keys)
         rotate_(keys, every[None], row.tokens)
         if self._rechoose:
@@ -367,20 +383,3 @@ class SelectiveRestore:
         kind = layout.layer(layer)
         count = kind.key_heads if heads is None else min(heads, kind.key_heads)
         return torch.empty(count, tokens, kind.key_dim, dtype=layout.dtype, device=self.fetcher.device_of(layer))
-
-    def _find_coarse(self, reader: SegmentReader, layer: int) -> CoarseKeys | None:
-        return self.residency.resident.get(reader.key_owner(layer, "coarse keys"), self.fetcher.device_of(layer))
-
-    def _coarsen(self, reader: SegmentReader, layer: int, units: list[FetchUnit]) -> CoarseKeys:
-        """Make a segment's keys resident. Also where they have just come whole, the coarse ones choose."""
-        keys = self._empty_keys(reader, layer, None, reader.shape.tokens)
-        tokens = np.arange(reader.shape.tokens)
-        for unit in units:
-            gather = Gather(reader.shape, unit.block_group)
-            gather.add(reader.shape, unit.blocks, tokens, tokens)
-            for part in parts_of(unit.block_group, layer, "key"):
-                gather.copy(part, keys)
-        coarse = self._coarse[reader, layer] = CoarseKeys.of(keys)
-        if not reader.gone:
-            self.residency.resident.admit(reader.key_owner(layer, "coarse keys"), coarse)
-        return coarse

@@ -28,7 +28,7 @@ from .chosen import RowPrefix, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather, gather_chunks, holds_chunks
 from .grown import INDEXED_TOKENS, GrownChunks, grown
-from .indexes import RowIndexes
+from .indexes import RowIndexes, rotate_nothing
 from .live import LayerAhead, Rotate
 from .lookahead import FetchAhead
 from .micro_batches import MicroBatches
@@ -64,7 +64,8 @@ class WindowedSelection:
         residency: the tiers.
         device_of: the device of each layer.
         prefixes: what is restored of each group of rows.
-        indexes: of their chunks, and the selector that goes by them.
+        selector: ranks chunks.
+        indexes: of their chunks.
         columns: restored ones that a layer holds of each row.
         micro_batches: how many rows are ranked together.
     """
@@ -72,16 +73,12 @@ class WindowedSelection:
     residency: Residency
     device_of: Callable[[int], torch.device]
     prefixes: Sequence[RowPrefix]
+    selector: ByIndex
     indexes: RowIndexes
     columns: int
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
     every: int = 1
     may_stay: bool = False
-
-    @property
-    def selector(self) -> ByIndex:
-        """Ranks chunks."""
-        return self.indexes.selector
 
     def span(self, prefix: int) -> Span | None:
         """How a row's tokens are chosen; None if it holds all of them."""
@@ -221,7 +218,7 @@ class WindowChoices:
     def prepare(self, ahead: LayerAhead) -> None:
         """See `Choices`."""
         with self._collector.timing("select_seconds"):
-            steps = self._plan(ahead.layer, 0, ahead.rows, ahead.query, _rotate_nothing, ahead.scaling)
+            steps = self._plan(ahead.layer, 0, ahead.rows, ahead.query, rotate_nothing, ahead.scaling)
         units: dict[tuple[SegmentReader, int], FetchUnit] = {}
         wanted = [wanted for step in steps for wanted in self._find(step, ahead.layer, units)]
         self._ahead.prepare(ahead.layer, units, wanted)
@@ -377,11 +374,6 @@ def _gather_tokens(
             gather.copy(part, target)
     head = to_device(fetched.heads, like.device)
     return target.unflatten(1, (count, size))[head, torch.arange(count, device=like.device)]
-
-
-def _rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
-    """Indexes stand since the prompt's choice, so no key is rotated to make one."""
-    raise AssertionError("a layer that holds chosen chunks has no index")
 
 
 def _each_token(firsts: np.ndarray, size: int) -> np.ndarray:

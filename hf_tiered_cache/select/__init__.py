@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .all_keys import AllKeysIndex
+from .all_keys import AllKeysIndex, Int8KeysIndex
 from .chunk_means import ChunkMeanIndex
 from .cluster_boxes import ClusterBoxIndex
 from .clusters import ClusterIndex
@@ -18,6 +18,7 @@ DECODE_INDEXES: dict[str, type[DecodeIndex]] = {
     "chunk_means": ChunkMeanIndex,
     "token_clusters": TokenClusterIndex,
     "keys": AllKeysIndex,
+    "int8_keys": Int8KeysIndex,
     "random": RandomIndex,
 }
 

@@ -1,11 +1,13 @@
-"""The index that leaves nothing out: every rotated key. It ranks chunks by the very attention that their tokens get.
+"""Indexes that leave nothing out: every rotated key. They rank chunks by the very attention that their tokens get.
 
-It is as large as the keys, so it is a baseline. With chunks of one token it ranks as InfiniGen (Lee et al., OSDI 2024)
-would with whole keys and queries, where that takes parts of both.
+Whole keys are as large as the keys, so that index is a baseline. With chunks of one token it ranks as InfiniGen (Lee et
+al., OSDI 2024) would with whole keys and queries, where that takes parts of both. In eight bits they are a quarter of
+float32's, and choose the same but for what is nearly equal.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +22,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class AllKeysIndex(DecodeIndex):
+class KeysIndex(DecodeIndex):
+    """An index of every key by itself."""
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """How many keys there are."""
+
+    @abstractmethod
+    def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
+        """The keys, `[kv_heads, tokens, dim]`, rotated."""
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.num_tokens // self.chunk_tokens)
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, _ = log_attention(query, [index.keys_as(query.dtype) for index in indexes], scaling)
+        each = weights.split([index.num_tokens for index in indexes], dim=1)
+        scores = side_by_side([index._of_chunks(some) for index, some in zip(indexes, each, strict=True)])
+        best = best_first(scores, count)
+        return best, scores.gather(1, best).exp_()
+
+    def _of_chunks(self, weights: torch.Tensor) -> torch.Tensor:
+        """Logarithms `[kv_heads, tokens]`, summed as numbers to `[kv_heads, chunks]`."""
+        if self.chunk_tokens == 1:
+            return weights
+        missing = -weights.shape[1] % self.chunk_tokens
+        return pad(weights, (0, missing), value=-torch.inf).unflatten(1, (-1, self.chunk_tokens)).logsumexp(-1)
+
+
+@dataclass(frozen=True, eq=False)
+class AllKeysIndex(KeysIndex):
     """All keys.
 
     Args:
@@ -34,22 +71,48 @@ class AllKeysIndex(DecodeIndex):
         return cls(chunk_tokens, keys.clone())
 
     @property
-    def chunks(self) -> int:
-        return -(-self.keys.shape[1] // self.chunk_tokens)
+    def num_tokens(self) -> int:
+        return self.keys.shape[1]
+
+    def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.keys.to(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Int8KeysIndex(KeysIndex):
+    """All keys in eight bits, one scale for each token and head.
+
+    Args:
+        codes: int8 `[kv_heads, tokens, dim]`.
+        scales: float32 `[kv_heads, tokens, 1]`: a key is its code times this.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    divisible = True
 
     @classmethod
-    def rank_together(
-        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        weights, _ = log_attention(query, [index.keys for index in indexes], scaling)
-        each = weights.split([index.keys.shape[1] for index in indexes], dim=1)
-        scores = side_by_side([index._of_chunks(some) for index, some in zip(indexes, each, strict=True)])
-        best = best_first(scores, count)
-        return best, scores.gather(1, best).exp_()
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 1) -> Self:
+        wide = keys.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
+        return cls(chunk_tokens, (wide / scales).round_().to(torch.int8), scales)
 
-    def _of_chunks(self, weights: torch.Tensor) -> torch.Tensor:
-        """Logarithms `[kv_heads, tokens]`, summed as numbers to `[kv_heads, chunks]`."""
-        if self.chunk_tokens == 1:
-            return weights
-        missing = -weights.shape[1] % self.chunk_tokens
-        return pad(weights, (0, missing), value=-torch.inf).unflatten(1, (-1, self.chunk_tokens)).logsumexp(-1)
+    @property
+    def num_tokens(self) -> int:
+        return self.codes.shape[1]
+
+    def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.codes.to(dtype).mul_(self.scales)
+
+    def part(self, first: int, tokens: int) -> Self:
+        some = slice(first, first + tokens)
+        return type(self)(self.chunk_tokens, self.codes[:, some], self.scales[:, some])
+
+    @classmethod
+    def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
+        size = indexes[0].chunk_tokens
+        if len(indexes) == 1 or any(index.num_tokens % size for index in indexes[:-1]):
+            return indexes
+        codes, scales = (torch.cat([getattr(index, name) for index in indexes], 1) for name in ("codes", "scales"))
+        return [cls(size, codes, scales)]

@@ -79,6 +79,10 @@ class ByIndex(Selector):
     window_sizes: WindowSizes = ()
     trace: Callable[[int, np.ndarray], None] | None = field(default=None, compare=False)
 
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int]:
+        return self.kind, self.chunk_tokens
+
     def budgeted_tokens(self, budget: float, tokens: int) -> int:
         """How many of a row's restored tokens are held, where a share `budget` of the chunks is chosen: never none."""
         step = self.chunk_tokens

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-import torch
-
-from ..transfers import to_device
 
 
 @dataclass(frozen=True)
@@ -22,21 +20,10 @@ class ChunkMap:
     starts: np.ndarray
     tokens: int
 
-    _on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
+    @cached_property
     def counts(self) -> np.ndarray:
         """int64 `[chunks]`, tokens of each; whole chunks but for the ragged ends of segments."""
         return np.diff(self.starts, append=self.tokens)
-
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens of each chunk, int64 `[chunks, most]`, filled up with `tokens`, and `counts`; made once."""
-        if device not in self._on:
-            counts = self.counts
-            inside = np.arange(counts.max())
-            table = np.where(inside < counts[:, None], self.starts[:, None] + inside, self.tokens)
-            self._on[device] = to_device(table, device), to_device(counts, device)
-        return self._on[device]
 
 
 def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
@@ -48,8 +35,8 @@ def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
     return min(tokens, max(1, int(budget * chunks + 1e-9)) * chunk_tokens)
 
 
-def top_chunks(mass: torch.Tensor, chunks: ChunkMap, count: int) -> torch.Tensor:
-    """The `count` tokens of the chunks that get most attention, found on the device of `mass` without a wait.
+def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
+    """The `count` tokens of the chunks that get most attention.
 
     Chunks are ranked by the mean of their tokens' mass, so that a ragged one stands no worse than it deserves; of
     equals the first wins. The last chunk is cut where the count ends, so that every row and layer has as many tokens.
@@ -62,13 +49,12 @@ def top_chunks(mass: torch.Tensor, chunks: ChunkMap, count: int) -> torch.Tensor
     Returns:
         int64 `[count]`, ascending.
     """
-    table, counts = chunks.on(mass.device)
-    padded = torch.cat([mass.double(), mass.new_zeros(1, dtype=torch.float64)])
-    order = (padded[table].sum(1) / counts).argsort(descending=True, stable=True)
-    sizes = counts[order]
-    before = sizes.cumsum(0) - sizes
-    taken = torch.empty_like(counts).scatter_(0, order, (count - before).clamp(min=0).minimum(sizes))  # of each chunk
-    chosen = torch.arange(table.shape[1], device=mass.device) < taken[:, None]
-    marks = torch.zeros(chunks.tokens + 1, dtype=torch.uint8, device=mass.device)
-    marks.index_put_((table,), chosen.to(torch.uint8), accumulate=True)
-    return marks[:-1].argsort(descending=True, stable=True)[:count]
+    means = np.add.reduceat(mass, chunks.starts, dtype=np.float64) / chunks.counts
+    order = np.argsort(-means, kind="stable")
+    sizes = chunks.counts[order]
+    taken = np.clip(count - (sizes.cumsum() - sizes), 0, sizes)  # of each chunk, best first
+    picked = order[taken > 0]
+    place = np.argsort(picked)
+    starts, taken = chunks.starts[picked[place]], taken[: len(picked)][place]
+    before = taken.cumsum() - taken
+    return np.repeat(starts - before, taken) + np.arange(count)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ class DecodeIndex(ABC):
     """
 
     chunk_tokens: int
+
+    divisible: ClassVar[bool] = False
+    """Whether a part of it is the index of a part of the tokens: then that of a whole segment serves any prompt."""
 
     @classmethod
     @abstractmethod
@@ -61,6 +64,10 @@ class DecodeIndex(ABC):
         They rank as the several do.
         """
         return indexes
+
+    def part(self, first: int, tokens: int) -> Self:
+        """The index of so many tokens from `first` on, of a kind that is `divisible`."""
+        raise TypeError(f"{type(self).__name__} is of all its tokens together")
 
     def order(self) -> torch.Tensor:
         """The chunks as they should lie on disk, those often wanted together side by side: int64 `[kv_heads, chunks]`.

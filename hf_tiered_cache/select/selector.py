@@ -55,7 +55,6 @@ class Selector(ABC):
 
     Args:
         period: consecutive layers with full attention that share a choice, made at the first of them.
-        resident: whether the keys it looks at first are coarse ones that stay in memory.
         solo_layers: the first layers with full attention, which each choose for themselves before the periods begin.
         ahead: layers with full attention between a choice and the hidden states that it is predicted from, so that what
             it is expected to want is fetched meanwhile. 0: nothing is predicted.
@@ -63,10 +62,14 @@ class Selector(ABC):
     """
 
     period: int = 1
-    resident: bool = False
     solo_layers: int = 0
     ahead: int = field(default=0, kw_only=True)
     choose_ahead: bool = field(default=False, kw_only=True)
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int] | None:
+        """The kind of index that it chooses by, and the tokens of its chunks; None for stored keys as they are."""
+        return None
 
     @property
     def probe_heads(self) -> int | None:

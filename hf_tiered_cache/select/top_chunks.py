@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
+
+import torch
 
 from ..transfers import to_host
+from .all_keys import Int8KeysIndex, KeysIndex
 from .chunks import top_chunks
+from .decode_index import DecodeIndex
 from .mass import attention_mass
 from .selector import Selection, SelectionInput, Selector
 
@@ -16,17 +22,32 @@ class TopChunks(Selector):
 
     Args:
         heads: how many of the kv heads are asked, each with the query heads it serves; None for all.
+        resident: whether it looks at keys in eight bits, of all heads, which stay in memory.
+        queries: so many of the last tokens are asked for; 0 for all.
     """
 
     heads: int | None = None
+    resident: bool = False
+    queries: int = 0
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int] | None:
+        return (Int8KeysIndex, 1) if self.resident else None
 
     @property
     def probe_heads(self) -> int | None:
         return self.heads
 
     def choose(self, asked: SelectionInput) -> Selection:
-        keys = asked.keys(self.heads)
+        keys = _joined(asked.indexes(), asked.query.dtype) if self.resident else asked.keys(self.heads)
         served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
-        mass = attention_mass(asked.query[: len(keys) * served], keys, asked.own_keys[: len(keys)], asked.scaling)
-        chosen, known = to_host(top_chunks(mass, asked.chunks, asked.count), mass)
-        return Selection(chosen[None], known)
+        query = asked.query[: len(keys) * served, -self.queries :]
+        mass = attention_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)
+        (known,) = to_host(mass)
+        return Selection(top_chunks(known, asked.chunks, asked.count)[None], known)
+
+
+def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
+    """The keys of all of these, `[kv_heads, tokens, dim]`."""
+    each = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
+    return each[0] if len(each) == 1 else torch.cat(each, 1)

@@ -28,8 +28,10 @@ class Pass(Protocol):
     def rechoice(self, live: Live) -> Choices:
         """The choices of the pass, for sources that choose again."""
 
-    def query_to_choose_by(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """A layer's own queries, or the predicted ones where these make the choice."""
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's own queries and keys of the same tokens, or the predicted ones where these make the choice."""
 
     def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
         """The layers whose queries can be predicted now that `layer` has chosen; none where nothing is predicted."""

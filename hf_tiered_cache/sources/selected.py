@@ -118,10 +118,12 @@ class SelectedSource(DenseSource):
             selected = slice(0, self._num_selected)
             chosen = all_keys[:, :, selected], all_values[:, :, selected]
             if output is None:
-                asking = restoring.query_to_choose_by(self.index, query)
+                asking, own_keys = restoring.to_choose_by(self.index, query, keys)
             else:
-                asking = query[:, :, -selection.observed :]
-            selection.fill(self.index, asking, keys, chosen[0], chosen[1], rotate_, scaling)
+                asking, own_keys = query[:, :, -selection.observed :], keys
+            selection.fill(self.index, asking, own_keys, chosen[0], chosen[1], rotate_, scaling)
+            for ahead in restoring.layers_ahead(self.index):
+                selection.prepare(ahead)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (live := selection.live(self.index, keys.shape[0])) is not None:
@@ -137,7 +139,8 @@ class SelectedSource(DenseSource):
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
-            choices, asked = forward_pass.rechoice(live), forward_pass.query_to_choose_by(self.index, query)
+            choices = forward_pass.rechoice(live)
+            asked, _ = forward_pass.to_choose_by(self.index, query, keys)
             self._rows = choices.follow(self.index, self._rows, asked, keys, values, rotate_, scaling)
         except RestoreError as error:  # what was chosen before is still there
             if not live.may_stay:

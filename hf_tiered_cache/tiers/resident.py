@@ -1,11 +1,10 @@
-"""What choices are made from stays in memory, and is not read again: keys in eight bits, or indexes of keys."""
+"""What choices are made from stays in memory, and is not read again: indexes of keys."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,41 +23,8 @@ class Resident(Protocol):
     def device(self) -> torch.device: ...
 
 
-@dataclass(frozen=True)
-class CoarseKeys:
-    """Keys before their rotation, one scale for each token and head.
-
-    Args:
-        codes: int8 `[heads, tokens, dim]`.
-        scales: float32 `[heads, tokens, 1]`: a key is its code times this.
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-    @classmethod
-    def of(cls, keys: torch.Tensor) -> CoarseKeys:
-        """Of keys `[heads, tokens, dim]`."""
-        wide = keys.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp_(min=torch.finfo(torch.float32).tiny) / 127
-        return cls((wide / scales).round_().to(torch.int8), scales)
-
-    def write(self, target: torch.Tensor, first: int = 0) -> None:
-        """Fill `target`, `[heads, n, dim]`, with the keys of the n tokens from `first` on."""
-        some = slice(first, first + target.shape[1])
-        target.copy_(self.codes[:, some].float().mul_(self.scales[:, some]))
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
-
-
 class ResidentKeys:
-    """Keys of segments, or indexes of them, by segment and layer, within a budget; the least recently used go first.
+    """Indexes of the keys of segments, by segment and layer, within a budget; the least recently used go first.
 
     Args:
         budget: bytes, on all devices together.
