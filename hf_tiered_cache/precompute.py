@@ -88,7 +88,19 @@ def precompute(
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
     storage.flush()
+    if theirs.selects and theirs.selector().index is not None:
+        for prompt in prompts:
+            _index(storage, model, theirs, prompt, tag)
+        storage.flush()
     return report
+
+
+def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
+    """Have the index that a method chooses by made of a stored prompt, and kept: whatever is asked behind it."""
+    cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
+    ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens + 1]
+    with torch.no_grad():
+        cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
 def fill(

@@ -312,6 +312,16 @@ def test_an_index_outlives_the_process(model, tmp_path):
     assert found.stats.index_seconds == 0
 
 
+def test_precomputed_prompts_have_their_index(model, tmp_path):
+    ids, method = prompt(PREFIX), replace(METHOD, identify="index")
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.precompute(model, ids, method=method, progress=False)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        _, cache = ask(model, store, question(ids), method)
+    assert cache.stats.tokens_restored == 192
+    assert cache.stats.bytes_identifying == cache.stats.index_seconds == 0
+
+
 def _padding(cache) -> int:
     """Of what was read for attention: the blocks of this little model do not fill pages."""
     stats = cache.stats

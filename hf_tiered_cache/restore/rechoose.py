@@ -205,9 +205,9 @@ class Rechoice:
         live, chosen = self._live, self._chosen[number][row]
         if chosen is None:
             return None
-        tokens = live.prefixes[held.prefix].tokens
-        new = chosen[~_among(held.tokens, tokens)[chosen]]
-        gone = np.flatnonzero(~_among(chosen, tokens)[held.tokens])
+        every = live.prefixes[held.prefix].tokens
+        new = chosen[~_among(held.tokens, every)[chosen]]
+        gone = np.flatnonzero(~_among(chosen, every)[held.tokens])
         after = held.tokens.copy()
         after[gone] = new
         columns = to_device(gone + live.columns - len(held.tokens), device)  # int64 [new]
