@@ -12,7 +12,7 @@ from test_selective import PREFIX, ask, fill, question, same
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import H2O, ContiguousKV, Impress
+from hf_tiered_cache.methods import H2O, ContiguousKV, Impress, make_method
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched, SelectiveRestore
 from hf_tiered_cache.tiers.residency import Residency
@@ -230,3 +230,17 @@ def test_the_papers_settings_are_one_name_away():
     assert (paper.budget, paper.chunk_tokens, paper.period, paper.subperiod) == (0.1, 16, 8, 4)
     assert (paper.identify, paper.solo_layers, paper.rechoose, paper.ahead) == ("keys", 0, 0, 0)
     assert ContiguousKV.paper(period=4).period == 4
+
+
+def test_a_papers_settings_have_a_name_in_text_too():
+    assert make_method("contiguous_kv.paper") == ContiguousKV.paper()
+    assert make_method("contiguous_kv.paper:budget=0.1:period=4") == ContiguousKV.paper(0.1, period=4)
+    for wrong in ("exact.paper", "contiguous_kv.published", "nothing.paper"):
+        with pytest.raises(ConfigError):
+            make_method(wrong)
+
+
+@pytest.mark.parametrize(("period", "layers"), [(1, 1), (2, 2), (3, 3), (5, 1), (6, 3), (8, 4)])
+def test_a_block_holds_layers_of_one_period(period, layers):
+    assert ContiguousKV(period=period).geometry.layers_per_block == layers
+    assert not ContiguousKV(period=period).misfit(ContiguousKV(period=period).geometry)

@@ -62,10 +62,10 @@ def make_method(method: Method | str | None) -> Method:
 
     Args:
         method: as a string, a name of `METHODS`, and after colons what differs from its defaults:
-            "contiguous_kv:budget=0.1:identify=keys".
+            "contiguous_kv:budget=0.1:identify=keys"; or from a paper's settings: "contiguous_kv.paper:budget=0.1".
 
     Raises:
-        ConfigError: there is none of this name, or it has no such option.
+        ConfigError: there is none of this name, it has no such option, or its defaults are the paper's.
     """
     if method is None:
         return Exact()
@@ -74,10 +74,14 @@ def make_method(method: Method | str | None) -> Method:
     if not isinstance(method, str):
         kind = f"; write {method.__name__}()" if isinstance(method, type) else ""
         raise ConfigError(f"method is a Method, or the name of one, not {method!r}{kind}")
-    name, *options = method.split(":")
-    if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}; there are: {', '.join(METHODS)}")
+    said, *options = method.split(":")
+    name, _, published = said.partition(".")
+    if name not in METHODS or published not in ("", "paper"):
+        raise ConfigError(f"unknown method {said!r}; there are: {', '.join(METHODS)}")
     kind = METHODS[name]
+    make = getattr(kind, "paper", None) if published else kind
+    if make is None:
+        raise ConfigError(f"{name} has no settings of a paper but its defaults; write {name!r}")
     known = {field.name: field for field in fields(kind) if field.init and field.name != "geometry"}
     chosen = {}
     for option in options:
@@ -88,7 +92,7 @@ def make_method(method: Method | str | None) -> Method:
             chosen[key] = _read(value, known[key])
         except ValueError:
             raise ConfigError(f"{key} of {name} is of type {known[key].type}, not {value!r}") from None
-    return kind(**chosen)
+    return make(**chosen)
 
 
 def describe_method(method: Method) -> str:

@@ -20,10 +20,12 @@ class ContiguousKV(Method):
 
     Args:
         budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
-            one at least: 5 % of 512 tokens are 16. At 1 the output is the exact method's.
-        chunk_tokens: c, consecutive tokens of a chunk (Section 4.2).
-        period: layers that share a choice (Section 4.3.1).
-        subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1).
+            one at least: 5 % of 512 tokens are 24. At 1 the output is the exact method's.
+        chunk_tokens: c, consecutive tokens of a chunk (Section 4.2). 16 is the paper's; ours is 8.
+        period: layers that share a choice (Section 4.3.1). 8 is the paper's; ours is 2, for layers further apart attend
+            to other tokens.
+        subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1). 4 is the
+            paper's; None takes the most that divide the period, 4 at most.
         identify: what the choice is made from: "keys", all keys of a period's first layer, read as they are needed, as
             in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
             eight bits, made at the first request and kept beside the segment, which stay in memory
@@ -31,8 +33,8 @@ class ContiguousKV(Method):
         probe_heads: see `identify`.
         solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
             0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
-        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours, best with a
-            `period` of 2. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
+        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours. 0 is the paper's:
+            the answer attends to what the prompt's suffix has chosen.
         queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.
         ahead: layers between a choice for the prompt and the hidden states whose queries make it, as these layers
             would ask: so blocks are on their way while the layers between run. With `identify="index"` only. 0 is the
@@ -42,14 +44,14 @@ class ContiguousKV(Method):
 
     geometry: Geometry = field(init=False, default=Geometry())
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
-    chunk_tokens: int = 16
-    period: int = 8
-    subperiod: int = 4
+    chunk_tokens: int = 8
+    period: int = 2
+    subperiod: int | None = None
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
     solo_layers: int = 1
-    rechoose: int = 0
-    queries: int = 0
+    rechoose: int = 1
+    queries: int = 8
     ahead: int = 0
 
     policy = "attention"
@@ -66,7 +68,7 @@ class ContiguousKV(Method):
                 raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
         copies = KeyIndex(self.period, self._heads)  # it checks them, too
         index = None if self.identify == "index" else copies
-        cut = Geometry(self.chunk_tokens, self.subperiod, index=index, solo_layers=self.solo_layers)
+        cut = Geometry(self.chunk_tokens, self._subperiod, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
 
@@ -80,6 +82,12 @@ class ContiguousKV(Method):
         return cls(budget, **(published | settings))
 
     @property
+    def _subperiod(self) -> int:
+        if self.subperiod is not None:
+            return self.subperiod
+        return max(size for size in (1, 2, 3, 4) if self.period % size == 0)
+
+    @property
     def _heads(self) -> int | None:
         return self.probe_heads if self.identify == "probe_heads" else None
 
@@ -89,10 +97,10 @@ class ContiguousKV(Method):
     def misfit(self, geometry: Geometry) -> str:
         if self.identify == "index":
             geometry = replace(geometry, index=None)  # keys that are there once more do no harm
-        if self.selects and self.period % self.subperiod:
-            fitting = max(size for size in range(1, self.subperiod) if self.period % size == 0)
+        if self.selects and self.period % self._subperiod:
+            fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
             return (
-                f"subperiod={self.subperiod} does not divide period={self.period}: blocks hold layers of two periods, "
+                f"subperiod={self._subperiod} does not divide period={self.period}: blocks hold layers of two periods, "
                 f"and are read for each; pass subperiod={fitting}, and call store.relayout(method)"
             )
         return super().misfit(geometry)
