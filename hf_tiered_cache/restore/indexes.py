@@ -210,7 +210,7 @@ class RowIndexes:
         found = resident.get(self._owner(piece, layer), device)
         if found is None:
             if reader not in self._of_file:
-                self._of_file[reader] = self._kept.find(reader, self._kind, self.chunk_tokens)
+                self._of_file[reader] = self._read(reader)
             if (kept := self._of_file[reader].get(layer)) is not None:
                 found = kept.to(device)
                 resident.admit(self._owner(piece, layer), found)
@@ -218,6 +218,15 @@ class RowIndexes:
             return None
         self._of_segment.setdefault(reader, {})[layer] = found
         return self._part(row, piece, found)
+
+    def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
+        """What was kept of a segment, by layer: read at once, and waited for."""
+        collector = self._fetcher.collector
+        with collector.timing("stall_seconds"):
+            found = self._kept.find(reader, self._kind, self.chunk_tokens)
+        nbytes = sum(index.nbytes for index in found.values())
+        collector.add(bytes_read=nbytes, bytes_identifying=nbytes)
+        return found
 
     def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:
         return piece.reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")

@@ -8,7 +8,8 @@ before: then blocks are on their way while these layers run, and nothing is gues
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -92,7 +93,8 @@ class SelectiveRestore:
 
     def start(self) -> None:
         """Start to fetch what the first choice is made from."""
-        self._fetch_keys(0, self.selector.probe_heads)
+        with self._identifying():
+            self._fetch_keys(0, self.selector.probe_heads)
 
     def fill(
         self,
@@ -212,6 +214,14 @@ class SelectiveRestore:
 
     # --- choosing
 
+    @contextmanager
+    def _identifying(self) -> Iterator[None]:
+        """Within this, time is that of choosing, and waits are for what that takes."""
+        stalled = self.collector.stats.stall_seconds
+        with self.collector.timing("select_seconds"):
+            yield
+        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
+
     def _choose(
         self,
         number: int,
@@ -224,10 +234,10 @@ class SelectiveRestore:
         """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
-        before, stalled = self._chosen.get(number - 1, []), self.collector.stats.stall_seconds
+        before = self._chosen.get(number - 1, [])
         chosen = self._chosen[number] = []
         self._asked_whole.clear()
-        with self.collector.timing("select_seconds"):
+        with self._identifying():
             for place, row in enumerate(self._rows):
                 one = row.group.rows[0]
                 asked = SelectionInput(
@@ -246,7 +256,6 @@ class SelectiveRestore:
             right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(chosen, before, strict=True)]
             chance = [now.chosen.shape[1] / now.row.tokens for now in chosen]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
-        self.collector.add(select_stall_seconds=self.collector.stats.stall_seconds - stalled)
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number], ahead=ahead)
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
