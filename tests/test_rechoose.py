@@ -19,7 +19,7 @@ from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.sources import SelectedSource
 
 PREFIX, NEW = 200, 8
-METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, identify="keys", rechoose=1)
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1)
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
 

@@ -27,7 +27,7 @@ BLIND = ("deepseek_v3", "falcon")
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
-METHOD = ContiguousKV(budget=0.25, period=2, subperiod=2, solo_layers=0, identify="keys", rechoose=0)
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, solo_layers=0, identify="keys", rechoose=0, queries=0)
 METHODS = {
     "contiguous_kv keys": METHOD,
     "contiguous_kv solo layers": replace(METHOD, solo_layers=1),
