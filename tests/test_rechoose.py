@@ -93,6 +93,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, cho
     """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
     model, ids = build(family), prompt(PREFIX)
     store.precompute(model, ids, method=method, progress=False)
+    chosen.clear()
     whole = question(ids)
     ours, cache = ask(model, store, whole, method)
     restored, stored = cache.stats.tokens_restored, kv_of(model, ids)
