@@ -225,7 +225,7 @@ class RowIndexes:
         with collector.timing("stall_seconds"):
             found = self._kept.find(reader, self._kind, self.chunk_tokens)
         nbytes = sum(index.nbytes for index in found.values())
-        collector.add(bytes_read=nbytes, bytes_identifying=nbytes)
+        collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
         return found
 
     def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:
