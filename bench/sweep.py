@@ -4,7 +4,7 @@
     python bench/sweep.py --sweeps budget,tokens --requests 24
     python bench/sweep.py --shape tiny --tokens 256 --lengths 128,256 --prefixes 2 --warm-up 2 --requests 4
 
-Each is varied alone from the method's defaults (chunks of 16 tokens, a period of 8 layers, subperiods of 4, a quarter
+Each is varied alone from the method's defaults (chunks of 8 tokens, a period of 2 layers, both in a block, a quarter
 of the prefix), with the resident index and with all keys (identify="index" and "keys"). Every request goes to all
 settings, one after the other, each with a store and memory of its own, so that a machine that slows down slows all of
 them down. The KV of each prefix is computed once, and laid out anew for each geometry. Prompts, the emulated disk and
@@ -72,9 +72,8 @@ def points(default: ContiguousKV, wanted: list[str], layers: int, tokens: int, l
 
 
 def varied(default: ContiguousKV, sweep: str, value: float) -> ContiguousKV:
-    """The default with one value changed; a subperiod is no longer than its period."""
-    method = replace(default, **{sweep: value})
-    return replace(method, subperiod=min(method.subperiod, method.period))
+    """The default with one value changed."""
+    return replace(default, **{sweep: value})
 
 
 def measure(arguments: argparse.Namespace, wanted: list[Point], folder: Path) -> dict[str, Any]:
@@ -110,7 +109,7 @@ def report(result: dict[str, Any], measured_on: dict[str, Any]) -> str:
         f"# ContiguousKV's settings, {result['model']} in {result['dtype']} on {measured_on['device']}\n",
         f"{measured_on['cpu']}, {measured_on['cores']} cores; PyTorch {measured_on['torch']}, transformers "
         f"{measured_on['transformers']}; {measured_on['date']}. {disk_and_memory(result)}\n",
-        f"Each setting is varied alone from {result['defaults']}; a subperiod is no longer than its period. Where the "
+        f"Each setting is varied alone from {result['defaults']}. Where the "
         "length of the prefix varies, so do all KV and the memory for it.\n",
     ]
     heading = ["identify", "TTFT, ms", "p95", "MiB read for scoring", "mis-speculated", "attended to", "amplification",
@@ -208,7 +207,7 @@ def main() -> None:
     default = ContiguousKV(period=min(ContiguousKV.period, layers))
     defaults = (
         f"chunks of {default.chunk_tokens} tokens, a period of {default.period} layers, subperiods of "
-        f"{default.subperiod}, a budget of {default.budget:.0%} and prefixes of {arguments.tokens} tokens"
+        f"{default.geometry.layers_per_block}, a budget of {default.budget:.0%} and prefixes of {arguments.tokens} tokens"
     )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)

@@ -19,7 +19,6 @@ class Reading:
         answered: all that came until the answer was there.
         per_token: all that came for a generated token, a mean over these; None if none was, but the first.
         index: of the index in memory that was chosen by, in percent of the KV itself; no part of `brought`.
-        index_read: what came, once, to make it; None if it was there already, or there is none.
     """
 
     read: float
@@ -29,19 +28,15 @@ class Reading:
     answered: float
     per_token: float | None
     index: float
-    index_read: float | None
 
 
-def reading_of(
-    whole: int, kv: int, prompt: RequestStats, made: RequestStats | None, answered: RequestStats, tokens: int
-) -> Reading:
+def reading_of(whole: int, kv: int, prompt: RequestStats, answered: RequestStats, tokens: int) -> Reading:
     """What was counted, as shares.
 
     Args:
         whole: bytes that all KV of the prefix takes in blocks.
         kv: its own, without padding.
         prompt: when the first new token was there.
-        made: likewise, of an earlier request that made the index; None if there was none.
         answered: when the answer was there.
         tokens: of the answer that a pass of their own gave.
     """
@@ -58,5 +53,4 @@ def reading_of(
         answered=share(answered.bytes_brought),
         per_token=share((answered.bytes_brought - brought) / tokens) if tokens else None,
         index=100 * prompt.index_bytes / kv,
-        index_read=None if made is None else share(made.brought_identifying),
     )

@@ -41,7 +41,6 @@ _COLUMNS = (
     _Column("guessed, %", "guessed", ".1f", zeros=False),
     _Column("a token, %", "per_token", ".2f", zeros=False),
     _Column("index, %", "index", ".1f", zeros=False),
-    _Column("index read, %", "index_read", ".1f", zeros=False),
     _Column("TTFT, ms", "ttft", ".3g", 1e3, interval=True),
     _Column("restored tokens", "restored", ".0f"),
 )

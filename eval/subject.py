@@ -95,13 +95,8 @@ class Subject:
         )
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
-        """Answer one prompt, greedily. What is new in it is not stored.
-
-        Where an index stays in memory, this is how it answers once that is there.
-        """
-        asked, made = self.start(prompt.whole), None
-        if asked.stats is not None and asked.stats.index_bytes and asked.stats.brought_identifying:
-            asked, made = self.start(prompt.whole), asked.stats
+        """Answer one prompt, greedily. What is new in it is not stored."""
+        asked = self.start(prompt.whole)
         choice = nll = None
         text = ""
         if prompt.choices:
@@ -111,7 +106,7 @@ class Subject:
             if prompt.answer:
                 nll = -float(self.follow(asked, prompt.answer)[0].mean())
             text = self._generate(asked, max_new_tokens)
-        reading = self._reading(prompt, asked, made)
+        reading = self._reading(prompt, asked)
         return Answer(asked.first, asked.ttft, choice, text, nll, asked.stats, reading)
 
     def start(self, prompt: tuple[int, ...]) -> Asked:
@@ -136,7 +131,7 @@ class Subject:
         wanted = torch.tensor(tokens)
         return said.gather(1, wanted.unsqueeze(1))[:, 0], bool((said.argmax(-1) == wanted).all())
 
-    def _reading(self, prompt: Prompt, asked: Asked, made: RequestStats | None) -> Reading | None:
+    def _reading(self, prompt: Prompt, asked: Asked) -> Reading | None:
         if self.store is None or asked.stats is None or isinstance(self.method, Passages):
             return None
         assert isinstance(asked.cache, TieredCache)
@@ -146,7 +141,7 @@ class Subject:
         layers: Any = asked.cache.layers
         of_each = sum(t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values))  # token
         tokens = asked.cache.get_seq_length() - len(prompt.whole)
-        return reading_of(whole, of_each * stored.stored, asked.stats, made, asked.cache.stats, tokens)
+        return reading_of(whole, of_each * stored.stored, asked.stats, asked.cache.stats, tokens)
 
     def _cache(self) -> Cache:
         if self.store is None:

@@ -197,7 +197,7 @@ def test_reprefill(tmp_path, monkeypatch):
     run(monkeypatch, reprefill, *sizes, *SMALL, "--agreeing", 1, "--out", tmp_path)
     document, page = read(tmp_path, "reprefill-llama-3.2-1b-1l-float32-cpu")
     rows, probes = document["systems"], document["probes"]
-    assert document["chosen_tokens"] == {"chunks": 16, "tokens": 25}
+    assert document["chosen_tokens"] == {"chunks": 24, "tokens": 25}
     assert (probes["kv_heads"], probes["asked"], probes["emulated"]) == (8, 3, 1)
     assert probes["agreed"]["IMPRESS"] == 1
     agreeing, differing = rows["IMPRESS"], rows["IMPRESS, probes as they are"]
@@ -213,7 +213,7 @@ def test_reprefill(tmp_path, monkeypatch):
     assert all(row["first"]["requests"] == 2 for name, row in rows.items() if name != "recompute")
     assert document["calibration"]["bulk"]["token_s"] > 0 < document["calibration"]["suffix"]["token_s"]
     assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
-    assert "16 in whole chunks" in page
+    assert "24 in whole chunks" in page
     assert "first tokens are right at this budget, %: contiguous_kv 44 / 48, impress" in page
     assert reprefill.accuracy(0.07) == ""
 

@@ -19,7 +19,7 @@ from hf_tiered_cache import Exact, KVStore
 from hf_tiered_cache.methods import H2O, ContiguousKV, KVDrive
 
 PREFIX, NEW = 512, 5
-EACH_LAYER = ContiguousKV(0.25, period=1, subperiod=1)
+EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, period=1, rechoose=0)
 HEAD_DIM, BYTES = 64, 4
 INDEX = (HEAD_DIM + BYTES) / (2 * HEAD_DIM * BYTES)  # a byte for each number of a key, and a scale
 
@@ -55,7 +55,7 @@ def asking(choices=(), answer=()):
 def test_the_exact_method_reads_all(read):
     found = read(Exact())
     assert (found.read, found.identified, found.guessed, found.brought, found.answered) == (100, 0, 0, 100, 100)
-    assert (found.per_token, found.index, found.index_read) == (0, 0, None)
+    assert (found.per_token, found.index) == (0, 0)
 
 
 @pytest.mark.parametrize("host_memory", [0, "64MiB"])
@@ -67,20 +67,18 @@ def test_chunks_read_their_budget(read, host_memory):
     assert found.per_token == 0
 
 
-def test_an_index_costs_what_was_read_to_make_it_and_no_more(read):
-    made, there = read(EACH_LAYER), read(EACH_LAYER, questions=2)
-    assert made.identified == there.identified == 0
-    assert made.index == there.index == pytest.approx(100 * INDEX)
-    assert made.index_read == pytest.approx(50)  # the keys, which are half of it
-    assert there.index_read is None
-    assert read(replace(EACH_LAYER, period=2, subperiod=2, solo_layers=0)).index == pytest.approx(50 * INDEX)
+def test_an_index_that_is_there_is_not_read(read):
+    first, later = read(EACH_LAYER), read(EACH_LAYER, questions=2)
+    assert first.identified == later.identified == 0
+    assert first.index == later.index == pytest.approx(100 * INDEX)
+    assert read(replace(EACH_LAYER, period=2, solo_layers=0)).index == pytest.approx(50 * INDEX)
 
 
 @pytest.mark.parametrize(
     ("changes", "identified"),
     [
         ({"identify": "keys"}, 50),
-        ({"identify": "keys", "period": 2, "subperiod": 2, "solo_layers": 0}, 25),
+        ({"identify": "keys", "period": 2, "solo_layers": 0}, 25),
         ({"identify": "probe_heads"}, 25),
     ],
 )
@@ -90,7 +88,7 @@ def test_keys_that_are_chosen_from_count(read, changes, identified):
         assert found.read == pytest.approx(25)
         assert found.identified == pytest.approx(identified)
         assert found.brought == pytest.approx(25 + identified + found.guessed)
-        assert (found.index, found.index_read) == (0, None)
+        assert found.index == 0
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.25])
@@ -117,7 +115,6 @@ def test_choices_are_no_generated_tokens(read):
 def test_kv_drive_chooses_by_an_index_that_is_there(read):
     found = read(KVDrive(0.1, local=16))
     assert found.identified == 0 < found.index
-    assert found.index_read > 0
     assert 10 < found.read < 25  # the first and the last tokens, too
 
 
