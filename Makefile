@@ -49,14 +49,14 @@ bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
-METHODS := exact,contiguous_kv,contiguous_kv:identify=keys,contiguous_kv:solo_layers=0,contiguous_kv:period=1,impress:probe_heads=2,h2o
-FROZEN := contiguous_kv,contiguous_kv:period=4:subperiod=4,contiguous_kv:period=2:subperiod=2,contiguous_kv:period=1:subperiod=1
-CHOSEN := contiguous_kv:rechoose=1,contiguous_kv:period=4:subperiod=4:rechoose=1,contiguous_kv:period=2:subperiod=2:rechoose=1,contiguous_kv:period=1:subperiod=1:rechoose=1
+METHODS := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv:rechoose=0,contiguous_kv.paper,contiguous_kv.paper:solo_layers=1,impress:probe_heads=2,h2o
+# what was looked at to choose ContiguousKV's settings, on the other half of another draw
+SETTINGS := contiguous_kv,contiguous_kv:chunk_tokens=4,contiguous_kv:chunk_tokens=16,contiguous_kv:period=1,contiguous_kv:period=4,contiguous_kv:queries=0,contiguous_kv:ahead=2
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
 PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:sink=false
-EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25,0.5 --dtype float32
+EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25 --seed 45 --half 1 --dtype float32
 # settings were chosen on the other half of the examples
 EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.15,0.3 --seed 45 --half 1 --dtype float32 --model eval/reference/xs
 RESULTS := eval/results
@@ -64,9 +64,11 @@ RESULTS := eval/results
 eval: $(FOR_DEV)
 	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
-	$(BIN)/python -m eval.run --methods exact,$(FROZEN),$(CHOSEN) --budgets 0.05,0.1,0.25,0.5 --dtype float32 --model eval/reference/xs \
-		--tasks reference --prefix-tokens 512 --limit 25 --out $(RESULTS)/rechoose-xs
-	$(BIN)/python -m eval.report $(RESULTS)/rechoose-xs
+	$(BIN)/python -m eval.run --methods $(SETTINGS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+		--tasks reference --prefix-tokens 512 --limit 60 --out $(RESULTS)/settings-xs
+	$(BIN)/python -m eval.report $(RESULTS)/settings-xs
+	$(EVAL) --model eval/reference/long --tasks reference --prefix-tokens 4080 --limit 20 --out $(RESULTS)/reference-long
+	$(BIN)/python -m eval.report $(RESULTS)/reference-long
 	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/corpus-xs
 	$(BIN)/python -m eval.report $(RESULTS)/corpus-xs
 ifdef DATA

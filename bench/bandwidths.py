@@ -118,7 +118,8 @@ def report(document: dict[str, Any]) -> str:
         f"{on['cpu']}, {on['cores']} cores; PyTorch {on['torch']}, transformers {on['transformers']}; {on['date']}. "
         f"{workload_and_memory(document)} on each disk. {document['prompts']} {OURS} chooses for "
         f"{ContiguousKV.period} layers at once, *{AHEAD}* a layer before the first of them has its queries; as in the "
-        f"paper it is {document['period']} layers. IMPRESS's probes are taken to agree at {PAPER_AGREEING:.0%} of the choices, as in its paper.\n",
+        f"paper it is {document['period']} layers. IMPRESS's probes are taken to agree at "
+        f"{PAPER_AGREEING:.0%} of the choices, as in its paper.\n",
         "## Time to first token, ms\n",
         table(["disk, MB/s", *WANTED], times),
         "Means of a request. On each disk all systems took turns, from empty memory. What outlives a process, "

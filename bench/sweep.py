@@ -207,7 +207,8 @@ def main() -> None:
     default = ContiguousKV(period=min(ContiguousKV.period, layers))
     defaults = (
         f"chunks of {default.chunk_tokens} tokens, a period of {default.period} layers, subperiods of "
-        f"{default.geometry.layers_per_block}, a budget of {default.budget:.0%} and prefixes of {arguments.tokens} tokens"
+        f"{default.geometry.layers_per_block}, a budget of {default.budget:.0%} and prefixes of {arguments.tokens} "
+        "tokens"
     )
     with tempfile.TemporaryDirectory(dir=arguments.folder) as temporary:
         folder = Path(temporary)
