@@ -467,9 +467,9 @@ def test_passages(codec, root):
 @pytest.mark.parametrize(
     "method",
     [
-        ContiguousKV(0.3, period=2, subperiod=2),
-        ContiguousKV(0.3, period=2, subperiod=2, identify="keys"),
-        ContiguousKV(0.3, period=2, subperiod=2, identify="probe_heads", rechoose=1),
+        ContiguousKV(0.3, chunk_tokens=16),
+        ContiguousKV(0.3, chunk_tokens=16, identify="keys", rechoose=0),
+        ContiguousKV(0.3, chunk_tokens=16, identify="probe_heads"),
         Impress(0.3, probe_heads=2),
         H2O(0.3),
     ],

@@ -331,7 +331,8 @@ def test_another_process_builds_no_index(model, tmp_path, monkeypatch):
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         found, cache = ask(model, store, question(ids), METHOD)
         same(found, expected)
-        assert cache.stats.bytes_identifying == 0 < first.stats.bytes_identifying
+        assert cache.stats.index_seconds == 0 < first.stats.index_seconds
+        assert cache.stats.bytes_identifying == store.stats.index.bytes < first.stats.bytes_identifying
         (kept,) = (tmp_path / "beside").iterdir()
         kept.write_bytes(bytes(64) + kept.read_bytes()[64:])
     monkeypatch.undo()

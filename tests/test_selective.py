@@ -607,7 +607,7 @@ def test_segments_of_another_geometry_serve_too(model, tmp_path):
     for name, cut_by in (
         ("own", METHOD),
         ("exact", None),
-        ("odd", ContiguousKV(subperiod=3, period=5, identify="keys")),
+        ("odd", ContiguousKV(chunk_tokens=16, subperiod=3, period=5, identify="keys")),
     ):
         with KVStore(tmp_path / name, engine="posix") as store:
             fill(store, model, ids, cut_by)
