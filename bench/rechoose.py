@@ -4,7 +4,7 @@
     python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose choices move less
 
 Each way holds a cache of its own over the same prefix, and decodes the same tokens; they take turns token by token, and
-ratios are of sums over tokens. Answers under the same settings: eval/results/rechoose-xs.
+ratios are of sums over tokens. Answers, chosen once and again: eval/results/reference-xs.
 """
 
 from __future__ import annotations
