@@ -214,7 +214,7 @@ def test_reprefill(tmp_path, monkeypatch):
     assert document["calibration"]["bulk"]["token_s"] > 0 < document["calibration"]["suffix"]["token_s"]
     assert "IMPRESS asks 3 of 8 KV heads; its probes agreed at 100% of the choices, which is emulated" in page
     assert "24 in whole chunks" in page
-    assert "first tokens are right at this budget, %: contiguous_kv 44 / 48, impress" in page
+    assert "first tokens are right at this budget, %: contiguous_kv 100 / 100, impress" in page
     assert reprefill.accuracy(0.07) == ""
 
 
