@@ -268,6 +268,8 @@ class RestoringForward(ForwardPass):
         if self._parked is not None:
             raise self.cannot_select()
         self.fetcher.confirm()  # one wait, for the side stream alone: a pass with a damaged block is undone
+        if self.selection is not None:
+            self.plan = self.selection.followed()
         return output
 
     def _begin(self, stack: ExitStack) -> None:

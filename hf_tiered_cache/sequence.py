@@ -157,13 +157,9 @@ class SequenceState:
         rows, columns = request.ids.shape
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
-        attended = restored
-        if plan is not None and plan.budget_tokens is not None and not plan.streamed:
-            attended = sum(
-                len(g.rows) * min(plan.budget_tokens, max(0, (plan.suffix or 0) - g.pad)) for g in plan.groups
-            )
-            if self.method.reorder:
-                self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
+        attended = round(plan.attended_tokens) if plan is not None else 0
+        if plan is not None and plan.budget_tokens is not None and not plan.streamed and self.method.reorder:
+            self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
         before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
         collector.add(
             tokens_restored=restored - before,

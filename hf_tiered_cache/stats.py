@@ -114,7 +114,9 @@ class RequestStats:
     tokens_dropped: int = 0
     """Held by a cache that went on with a prompt in which they do not stand."""
     tokens_attended: int = 0
-    """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought."""
+    """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought, or as
+    few of that as hold the share of attention that was asked for: a mean over these layers, where it differs.
+    """
     tiers: dict[str, TierStats] = field(default_factory=lambda: {name: TierStats() for name in TIERS})
     """By name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so with the others."""
     bytes_read: int = 0

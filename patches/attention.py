@@ -126,7 +126,7 @@ def attend(
         query: `[batch, heads, queries, dim]`.
         key: `[batch, kv_heads, columns, dim]`; value likewise. Just the computed columns, where the pass attends to a
             part of what it restores.
-        attention_mask: as `make_mask` made it.
+        attention_mask: as `make_mask` made it: of the columns of the layer that holds most, if they differ.
 
     Returns:
         `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
@@ -138,6 +138,7 @@ def attend(
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         key, value = attended
+    attention_mask = _fitting(attention_mask, key)
     if scope.fronts and (front := scope.fronts[module.layer_idx]):
         # the front sees itself alone: no mask as large as the prompt, and no time for what a mask would hide
         mask = scope.front_mask(module.layer_idx, query.device)
@@ -170,6 +171,12 @@ def _attend(
         )
         return output.transpose(1, 2).contiguous(), None
     return base(module, query, key, value, attention_mask, **kwargs)
+
+
+def _fitting(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
+    """A mask of a layer's own columns: where it holds fewer than others, those in front of them are not there."""
+    columns = key.shape[2]
+    return mask if mask is None or mask.shape[-1] <= columns else mask[..., -columns:]
 
 
 def _unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:

@@ -52,13 +52,13 @@ def fetched(monkeypatch):
             noted.setdefault(layer, []).append((ahead, group.layers[0], kind))
         return real(self, requests, device, collector, ahead)
 
-    def fill_layer(self, now, *arguments, real=SelectiveRestore.fill):
+    def choose(self, now, *arguments, real=SelectiveRestore.choose):
         nonlocal layer
         layer = now
         return real(self, now, *arguments)
 
     monkeypatch.setattr(Residency, "fetch", fetch)
-    monkeypatch.setattr(SelectiveRestore, "fill", fill_layer)
+    monkeypatch.setattr(SelectiveRestore, "choose", choose)
     return noted
 
 

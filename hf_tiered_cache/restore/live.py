@@ -81,10 +81,6 @@ class Live(Protocol):
         """Who chooses."""
 
     @property
-    def columns(self) -> int:
-        """Restored ones that a layer holds of each row."""
-
-    @property
     def every(self) -> int:
         """Columns between two choices."""
 

@@ -110,6 +110,8 @@ class Plan:
         fronts: for each layer how many columns, from the first on, it computes though they are stored, and loads what
             lies behind them up to the suffix; () for none. `computed` holds them, too. The cache is empty then, and
             rows have no padding.
+        selected: for each layer with full attention how many restored columns it has come to hold, where a choice was
+            content with fewer than `num_selected`; () before that is known, and where all hold as many.
     """
 
     base: int
@@ -120,6 +122,7 @@ class Plan:
     streamed: bool = False
     under_way: UnderWay | None = None
     fronts: tuple[int, ...] = ()
+    selected: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         before: Columns | None = None
@@ -237,7 +240,7 @@ class Plan:
 
     @property
     def num_selected(self) -> int:
-        """Restored columns that layers with full attention hold: all, if these choose none."""
+        """Restored columns that layers with full attention hold at most: all, if these choose none."""
         return (self.suffix or 0) if self.budget_tokens is None else self.budget_tokens
 
     @property
@@ -264,6 +267,15 @@ class Plan:
         if self.under_way is not None:
             more += sum(self.under_way.asking_tokens) * self.under_way.asked_layers
         return more / layers
+
+    @property
+    def attended_tokens(self) -> float:
+        """Of those restored, the ones that layers with full attention may attend to, a mean over these layers."""
+        if self.budget_tokens is None or self.streamed:
+            return self.restored_tokens
+        each = self.selected or (self.num_selected,)
+        of_rows = [(len(group.rows), max(0, (self.suffix or 0) - group.pad)) for group in self.groups]
+        return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in each) / len(each)
 
     def _tokens_in(self, columns: Columns) -> int:
         """How many tokens, over all rows, stand in some columns."""

@@ -7,7 +7,7 @@ tiers. Beyond the paper, which chooses once for a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,7 @@ class LiveSelection:
         keys: by period and prefix the restored tokens' keys at the period's first layer, rotated: `[kv_heads, tokens,
             dim]`, of as many heads as the selector asks; none where it goes by an index.
         indexes: of these keys, for a selector that goes by them.
-        columns: restored ones that a layer holds of each row.
+        columns: for each layer the restored ones that it holds of each row.
         every: columns between two choices.
     """
 
@@ -49,7 +49,7 @@ class LiveSelection:
     prefixes: Sequence[RowPrefix]
     keys: dict[tuple[int, int], torch.Tensor]
     indexes: RowIndexes | None
-    columns: int
+    columns: Mapping[int, int]
     every: int
     may_stay: bool = True
 
@@ -145,7 +145,7 @@ class Rechoice:
         live, number = self._live, self._live.period_of(layer)
         period = live.periods[number]
         if layer == period[0]:
-            self._choose(number, rows, query, keys[:, :, live.columns :], scaling)
+            self._choose(number, rows, query, keys[:, :, live.columns[layer] :], scaling)
         changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
@@ -210,7 +210,7 @@ class Rechoice:
         gone = np.flatnonzero(~_among(chosen, every)[held.tokens])
         after = held.tokens.copy()
         after[gone] = new
-        columns = to_device(gone + live.columns - len(held.tokens), device)  # int64 [new]
+        columns = to_device(gone + live.columns[layers[0]] - len(held.tokens), device)  # int64 [new]
         change = _Change(held.tokens, after, Gathers(live.prefixes[held.prefix], new[None]), columns)
         self._changes[number][row].append(change)
         units = self._units[number]

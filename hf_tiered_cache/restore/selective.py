@@ -79,6 +79,7 @@ class SelectiveRestore:
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
         self._chosen: dict[int, list[Gathers]] = {}  # of each period, for each of _rows
+        self._columns: dict[int, int] = {}  # that each layer which has chosen holds of what is restored
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
         self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
         self._asked_whole: set[tuple[SegmentReader, int]] = set()  # block groups that the last choice was made from
@@ -96,38 +97,45 @@ class SelectiveRestore:
         with self._identifying():
             self._fetch_keys(0, self.selector.probe_heads)
 
-    def fill(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        own_keys: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotate_: Rotate,
-        scaling: float | None,
-    ) -> None:
-        """Bring what `layer`'s queries attend to.
+    def choose(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
+    ) -> int:
+        """Choose what `layer`'s queries attend to, if its period has not, and start to fetch it.
 
         Args:
             query: `[batch, heads, queries, dim]`, rotated, to choose by where that was not done ahead.
             own_keys: `[batch, kv_heads, queries, dim]`, rotated, likewise.
-            keys: `[batch, kv_heads, attended, dim]`, to be filled; values likewise.
             rotate_: gives stored keys their rotation.
             scaling: of the logits, or None for dim ** -0.5.
+
+        Returns:
+            How many columns that takes: at most `plan.num_selected`.
 
         Raises:
             RestoreError: a block did not arrive.
         """
         number = self._period_of[layer]
-        period = self._periods[number]
-        ahead = number in self._chosen
-        if not ahead:
+        if number not in self._chosen:
             self._choose(number, query, own_keys, rotate_, scaling)
+        elif any(min(set(unit.block_group.layers) & set(self._periods[number])) == layer for unit in self._of(layer)):
+            self._bring(number, (layer,))  # what there was no room for before
         for before in [one for one in self._chosen if one < number]:
             del self._chosen[before]
-        mine = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
-        if ahead and any(min(set(unit.block_group.layers) & set(period)) == layer for unit in mine):
-            self._bring(number, (layer,))  # what there was no room for before
+        self._columns[layer] = max(gathers.chosen.shape[1] for gathers in self._chosen[number])
+        return self._columns[layer]
+
+    def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
+        """Bring what was chosen for a layer.
+
+        Args:
+            keys: `[batch, kv_heads, columns, dim]`, to be filled, as many as `choose` said; values likewise.
+            rotate_: gives stored keys their rotation.
+
+        Raises:
+            RestoreError: a block did not arrive.
+        """
+        number = self._period_of[layer]
+        period, mine = self._periods[number], self._of(layer)
         self.fetcher.wait_for(mine)
         for row, gathers in zip(self._rows, self._chosen[number], strict=True):
             one, chosen = row.group.rows[0], gathers.chosen
@@ -155,6 +163,16 @@ class SelectiveRestore:
             self._indexes.merge()
             if self._warm_up is not None:
                 self._warm_up.start()
+
+    def _of(self, layer: int) -> list[FetchUnit]:
+        """The units that hold what was chosen for a layer."""
+        units = self._units[self._period_of[layer]].values()
+        return [unit for unit in units if layer in unit.block_group.layers]
+
+    def followed(self) -> Plan:
+        """The plan, and how much of what it restores each layer has chosen, where that is not as much as it may."""
+        columns = tuple(self._columns.values())
+        return self.plan if set(columns) <= {self.plan.num_selected} else replace(self.plan, selected=columns)
 
     def prepare(self, ahead: LayerAhead) -> None:
         """Choose for a period by what is predicted for its first layer, and start to fetch that.
@@ -190,10 +208,12 @@ class SelectiveRestore:
         """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
         if not self._rechoose:
             return None
-        columns, device_of = self.plan.num_selected, self.fetcher.device_of
+        device_of = self.fetcher.device_of
         if self._live is None and isinstance(self.selector, ByIndex):
             assert self._indexes is not None
-            self._live = WindowedSelection(self.residency, device_of, self._rows, self.selector, self._indexes, columns)
+            self._live = WindowedSelection(
+                self.residency, device_of, self._rows, self.selector, self._indexes, self.plan.num_selected
+            )
         elif self._live is None:
             self._live = LiveSelection(
                 replace(self.selector, ahead=0, choose_ahead=False),
@@ -203,7 +223,7 @@ class SelectiveRestore:
                 self._rows,
                 self._kept,
                 self._indexes,
-                columns,
+                self._columns,
                 self._rechoose,
             )
         held: list[Any] = [None] * batch
@@ -238,23 +258,24 @@ class SelectiveRestore:
         chosen = self._chosen[number] = []
         self._asked_whole.clear()
         with self._identifying():
-            for place, row in enumerate(self._rows):
-                one = row.group.rows[0]
-                asked = SelectionInput(
-                    query[one],
-                    own_keys[one],
+            asked = [
+                SelectionInput(
+                    query[row.group.rows[0]],
+                    own_keys[row.group.rows[0]],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
                     row.chunks,
                     min(self.plan.num_selected, row.tokens),
                     partial(self._indexes_of, self._periods[number][0], place, rotate_),
                 )
-                choice = self.selector.choose(asked)
+                for place, row in enumerate(self._rows)
+            ]
+            for row, choice in zip(self._rows, self.selector.choose_rows(asked), strict=True):
                 chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
         if before:
             right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(chosen, before, strict=True)]
-            chance = [now.chosen.shape[1] / now.row.tokens for now in chosen]
+            chance = [then.chosen.shape[1] / then.row.tokens for then in before]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
         self.fetcher.finish(self._keys.pop(number, {}).values())
         self._bring(number, self._periods[number], ahead=ahead)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -78,4 +78,11 @@ class Selector(ABC):
 
     @abstractmethod
     def choose(self, asked: SelectionInput) -> Selection:
-        """The tokens to attend to."""
+        """The tokens to attend to: as many as asked for."""
+
+    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+        """For the rows of a batch, in order: as many as asked for, or as few as the selector can do with.
+
+        They stand side by side, so all rows get as many; one with fewer restored tokens gets all that it has.
+        """
+        return map(self.choose, asked)

@@ -22,7 +22,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class SelectedSource(DenseSource):
-    """A layer with full attention that holds as many restored columns of each row as the budget buys.
+    """A layer with full attention that holds restored columns of each row: what a budget buys, or fewer.
 
     Which ones is known when the layer's queries are. So `append` hands computed keys and values back, and `attend`,
     which the registered attention function asks, puts the chosen ones before them.
@@ -36,6 +36,7 @@ class SelectedSource(DenseSource):
 
     def _begin(self) -> None:
         self._num_selected = 0  # columns in front that were chosen from among more
+        self._spared = 0  # so many more the budget would have bought
         self._live: Live | None = None  # to choose from again
         self._rows: Sequence[Any] = []  # what was chosen last, for each row
         self._pre_rope: PreRopeKV | None = None  # of the pass under way
@@ -113,15 +114,17 @@ class SelectedSource(DenseSource):
             elif not plan.budget_tokens:  # a piece of a prompt, which is stored and let go
                 return output
         self._num_selected = plan.num_selected
-        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped)
         if selection is not None:
-            selected = slice(0, self._num_selected)
-            chosen = all_keys[:, :, selected], all_values[:, :, selected]
             if output is None:
                 asking, own_keys = restoring.to_choose_by(self.index, query, keys)
             else:
                 asking, own_keys = query[:, :, -selection.observed :], keys
-            selection.fill(self.index, asking, own_keys, chosen[0], chosen[1], rotate_, scaling)
+            self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
+        self._spared = plan.num_selected - self._num_selected
+        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self._spared)
+        if selection is not None:
+            chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
+            selection.fill(self.index, *chosen, rotate_)
             for ahead in restoring.layers_ahead(self.index):
                 selection.prepare(ahead)
         all_keys[:, :, self._num_selected :] = keys
@@ -135,7 +138,7 @@ class SelectedSource(DenseSource):
     ) -> None:
         """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
         keys, values = self._views()
-        if (keys.shape[2] - live.columns) % live.every:
+        if (keys.shape[2] - self._num_selected) % live.every:
             return
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
@@ -155,12 +158,17 @@ class SelectedSource(DenseSource):
         """See `KVSource`. Computed columns that lie far back are chosen from now on, like restored ones."""
         if self._live is None:
             return
-        first = self._live.columns
+        first = self._num_selected
         if count := self._live.leaving(self._rows, self.held - first):
             keys, values = (held[:, :, first : first + count] for held in self._views())
             rows = self._live.grown(self._rows, keys, values)
             # at once: a Ctrl-C in between would leave what is held in two places, or in none
             self.__dict__.update(self._without(first, count), _rows=rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """One mask serves all layers, so it is for what the budget buys; `patches.attention` cuts what is not there."""
+        columns, first = super().get_mask_sizes(query_length)
+        return columns + self._spared, first - self._spared
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
