@@ -5,10 +5,11 @@ Nothing here uses hf_tiered_cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -68,6 +69,52 @@ def put(layer: Any, keys: torch.Tensor, values: torch.Tensor) -> None:
     layer.keys, layer.values = keys[:, :, first:].contiguous(), values[:, :, first:].contiguous()
     if window is not None:
         layer.cumulative_length = keys.shape[2]
+
+
+@torch.no_grad()
+def attending_to(
+    model: PreTrainedModel, stored: KV, chosen: Sequence[np.ndarray], own: KV, inputs: torch.Tensor, position: int
+) -> tuple[torch.Tensor, KV]:
+    """A pass whose layers each attend to some tokens of a prefix, and to all behind it.
+
+    Args:
+        stored: of the prefix.
+        chosen: for each layer the tokens of it, int64 `[n]`; one with a window sees what its window does.
+        own: of the tokens behind the prefix so far.
+        inputs: ids `[1, n]`, the first of which stands at `position`.
+
+    Returns:
+        The last one's logits, `[1, vocabulary]`, and `own` with these tokens.
+    """
+    cache, count = DynamicCache(config=model.config), own[0][0].shape[2] + inputs.shape[1]
+    for layer, tokens, pairs in zip(cache.layers, chosen, zip(stored, own, strict=True), strict=True):
+        put(layer, *(torch.cat([every[:, :, tokens], mine], dim=2) for every, mine in zip(*pairs, strict=True)))
+    positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
+    with _masks_of_their_own(model, cache):
+        output = model(input_ids=inputs, position_ids=positions, past_key_values=cache, logits_to_keep=1)
+    return output.logits[:, -1], [(layer.keys[:, :, -count:], layer.values[:, :, -count:]) for layer in cache.layers]
+
+
+@contextmanager
+def _masks_of_their_own(model: PreTrainedModel, cache: DynamicCache) -> Iterator[None]:
+    """Layers with full attention get causal masks as wide as what they hold: transformers makes one for all."""
+    blocks = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == len(cache.layers))
+
+    def mask(held: int) -> Any:
+        def hook(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            queries = args[0].shape[1]
+            own = torch.ones(queries, held + queries, dtype=torch.bool).tril(held) if queries > 1 else None
+            assert "attention_mask" in kwargs
+            return args, kwargs | {"attention_mask": own if own is None else own[None, None]}
+
+        return hook
+
+    with ExitStack() as stack:
+        for block, layer in zip(blocks, cache.layers, strict=True):
+            if not layer.is_sliding:
+                handle = block.register_forward_pre_hook(mask(layer.keys.shape[2]), with_kwargs=True)
+                stack.callback(handle.remove)
+        yield
 
 
 @contextmanager

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, top_chunks
+from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, tokens_of_mass, top_chunks
 from hf_tiered_cache.select.mass import attention_mass
 from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
 from hf_tiered_cache.select.selector import SelectionInput
+from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.select.top_tokens import top_of_each
 
 
@@ -38,6 +39,50 @@ def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
         expected += list(spans[i])[: count - len(expected)]
     chosen = top_chunks(mass, chunks, count)
     assert chosen.tolist() == sorted(expected)
+
+
+@given(cut(), st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 1.0]))
+def test_the_fewest_chunks_hold_the_mass(case, share):
+    """Those taken hold it, without the last of them they would not, and of equal ones no fewer could."""
+    chunks, mass, _ = case
+    count, total = tokens_of_mass(mass, chunks, share), mass.sum(dtype=np.float64)
+    taken = top_chunks(mass, chunks, count)
+    number = np.searchsorted(chunks.starts, taken, "right") - 1  # each token's chunk
+    whole = np.unique(number)
+    assert count == chunks.counts[whole].sum()
+    assert mass[taken].sum(dtype=np.float64) >= share * total
+    means = np.add.reduceat(mass, chunks.starts) / chunks.counts
+    last = max(whole, key=lambda one: (-means[one], one))
+    assert len(whole) == 1 or mass[taken[number != last]].sum(dtype=np.float64) < share * total
+    sums = np.sort(np.add.reduceat(mass, chunks.starts, dtype=np.float64))[::-1]
+    if len(set(chunks.counts.tolist())) == 1 and len(whole) > 1:
+        assert sums[: len(whole) - 1].sum() < share * total
+
+
+@given(
+    st.lists(st.integers(1, 90), min_size=1, max_size=3),
+    st.sampled_from([0.3, 0.6, 0.9]),
+    st.integers(1, 90),
+    st.integers(0, 9),
+)
+def test_rows_side_by_side_take_what_the_neediest_needs(tokens, share, count, seed):
+    generator, asked = torch.Generator().manual_seed(seed), []
+    for each in tokens:
+        query, keys, own = (3 * torch.randn(2, n, 8, generator=generator) for n in (4, each, 4))
+        chunks = ChunkMap(np.arange(0, each, 8), each)
+        asked.append(SelectionInput(query, own, lambda heads, keys=keys: keys, None, chunks, min(count, each)))
+    mass = [mass_of(one) for one in asked]
+    needed = [tokens_of_mass(got, one.chunks, share) for got, one in zip(mass, asked, strict=True)]
+    choices = TopChunks(mass=share).choose_rows(asked)
+    for one, got, choice in zip(asked, mass, choices, strict=True):
+        assert choice.tokens.shape == (1, min(max(needed), one.count))
+        assert choice.tokens[0].tolist() == top_chunks(got, one.chunks, choice.tokens.shape[1]).tolist()
+    for one, choice in zip(asked, TopChunks().choose_rows(asked), strict=True):
+        assert choice.tokens.shape == (1, one.count)
+
+
+def mass_of(asked):
+    return attention_mass(asked.query, asked.keys(None), asked.own_keys).numpy()
 
 
 @pytest.mark.parametrize(

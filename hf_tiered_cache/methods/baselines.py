@@ -83,5 +83,10 @@ class H2O(Method):
 
 def check_budget(budget: float) -> None:
     """Raises ConfigError if it is no share."""
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 < budget <= 1:
-        raise ConfigError(f"budget is a share of the prefix, above 0 and at most 1, not {budget!r}")
+    check_share("budget", "the prefix", budget)
+
+
+def check_share(name: str, of: str, share: float) -> None:
+    """Raises ConfigError if it is none."""
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"{name} is a share of {of}, above 0 and at most 1, not {share!r}")

@@ -11,7 +11,7 @@ from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_chunks import TopChunks
 from .base import DEFAULT_BUDGET, Method
-from .baselines import check_budget
+from .baselines import check_budget, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +21,11 @@ class ContiguousKV(Method):
     Args:
         budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
             one at least: 5 % of 512 tokens are 24. At 1 the output is the exact method's.
+        mass: of the attention that all restored tokens get together of the tokens that choose, the share, in (0, 1],
+            that the chunks of each choice must hold: the fewest that do, best first, one at least, and no more than
+            `budget` buys. Rows of a batch take as many as the one that needs most; a decoded token chooses again among
+            as many as the prompt took. Where the budget is 1 nothing is chosen. None takes all that the budget buys,
+            as in the paper.
         chunk_tokens: c, consecutive tokens of a chunk (Section 4.2). 16 is the paper's; ours is 8.
         period: layers that share a choice (Section 4.3.1). 8 is the paper's; ours is 2, for layers further apart attend
             to other tokens.
@@ -44,6 +49,7 @@ class ContiguousKV(Method):
 
     geometry: Geometry = field(init=False, default=Geometry())
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
+    mass: float | None = None
     chunk_tokens: int = 8
     period: int = 2
     subperiod: int | None = None
@@ -58,6 +64,8 @@ class ContiguousKV(Method):
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
+        if self.mass is not None:
+            check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
         for name, of, zero in (
@@ -112,6 +120,5 @@ class ContiguousKV(Method):
     def selector(self) -> Selector:
         resident = self.identify == "index"
         ahead = self.ahead if resident else 0
-        return TopChunks(
-            self.period, self.solo_layers, self._heads, resident, self.queries, ahead=ahead, choose_ahead=ahead > 0
-        )
+        shared = self.period, self.solo_layers
+        return TopChunks(*shared, self._heads, resident, self.queries, self.mass, ahead=ahead, choose_ahead=ahead > 0)

@@ -49,8 +49,7 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     Returns:
         int64 `[count]`, ascending.
     """
-    means = np.add.reduceat(mass, chunks.starts, dtype=np.float64) / chunks.counts
-    order = np.argsort(-means, kind="stable")
+    _, order = _best_first(mass, chunks)
     sizes = chunks.counts[order]
     taken = np.clip(count - (sizes.cumsum() - sizes), 0, sizes)  # of each chunk, best first
     picked = order[taken > 0]
@@ -58,3 +57,26 @@ def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
     starts, taken = chunks.starts[picked[place]], taken[: len(picked)][place]
     before = taken.cumsum() - taken
     return np.repeat(starts - before, taken) + np.arange(count)
+
+
+def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
+    """How many tokens the fewest chunks have that hold a share of what all tokens get; best first, as `top_chunks`.
+
+    Args:
+        mass: float32 `[tokens]`, not negative.
+        chunks: how the tokens are cut.
+        share: above 0 and at most 1.
+
+    Returns:
+        Those of one chunk at least.
+    """
+    sums, order = _best_first(mass, chunks)
+    held = sums[order].cumsum()
+    enough = int(np.searchsorted(held, share * held[-1])) + 1
+    return int(chunks.counts[order[:enough]].sum())
+
+
+def _best_first(mass: np.ndarray, chunks: ChunkMap) -> tuple[np.ndarray, np.ndarray]:
+    """What each chunk gets, float64 `[chunks]`, and the chunks by the mean of their tokens, int64 `[chunks]`."""
+    sums = np.add.reduceat(mass, chunks.starts, dtype=np.float64)
+    return sums, np.argsort(-(sums / chunks.counts), kind="stable")

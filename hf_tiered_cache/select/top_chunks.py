@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from ..transfers import to_host
 from .all_keys import Int8KeysIndex, KeysIndex
-from .chunks import top_chunks
+from .chunks import tokens_of_mass, top_chunks
 from .decode_index import DecodeIndex
 from .mass import attention_mass
 from .selector import Selection, SelectionInput, Selector
@@ -24,11 +24,14 @@ class TopChunks(Selector):
         heads: how many of the kv heads are asked, each with the query heads it serves; None for all.
         resident: whether it looks at keys in eight bits, of all heads, which stay in memory.
         queries: so many of the last tokens are asked for; 0 for all.
+        mass: for rows side by side, the share of what all restored tokens get that the chosen chunks hold: no more of
+            them are taken, unless another row needs more; None for as many as asked for.
     """
 
     heads: int | None = None
     resident: bool = False
     queries: int = 0
+    mass: float | None = None
 
     @property
     def index(self) -> tuple[type[DecodeIndex], int] | None:
@@ -45,6 +48,15 @@ class TopChunks(Selector):
         mass = attention_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)
         (known,) = to_host(mass)
         return Selection(top_chunks(known, asked.chunks, asked.count)[None], known)
+
+    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+        if self.mass is None:
+            yield from super().choose_rows(asked)
+            return
+        chosen = [(one, self.choose(one)) for one in asked]
+        most = max(tokens_of_mass(choice.mass, one.chunks, self.mass) for one, choice in chosen)
+        for one, choice in chosen:
+            yield replace(choice, tokens=top_chunks(choice.mass, one.chunks, min(most, one.count))[None])
 
 
 def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
