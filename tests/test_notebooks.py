@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -26,17 +27,39 @@ def printed(notebook):
     return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
 
 
-@NOTEBOOKS
-def test_it_runs_on_the_reference_model(path, monkeypatch):
+def executed(path, monkeypatch):
+    """The notebook, run on the reference model, with little to do and without a network."""
     monkeypatch.setenv("NOTEBOOK_TOKENS", "256" if path.stem == "conversations" else "512")
     monkeypatch.setenv("NOTEBOOK_QUESTIONS", "2")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     spec = importlib.util.spec_from_file_location("make", FOLDER / "make.py")
     make = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(make)
-    done = make.execute(path, model=str(ROOT / "eval" / "reference" / "xs"))
+    return make.execute(path, model=str(ROOT / "eval" / "reference" / "xs"))
+
+
+@NOTEBOOKS
+def test_it_runs_on_the_reference_model(path, monkeypatch):
+    monkeypatch.delenv("NOTEBOOK_DATA", raising=False)
+    done = executed(path, monkeypatch)
     restored = [int(number) for number in re.findall(r"(\d+)(?: of \d+)? tokens restored", printed(done))]
     assert max(restored) > 64
     assert any("image/png" in output.get("data", {}) for output in outputs(done))
+
+
+def test_few_shot_takes_its_sentences_from_a_folder(tmp_path, monkeypatch):
+    for name, columns in (("sst2", ("sentence",)), ("rte", ("sentence1", "sentence2"))):
+        (tmp_path / name).mkdir()
+        for split in ("train", "validation"):
+            rows = [{c: f"The {c} of number {i} is long." for c in columns} | {"label": i % 2} for i in range(40)]
+            (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("NOTEBOOK_DATA", str(tmp_path))
+    done = executed(FOLDER / "few_shot.ipynb", monkeypatch)
+    tables = [output.data["text/html"] for output in outputs(done) if "text/html" in output.get("data", {})]
+    assert tables
+    for name in ("labels", "sst2", "rte"):
+        assert f"{name}: 2 sentences behind prompts of" in printed(done)
+        assert all(f">{name}</th>" in table for table in tables)
 
 
 @NOTEBOOKS
