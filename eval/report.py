@@ -43,14 +43,15 @@ _COLUMNS = (
     _Column("index, %", "index", ".1f", zeros=False),
     _Column("TTFT, ms", "ttft", ".3g", 1e3, interval=True),
     _Column("restored tokens", "restored", ".0f"),
+    _Column("attended", "attended", ".1f"),
 )
 _READ = (
     "`read`: of all KV of the stored prefix, in bytes of the blocks that it lies in, those that came for the first "
     "token, from whichever tier, and held something that it attends to; `identified`: besides, those that choices were "
     "made from alone; `guessed`: those that came for choices that fell otherwise; `a token`: all that came for each "
     "token after the first. Where an index stays in memory, figures are of a request that finds it there: `index` is "
-    "what it takes, `index read` what came, once, to make it. Plots go against all that came until what they show was "
-    "there. "
+    "what it takes, `index read` what came, once, to make it. `attended`: of the restored tokens, those that layers "
+    "attended to, a mean over these. Plots go against all that came until what they show was there. "
 )
 
 

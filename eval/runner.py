@@ -29,7 +29,7 @@ FULL = "full"
 """The variant that computes everything with a `DynamicCache`; the others are compared with it."""
 
 _FIGURES = (
-    *("score", "top1", "kl", "nll", "ttft", "restored", "computed", "compute", "bytes_read"),
+    *("score", "top1", "kl", "nll", "ttft", "restored", "attended", "computed", "compute", "bytes_read"),
     *(field.name for field in fields(Reading)),
 )
 
@@ -249,6 +249,7 @@ def _line(
         stats = asdict(answer.stats)
         line |= {
             "restored": stats["tokens_restored"],
+            "attended": stats["tokens_attended"],
             "computed": stats["tokens_computed"] + stats["tokens_recomputed"],
             "bytes_read": stats["bytes_read"],
         }

@@ -157,6 +157,22 @@ def test_predictions_and_metrics_tell_what_was_read(finished):
         assert h2o["read"]["mean"] > 100 * budget
 
 
+def test_what_is_attended_to_is_told_beside_what_is_restored(finished):
+    for path in (finished / "reference_fact").glob("*/predictions.jsonl"):
+        for line in lines(path):
+            if "@" in path.parent.name and "cache_tune" not in path.parent.name:
+                budget = float(path.parent.name.split("@")[1])
+                assert 0.5 * budget * line["restored"] < line["attended"] <= budget * line["restored"]
+            elif path.parent.name != "full":
+                assert line["attended"] == line["restored"]
+    report.main(finished)
+    (headings, *rows), *_ = [table(part) for part in (finished / "README.md").read_text().split("\n## ")[1:]]
+    found = {cells[0]: cells for cells in rows}
+    of_h2o = json.loads((finished / "reference_fact" / "h2o@0.1" / "metrics.json").read_text())["attended"]["mean"]
+    assert found["h2o@0.1"][headings.index("attended")] == f"{of_h2o:.1f}"
+    assert found["full"][headings.index("attended")] == ""
+
+
 def test_what_is_computed_is_told_of_passages_alone(finished):
     """Whatever parts a prompt has: the others restore its prefix."""
     for path in (finished / "reference_fact").glob("*/metrics.json"):
