@@ -24,7 +24,10 @@ class UnsupportedModelError(ConfigError):
 
 
 class CacheMismatchError(TieredCacheError):
-    """A cache is used with another model, or a strict one with a prompt that does not begin with what it holds."""
+    """A cache is used with another model, or a strict one with a prompt that does not begin with what it holds.
+
+    Or in a pass that is not its attached model's own, where only such a pass gives each layer a mask that fits it.
+    """
 
 
 class StoreError(TieredCacheError):

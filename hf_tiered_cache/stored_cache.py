@@ -12,13 +12,14 @@ from transformers import Cache, PreTrainedModel
 from .errors import CacheMismatchError
 from .methods import Method
 from .patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
+from .patches.attention import can_select
 from .patches.scope import current
 from .restore.plan import Plan
 from .serving import CacheOptions, Serving
-from .sources import DenseSource, kv_sources, sources_for
+from .sources import DenseSource, SelectedSource, kv_sources, sources_for
 from .stats import RequestStats, StatsCollector
 from .storage import Storage
-from .suitability import check_causal, check_depth, check_suits
+from .suitability import cannot_mask, check_causal, check_depth, check_suits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,6 +116,23 @@ class StoredCache(Cache, ServedCache):
         if forward_pass is None or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns of the mask of all layers like this one, and the number of the first of them.
+
+        Raises:
+            CacheMismatchError: these layers hold different numbers of columns, and nobody cuts what the pass masks.
+        """
+        columns, first = super().get_mask_sizes(query_length, layer_idx)
+        layer, scope, asks = self.layers[layer_idx], current(), can_select(self._serving.attachment.config)
+        if not isinstance(layer, SelectedSource) or (asks and scope is not None and scope.cache is self):
+            return columns, first  # the registered attention function cuts it
+        spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
+        if len(spared) == 1:
+            return columns - layer.spared, first + layer.spared
+        if not asks or query_length > 1 or layer.padding > first:
+            raise cannot_mask(self.method, self.model)
+        return columns, first  # of one token, which sees all: no mask is made
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""

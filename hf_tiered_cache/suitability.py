@@ -6,7 +6,7 @@ import inspect
 
 from transformers import PreTrainedModel
 
-from .errors import ConfigError, TieredCacheError, UnsupportedModelError
+from .errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
 from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
@@ -87,6 +87,16 @@ def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelErr
     return UnsupportedModelError(
         f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
         f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
+    )
+
+
+def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
+    name, needed = type(model).__name__, SELECTING[0]
+    return CacheMismatchError(
+        f"the layers of this cache hold different numbers of columns, by the mass of its {type(method).__name__}, and "
+        f"a mask is cut for each of them in passes of the attached {name} alone, with attention of kind {needed!r}; "
+        "call the model itself and no module within it, with that attention, or after detach(model) make a new "
+        "TieredCache"
     )
 
 

@@ -12,8 +12,8 @@ from reference import attending_to, kv_of
 from test_selective import GREEDY, NEW, PREFIX, ask, fill, question, same
 from torch.nn.functional import pad
 
-from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache import KVStore, TieredCache, detach
+from hf_tiered_cache.errors import CacheMismatchError, ConfigError
 from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import ContiguousKV, describe_method, make_method
 from hf_tiered_cache.select.top_chunks import TopChunks
@@ -355,6 +355,105 @@ def test_a_conversation_goes_idle_and_comes_back(model, store, chosen):
         turn = torch.cat([first.sequences, prompt(40, seed=9)], dim=1)
         model.generate(turn, past_key_values=again, **GREEDY)
         assert len({layer.get_seq_length() for layer in again.layers}) == 1
+
+
+# --- passes in which nobody cuts masks
+
+
+def next_pass(model, store, method, tokens, *prefixes):
+    """A cache that has answered a question behind each prefix, one like it, and what comes next, right and odd ways."""
+    for ids in prefixes:
+        fill(store, model, ids, method)
+    rows = [question(ids) for ids in prefixes]
+    pads = [rows[0].shape[1] - row.shape[1] for row in rows]
+    batch = torch.cat([pad(row, (left, 0)) for row, left in zip(rows, pads, strict=True)])
+    seen = torch.tensor([[0] * left + [1] * (rows[0].shape[1] - left) for left in pads])
+    _, cache = ask(model, store, batch, method, attention_mask=seen)
+    mask = pad(seen, (0, cache.get_seq_length() - seen.shape[1] + tokens), value=1)
+    positions = (mask.cumsum(1) - 1)[:, -tokens:]
+    ids = prompt(tokens, seed=9, rows=len(rows))
+    return cache, {"input_ids": ids, "attention_mask": mask, "position_ids": positions, "use_cache": True}
+
+
+def within(model, cache, inputs):
+    """A pass through the module within the model."""
+    return model.lm_head(model.model(**inputs, past_key_values=cache).last_hidden_state)
+
+
+def detached(model, cache, inputs):
+    detach(model)
+    return model(**inputs, past_key_values=cache).logits
+
+
+every_other_way = pytest.mark.parametrize("way", [within, detached])
+LONG, SHORTER, SHORT = 200, 163, 40
+UNEVEN = replace(METHOD, mass=0.7)
+
+
+def widths(cache):
+    return {layer.held for layer in cache.layers if layer.selects}
+
+
+@every_other_way
+@pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
+@pytest.mark.parametrize(
+    ("prefixes", "tokens"),
+    [((LONG,), 3), ((LONG, SHORTER), 3), ((LONG, SHORT), 1)],
+    ids=["several tokens", "a padded batch", "one token behind padding that shows"],
+)
+def test_a_pass_in_which_nobody_cuts_masks_is_refused(family, store, way, prefixes, tokens):
+    model = peaked(family)
+    cache, inputs = next_pass(model, store, UNEVEN, tokens, *(prompt(each, seed=each) for each in prefixes))
+    assert len(widths(cache)) > 1
+    held, twin = cache.get_seq_length(), cache.fork()
+    with torch.no_grad():
+        with pytest.raises(CacheMismatchError, match=r"call the model itself .* make a new TieredCache"):
+            way(model, cache, inputs)
+        assert cache.get_seq_length() == held
+        if way is within:
+            right, again = (model(**inputs, past_key_values=one).logits for one in (twin, cache))
+            assert torch.equal(right, again)
+
+
+@every_other_way
+@pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
+@pytest.mark.parametrize("prefixes", [(LONG,), (LONG, SHORTER)], ids=["one row", "padding that does not show"])
+def test_a_token_that_sees_all_needs_no_mask(family, store, way, prefixes):
+    model = peaked(family)
+    cache, inputs = next_pass(model, store, UNEVEN, 1, *(prompt(each, seed=each) for each in prefixes))
+    assert len(widths(cache)) > 1
+    with torch.no_grad():
+        right = model(**inputs, past_key_values=cache.fork()).logits
+        assert torch.equal(way(model, cache, inputs), right)
+
+
+@every_other_way
+@pytest.mark.parametrize("family", ["llama", "qwen2_sliding"])
+@pytest.mark.parametrize("prefixes", [(LONG,), (LONG, SHORTER), (LONG, SHORT)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_layers_that_hold_as_many_share_a_mask(family, store, way, prefixes, tokens):
+    """Fewer than the budget buys, but the same number in all; a mask that hides nothing is made here, and not there."""
+    model, method = peaked(family), replace(METHOD, mass=1e-6)
+    cache, inputs = next_pass(model, store, method, tokens, *(prompt(each, seed=each) for each in prefixes))
+    assert widths(cache) == {8 + cache.get_seq_length() - RESTORED}
+    with torch.no_grad():
+        right = model(**inputs, past_key_values=cache.fork()).logits
+        torch.testing.assert_close(way(model, cache, inputs), right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_other_attention_masks_all_and_is_refused(store, tokens):
+    model = peaked("llama")
+    cache, inputs = next_pass(model, store, UNEVEN, tokens, prompt(LONG))
+    with torch.no_grad():
+        right = model(**inputs, past_key_values=cache.fork()).logits
+        model.set_attn_implementation("eager")
+        for way in (lambda *asked: model(**inputs, past_key_values=cache), within, detached):
+            with pytest.raises(CacheMismatchError, match="attention of kind 'sdpa'"):
+                way(model, cache, inputs)
+        model.set_attn_implementation("sdpa")
+        if tokens == 1:
+            assert torch.equal(detached(model, cache, inputs), right)
 
 
 # --- settings

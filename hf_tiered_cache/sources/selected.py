@@ -36,7 +36,10 @@ class SelectedSource(DenseSource):
 
     def _begin(self) -> None:
         self._num_selected = 0  # columns in front that were chosen from among more
-        self._spared = 0  # so many more the budget would have bought
+        self.spared = 0
+        """So many more columns the budget would have bought: it holds that much less than its mask has."""
+        self.padding = 0
+        """Columns of left padding of the row that had most when it chose; its mask may begin behind them."""
         self._live: Live | None = None  # to choose from again
         self._rows: Sequence[Any] = []  # what was chosen last, for each row
         self._pre_rope: PreRopeKV | None = None  # of the pass under way
@@ -120,8 +123,9 @@ class SelectedSource(DenseSource):
             else:
                 asking, own_keys = query[:, :, -selection.observed :], keys
             self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
-        self._spared = plan.num_selected - self._num_selected
-        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self._spared)
+        self.spared = plan.num_selected - self._num_selected
+        self.padding = max(group.pad for group in plan.groups)
+        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
         if selection is not None:
             chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
             selection.fill(self.index, *chosen, rotate_)
@@ -168,7 +172,7 @@ class SelectedSource(DenseSource):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """One mask serves all layers, so it is for what the budget buys; `patches.attention` cuts what is not there."""
         columns, first = super().get_mask_sizes(query_length)
-        return columns + self._spared, first - self._spared
+        return columns + self.spared, first - self.spared
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """See `DenseSource`."""
