@@ -49,7 +49,8 @@ class KVStore:
             on their way to a request. On a CPU-only machine the host tier is the device tier.
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
         index_memory: bytes of memory, where the model computes, for the indexes that `ContiguousKV` and `KVDrive`
-            choose by; what has no room is read from disk again. `store.stats.index` says how much of it they take.
+            choose by; what has no room is read from disk again, which a request's `stats.reason` says, if even its own
+            do not fit. `store.stats.index` says how much of it they take, `evicted_indexes` how many had to go.
         disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
         verify: whether the checksum of every block is compared when it is read. Encrypted ones always are.
         key: a secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as

@@ -1,4 +1,4 @@
-"""Why a prompt was not restored, or not stored: sentences for users, with what to do where something can be done."""
+"""Why a prompt was not restored, not stored, or read more than it had to: sentences for users, with what to do."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from .identity import differing_facts
 from .restore.passages import find_passages
 from .store import EXACT, PASSAGE
 from .store.format import is_passage
+from .units import format_bytes
 
 if TYPE_CHECKING:
     from .storage import Storage
@@ -88,6 +89,14 @@ def other_codec(codec: str) -> str:
     return (
         f"these tokens are stored with the codec {codec!r}, and found with it alone; open the store, or make the "
         f"method, with codec={codec!r}"
+    )
+
+
+def no_room_for_index(budget: int) -> str:
+    """Why each request reads what it chooses by, an index that the store's memory of `budget` bytes cannot hold."""
+    return (
+        f"the index that is chosen by is larger than index_memory, {format_bytes(budget)}, so each request reads it "
+        "from disk again; open the store with a larger KVStore(index_memory=...); stats.index_bytes says what it takes"
     )
 
 

@@ -141,8 +141,7 @@ class Serving:
             self.collector.add(tokens_computed=request.ids.numel())
             self._run_plain(reasons.OTHER_TOKENS)
         for why in (otherwise, sequence.missed):
-            if why and why not in self.collector.stats.reasons:
-                self._explain(why)
+            self._explain_once(why)
         if self.untold:
             self.collector.add(tokens_kept=kept)
             self._tell(self.bypass or reason)
@@ -192,7 +191,11 @@ class Serving:
         if self.observer is not None:
             forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
         output = self._run(cache, forward_pass, forward, kwargs)
-        return output, forward_pass.plan if isinstance(forward_pass, RestoringForward) else plan
+        if not isinstance(forward_pass, RestoringForward):
+            return output, plan
+        if forward_pass.selection is not None and not forward_pass.selection.index_fits:
+            self._explain_once(reasons.no_room_for_index(self.store.residency.resident.budget))
+        return output, forward_pass.plan
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         """Run a pass; one that fails leaves no trace."""
@@ -430,6 +433,11 @@ class Serving:
             1e3 * stats.stall_seconds,
             reason and f"; {reason}",
         )
+
+    def _explain_once(self, reason: str) -> None:
+        """Unless it is "", or was said of this cache's prompts before."""
+        if reason and reason not in self.collector.stats.reasons:
+            self._explain(reason)
 
     def _explain(self, reason: str) -> None:
         self.collector.explain(reason)

@@ -156,7 +156,7 @@ class RequestStats:
     recomputed: int = 0
     """Times a restore failed midway and the prompt was planned again."""
     reasons: dict[str, int] = field(default_factory=dict)
-    """Why prompts were not restored, or not stored, and how often."""
+    """Why prompts were not restored or not stored, or why more was read for them, and how often."""
     passages: list[PassageStats] = field(default_factory=list)
     """Of methods that reuse passages: those that stand in the prompt, row by row. Not in sums over requests."""
 
@@ -174,7 +174,7 @@ class RequestStats:
 
     @property
     def reason(self) -> str:
-        """Why nothing was restored, or not all was stored; "" if nothing stood in the way."""
+        """Why nothing was restored, not all was stored, or more was read; "" if nothing stood in the way."""
         return "; ".join(self.reasons)
 
     @property
@@ -374,6 +374,8 @@ class StoreStats:
     read_errors: int = 0
     catalogue_errors: int = 0
     evicted_blocks: int = 0
+    evicted_indexes: int = 0
+    """Indexes of keys, a segment's at one layer, that left `index` for others or found no room in it."""
     queued_bytes: int = 0
     """Of KV that waits to be written, now."""
     queued_device_bytes: int = 0

@@ -367,7 +367,7 @@ class Storage:
         stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
         stats.device.bytes, stats.device.budget = residency.device_bytes
         stats.index.bytes, stats.index.budget = residency.resident.allocated, residency.resident.budget
-        stats.evicted_blocks = residency.evicted
+        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.resident.evicted
         stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
         return stats
 

@@ -14,13 +14,24 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.geometry import Geometry, in_groups
-from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Exact, Impress, Recompute, make_method
+from hf_tiered_cache.methods import (
+    H2O,
+    AttentionStore,
+    ContiguousKV,
+    Exact,
+    Impress,
+    KVDrive,
+    Recompute,
+    describe_method,
+    make_method,
+)
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.select.top_tokens import TopTokens
 from hf_tiered_cache.tiers.guesses import Guesses
+from hf_tiered_cache.units import format_bytes
 
 BLIND = ("deepseek_v3", "falcon")
 """They attend to other keys than they hand to their cache, or bypass the registered attention function."""
@@ -343,6 +354,46 @@ def test_the_index_stays_within_its_budget(model, tmp_path):
     with KVStore(tmp_path, engine="posix", index_memory=0) as store:
         same(ask(model, store, question(prompt(PREFIX, seed=0)), method)[0], first)
         assert (store.stats.index.bytes, store.stats.index.budget) == (0, 0)
+
+
+@pytest.mark.parametrize("method", [replace(METHOD, identify="index"), KVDrive(budget=0.25)], ids=describe_method)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
+    """And that each request reads it again."""
+    ids = prompt(PREFIX, rows=batch, seed=3)
+    asked = torch.cat([ids, prompt(24, rows=batch, seed=5)], dim=1)
+    said = "is larger than index_memory, {}, so each request reads it from disk again; open the store with a larger"
+    for row in ids:
+        with KVStore(tmp_path, engine="posix") as store:
+            store.precompute(model, row[None], method=method, progress=False)
+    with KVStore(tmp_path, engine="posix") as store:
+        need = ask(model, store, asked, method)[1].stats.index_bytes
+        assert need == store.stats.index.bytes
+    for room, why in ((need, ""), (need - 1, said.format(format_bytes(need - 1))), (1, said.format("1 Byte")), (0, "")):
+        caplog.clear()
+        with KVStore(tmp_path, engine="posix", index_memory=room, policy=method.policy) as store:
+            requests = [ask(model, store, asked, method)[1].stats for _ in range(3)]
+            assert bool(store.stats.evicted_indexes) == (room < need)
+        for stats in requests:
+            assert stats.tokens_restored == batch * 192
+            assert why in stats.reason and bool(stats.reason) == bool(why)
+            assert (stats.index_bytes, list(stats.reasons.values())) == (need, [1] * bool(why))
+        read = [stats.bytes_identifying for stats in requests]
+        assert read[0] >= need and read == ([read[0], 0, 0] if room == need else 3 * read[:1])
+        assert caplog.text.count("index_memory") == 2 * bool(why)  # the sentence names it twice
+
+
+def test_indexes_that_make_room_for_others_are_counted(model, tmp_path):
+    """Each prompt's own fit, so there is nothing to say of a request."""
+    method = replace(METHOD, identify="index")
+    with KVStore(tmp_path, engine="posix", host_memory=0, index_memory=40_000) as store:
+        for times, seed in enumerate((0, 1, 0, 0)):
+            ids = prompt(PREFIX, seed=seed)
+            fill(store, model, ids, method)
+            stats = ask(model, store, question(ids), method)[1].stats
+            assert not stats.reason and 20_000 < stats.index_bytes < 40_000
+            assert (store.stats.evicted_indexes > 0) == (times > 0)
+            assert (stats.bytes_identifying > 0) == (times < 3)
 
 
 def test_h2o_reads_all_keys_and_the_values_of_what_it_chose(tmp_path):

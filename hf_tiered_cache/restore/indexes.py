@@ -131,6 +131,12 @@ class RowIndexes:
         found = {id(index): index.nbytes for some in self._found.values() for index in some if index is not None}
         return sum(found.values())
 
+    @property
+    def fit(self) -> bool:
+        """Whether memory can hold all that are shared with other requests. No memory at all was asked to hold none."""
+        shared = sum(index.nbytes for some in self._of_segment.values() for index in some.values())
+        return not 0 < self._fetcher.residency.resident.budget < shared
+
     def merge(self) -> None:
         """All layers have theirs, and are asked again and again from now on: let them be as few as can be."""
         for where, found in self._found.items():

@@ -85,6 +85,8 @@ class SelectiveRestore:
         self._asked_whole: set[tuple[SegmentReader, int]] = set()  # block groups that the last choice was made from
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
+        self.index_fits = True
+        """Whether memory can hold what was chosen by: else the next request reads it again."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._rows, kept)
@@ -160,6 +162,7 @@ class SelectiveRestore:
         if self._indexes is not None:
             self.collector.add(index_bytes=self._indexes.nbytes)
             self._indexes.keep()
+            self.index_fits = self._indexes.fit
             self._indexes.merge()
             if self._warm_up is not None:
                 self._warm_up.start()

@@ -33,6 +33,8 @@ class ResidentKeys:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.allocated = 0
+        self.evicted = 0
+        """How many went, or found no room."""
         self._keys: OrderedDict[tuple[KeyOwner, torch.device], Resident] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -47,12 +49,16 @@ class ResidentKeys:
         """Keep `keys` if they fit."""
         name = owner, keys.device
         with self._lock:
-            if name in self._keys or keys.nbytes > self.budget:
+            if name in self._keys:
+                return
+            if keys.nbytes > self.budget:
+                self.evicted += 1
                 return
             self._keys[name] = keys
             self.allocated += keys.nbytes
             while self.allocated > self.budget:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
+                self.evicted += 1
 
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone."""
