@@ -52,6 +52,9 @@ bench: $(FOR_DEV)
 METHODS := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv:rechoose=0,contiguous_kv.paper,contiguous_kv.paper:solo_layers=1,impress:probe_heads=2,h2o
 # what was looked at to choose ContiguousKV's settings, on the other half of another draw
 SETTINGS := contiguous_kv,contiguous_kv:chunk_tokens=4,contiguous_kv:chunk_tokens=16,contiguous_kv:period=1,contiguous_kv:period=4,contiguous_kv:queries=0,contiguous_kv:ahead=2
+# a budget by mass: what was looked at, on that other half, and what was reported
+MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9,contiguous_kv:mass=0.95,contiguous_kv:rechoose=2,contiguous_kv:rechoose=4,contiguous_kv:mass=0.9:rechoose=4
+MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
@@ -67,6 +70,12 @@ eval: $(FOR_DEV)
 	$(BIN)/python -m eval.run --methods $(SETTINGS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
 		--tasks reference --prefix-tokens 512 --limit 60 --out $(RESULTS)/settings-xs
 	$(BIN)/python -m eval.report $(RESULTS)/settings-xs
+	$(BIN)/python -m eval.run --methods $(MASSES) --budgets 0.05,0.1,0.25 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/choosing-mass-xs
+	$(BIN)/python -m eval.report $(RESULTS)/choosing-mass-xs
+	$(BIN)/python -m eval.run --methods $(MASS) --budgets 0.05,0.1,0.25 --seed 45 --half 1 --dtype float32 --model eval/reference/xs \
+		--tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/mass-xs
+	$(BIN)/python -m eval.report $(RESULTS)/mass-xs
 	$(EVAL) --model eval/reference/long --tasks reference --prefix-tokens 4080 --limit 20 --out $(RESULTS)/reference-long
 	$(BIN)/python -m eval.report $(RESULTS)/reference-long
 	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/corpus-xs
