@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -15,11 +16,12 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.sources import SelectedSource
 
 PREFIX, NEW = 200, 8
-METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1)
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1, gain=0)
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
 
@@ -36,12 +38,12 @@ def store(tmp_path):
 
 @pytest.fixture
 def chosen(monkeypatch):
-    """The tokens that were chosen, in order of the choices."""
-    noted: list[np.ndarray] = []
+    """The choices, in order."""
+    noted: list[Selection] = []
 
     def note(self, asked, choose=TopChunks.choose):
         choice = choose(self, asked)
-        noted.append(choice.tokens[0])
+        noted.append(choice)
         return choice
 
     monkeypatch.setattr(TopChunks, "choose", note)
@@ -88,10 +90,10 @@ def holds_what_it_says(cache, stored):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"])
-@pytest.mark.parametrize("method", [METHOD, replace(METHOD, identify="index"), replace(METHOD, rechoose=3)])
-def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, chosen):
+@pytest.mark.parametrize("changes", [{}, {"identify": "index"}, {"rechoose": 3}, {"gain": 0.0003}])
+def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
     """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
-    model, ids = build(family), prompt(PREFIX)
+    model, ids, method = build(family), prompt(PREFIX), replace(METHOD, **changes)
     store.precompute(model, ids, method=method, progress=False)
     chosen.clear()
     whole = question(ids)
@@ -104,9 +106,17 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, cho
     choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
     own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
     choice: list[np.ndarray] = []
+    moved: list[int] = []
     for step in range(NEW):
         if step == 0 or (behind + step) % method.rechoose == 0:
-            choice = [np.sort(next(choices)) for _ in periods]
+            best = list(islice(choices, len(periods)))
+            for number, now in enumerate(best):
+                tokens = now.tokens[0]
+                if step == 0:
+                    choice.append(tokens)
+                elif now.mass[tokens].sum() - now.mass[choice[number]].sum() >= method.gain:
+                    choice[number] = tokens
+                    moved.append(step)
         kept, attended = DynamicCache(config=model.config), len(choice[0])
         for period, tokens in zip(periods, choice, strict=True):
             for layer in period:
@@ -120,6 +130,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, method, store, cho
         position += inputs.shape[1]
         inputs = ours.sequences[:, whole.shape[1] + step : whole.shape[1] + step + 1]
     assert next(choices, None) is None
+    assert 0 < len(moved) <= len(chosen) - len(periods) - bool(method.gain)
     for mine, theirs in zip(ours.logits, logits, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
     if method.rechoose == 1:
@@ -225,6 +236,24 @@ def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, tmp
 def test_rechoose_is_a_number_of_tokens(wrong):
     with pytest.raises(ConfigError, match="number of tokens"):
         ContiguousKV(rechoose=wrong)
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1, True, "0.1"])
+def test_gain_is_a_share_of_attention(wrong):
+    with pytest.raises(ConfigError, match="share of a token's attention"):
+        ContiguousKV(gain=wrong)
+
+
+def test_a_choice_that_gains_too_little_brings_nothing(model, store):
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    brought = {}
+    for gain in (0, 0.9):
+        _, cache = ask(model, store, question(ids), replace(METHOD, gain=gain))
+        before = cache.stats.bytes_brought
+        decode(model, cache, 4)
+        brought[gain] = cache.stats.bytes_brought - before
+    assert brought[0] > 0 == brought[0.9]
 
 
 def test_a_whole_budget_chooses_nothing(model, store, chosen):

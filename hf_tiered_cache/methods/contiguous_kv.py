@@ -40,6 +40,8 @@ class ContiguousKV(Method):
             0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
         rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours. 0 is the paper's:
             the answer attends to what the prompt's suffix has chosen.
+        gain: share of a decoded token's attention, in [0, 1), by which its choice must hold more than what is there, to
+            take its place: what gains less is not worth the blocks that it takes. Ours is 0.05; 0 takes each choice.
         queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.
         ahead: layers between a choice for the prompt and the hidden states whose queries make it, as these layers
             would ask: so blocks are on their way while the layers between run. With `identify="index"` only. 0 is the
@@ -57,6 +59,7 @@ class ContiguousKV(Method):
     probe_heads: int = 1
     solo_layers: int = 1
     rechoose: int = 1
+    gain: float = 0.05
     queries: int = 8
     ahead: int = 0
 
@@ -68,6 +71,8 @@ class ContiguousKV(Method):
             check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys", "probe_heads"):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
+        if isinstance(self.gain, bool) or not isinstance(self.gain, int | float) or not 0 <= self.gain < 1:
+            raise ConfigError(f"gain is a share of a token's attention, 0 or more and below 1, not {self.gain!r}")
         for name, of, zero in (
             ("rechoose", "tokens", "never"), ("queries", "tokens", "all"), ("ahead", "layers", "none")
         ):  # fmt: skip
@@ -121,4 +126,5 @@ class ContiguousKV(Method):
         resident = self.identify == "index"
         ahead = self.ahead if resident else 0
         shared = self.period, self.solo_layers
-        return TopChunks(*shared, self._heads, resident, self.queries, self.mass, ahead=ahead, choose_ahead=ahead > 0)
+        asked = self._heads, resident, self.queries, self.mass, self.gain
+        return TopChunks(*shared, *asked, ahead=ahead, choose_ahead=ahead > 0)

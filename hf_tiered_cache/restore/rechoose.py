@@ -235,7 +235,7 @@ class Rechoice:
             len(held.tokens),
             lambda: live.indexes_of(live.periods[number][0], held.prefix),
         )
-        return live.selector.choose(asked).tokens[0]
+        return live.selector.choose_again(asked, held.tokens)
 
 
 def _among(some: np.ndarray, tokens: int) -> np.ndarray:

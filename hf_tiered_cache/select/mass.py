@@ -44,9 +44,10 @@ def head_mass(
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
     own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, own]
-    future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
-    future = future.triu(1 + own.shape[-1] - queries)
-    own_total = own.masked_fill_(future, -torch.inf).logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
+    if queries > 1:  # the last one sees all
+        future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
+        own = own.masked_fill_(future.triu(1 + own.shape[-1] - queries), -torch.inf)
+    own_total = own.logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
     mass = torch.zeros(kv_heads, tokens, dtype=torch.float32, device=query.device)
     rows = max(1, _LARGEST // max(1, heads * tokens))
     for begin in range(0, queries, rows):

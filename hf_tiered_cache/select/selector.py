@@ -80,6 +80,18 @@ class Selector(ABC):
     def choose(self, asked: SelectionInput) -> Selection:
         """The tokens to attend to: as many as asked for."""
 
+    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
+        """Choose for a decoded token, where one set serves all heads.
+
+        Args:
+            asked: as many tokens as `held`.
+            held: int64 `[tokens]`, in any order: what was chosen last.
+
+        Returns:
+            int64 `[tokens]`, ascending: what is to be held from now on.
+        """
+        return self.choose(asked).tokens[0]
+
     def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
         """For the rows of a batch, in order: as many as asked for, or as few as the selector can do with.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
+import numpy as np
 import torch
 
 from ..transfers import to_host
@@ -26,12 +27,14 @@ class TopChunks(Selector):
         queries: so many of the last tokens are asked for; 0 for all.
         mass: for rows side by side, the share of what all restored tokens get that the chosen chunks hold: no more of
             them are taken, unless another row needs more; None for as many as asked for.
+        gain: share of a decoded token's attention, which its choice must hold above what was chosen last.
     """
 
     heads: int | None = None
     resident: bool = False
     queries: int = 0
     mass: float | None = None
+    gain: float = 0.0
 
     @property
     def index(self) -> tuple[type[DecodeIndex], int] | None:
@@ -48,6 +51,13 @@ class TopChunks(Selector):
         mass = attention_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)
         (known,) = to_host(mass)
         return Selection(top_chunks(known, asked.chunks, asked.count)[None], known)
+
+    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
+        choice = self.choose(asked)
+        chosen, mass = choice.tokens[0], choice.mass
+        if self.gain and mass[chosen].sum() - mass[held].sum() < self.gain:
+            return np.sort(held)
+        return chosen
 
     def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
         if self.mass is None:
