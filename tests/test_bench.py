@@ -277,7 +277,7 @@ def test_rechoose(tmp_path, monkeypatch):
     rechoose.main()
     document = json.loads((tmp_path / "rechoose-tiny-float32-cpu.json").read_text())
     assert [found["period"] for found in document["results"]] == [1, 2]
-    assert all(found[name] > 0 for found in document["results"] for name in (*rechoose.EVERY, "each token / once"))
+    assert all(found[name] > 0 for found in document["results"] for name in (*rechoose.WAYS, "each token / once"))
     assert "| 2 | 50% |" in (tmp_path / "rechoose-tiny-float32-cpu.md").read_text()
 
 

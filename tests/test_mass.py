@@ -21,7 +21,7 @@ from hf_tiered_cache.select.top_chunks import TopChunks
 METHOD = ContiguousKV(
     budget=0.75, mass=0.5, chunk_tokens=8, period=1, solo_layers=0, identify="keys", rechoose=0, queries=4
 )
-AGAIN = replace(METHOD, rechoose=1)
+AGAIN = replace(METHOD, rechoose=1, gain=0)
 RESTORED, BOUGHT = 192, 144
 
 

@@ -125,6 +125,14 @@ class ContiguousKV(Method):
     def selector(self) -> Selector:
         resident = self.identify == "index"
         ahead = self.ahead if resident else 0
-        shared = self.period, self.solo_layers
-        asked = self._heads, resident, self.queries, self.mass, self.gain
-        return TopChunks(*shared, *asked, ahead=ahead, choose_ahead=ahead > 0)
+        return TopChunks(
+            self.period,
+            self.solo_layers,
+            self._heads,
+            resident,
+            self.queries,
+            self.mass,
+            self.gain,
+            ahead=ahead,
+            choose_ahead=ahead > 0,
+        )

@@ -43,7 +43,7 @@ def head_mass(
     kv_heads, tokens, _ = keys.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
-    own = _logits(grouped, own_keys, scaling)  # [kv_heads, group, queries, own]
+    own = _logits(grouped, own_keys, scaling).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, queries, own]
     if queries > 1:  # the last one sees all
         future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
         own = own.masked_fill_(future.triu(1 + own.shape[-1] - queries), -torch.inf)
@@ -52,13 +52,15 @@ def head_mass(
     rows = max(1, _LARGEST // max(1, heads * tokens))
     for begin in range(0, queries, rows):
         some = slice(begin, begin + rows)
-        logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group, rows, tokens]
-        total = torch.logaddexp(logits.logsumexp(-1, keepdim=True), own_total[:, :, some])
-        mass += logits.sub_(total).exp_().sum((1, 2))
+        logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group * rows, tokens]
+        behind = own_total[:, :, some].flatten(1, 2)  # [kv_heads, group * rows, 1]
+        most = torch.maximum(logits.amax(-1, keepdim=True), behind)
+        weights = logits.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True) + (behind - most).exp_()
+        mass += (total.reciprocal_().transpose(1, 2) @ weights).squeeze(1)  # each row's share, summed over rows
     return mass * (kv_heads / (heads * queries))
 
 
 def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """float32 `[kv_heads, group, n, tokens]`: a product for each kv head, whose keys are not copied for its group."""
-    product = grouped.flatten(1, 2) @ keys.transpose(-1, -2)  # [kv_heads, group * n, tokens]
-    return product.unflatten(1, grouped.shape[1:3]).float().mul_(scaling)
+    """float32 `[kv_heads, group * n, tokens]`: a product for each kv head, whose keys are not copied for its group."""
+    return (grouped.flatten(1, 2) @ keys.transpose(-1, -2)).float().mul_(scaling)
