@@ -102,13 +102,12 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     assert restored == 192
     layers = len(stored)
     periods = in_groups(range(layers), method.period, method.solo_layers)
-    behind = whole.shape[1] - restored  # columns behind the prefix, at the prompt's pass
     choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
     own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
     choice: list[np.ndarray] = []
     moved: list[int] = []
     for step in range(NEW):
-        if step == 0 or (behind + step) % method.rechoose == 0:
+        if step == 0 or (step - 1) % method.rechoose == 0:
             best = list(islice(choices, len(periods)))
             for number, now in enumerate(best):
                 tokens = now.tokens[0]
@@ -145,6 +144,23 @@ def test_columns_hold_what_they_say_with_any_memory(model, tmp_path, erratic, ho
         _, cache = ask(model, store, question(ids))
         holds_what_it_says(cache, kv_of(model, ids))
         assert not store._storage.residency._holds
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_choices_are_counted_from_the_first_decoded_token(more, model, store, chosen):
+    """However long the question is, and after tokens are taken back."""
+    ids, method = prompt(PREFIX), replace(METHOD, rechoose=3)
+    store.precompute(model, ids, method=method, progress=False)
+    cache = TieredCache(model, store, method=method, record=False)
+    model(input_ids=question(ids, 24 + more), past_key_values=cache, logits_to_keep=1)
+    periods, made = len(chosen), []
+    for taken_back in (0, 0, 0, 0, 0, 3, 0):
+        if taken_back:
+            cache.crop(-taken_back)
+        chosen.clear()
+        decode(model, cache, 1)
+        made.append(len(chosen) / periods)
+    assert made == [1, 0, 0, 1, 0, 1, 0]
 
 
 def test_beams_keep_their_rows_apart(model, store, erratic):

@@ -88,7 +88,7 @@ class Method:
     """Whether segments are laid out by how important their tokens turn out to be, in the background."""
 
     rechoose = 0
-    """Decoded tokens between two choices of what is attended to; 0: the prompt's choice stays."""
+    """Decoded tokens from one choice of what is attended to, to the next; 0: the prompt's choice stays."""
 
     prefill_tokens = 0
     """A longer prompt is computed in pieces of so many tokens, each stored before the next; 0: at once."""

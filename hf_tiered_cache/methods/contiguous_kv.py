@@ -38,8 +38,8 @@ class ContiguousKV(Method):
         probe_heads: see `identify`.
         solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
             0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
-        rechoose: decoded tokens between two choices, each by the queries of the token at hand: ours. 0 is the paper's:
-            the answer attends to what the prompt's suffix has chosen.
+        rechoose: decoded tokens from one choice to the next, each by the queries of the token at hand, the first one's
+            among them. Ours is 1. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
         gain: share of a decoded token's attention, in [0, 1), by which its choice must hold more than what is there, to
             take its place: what gains less is not worth the blocks that it takes. Ours is 0.05; 0 takes each choice.
         queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.

@@ -82,7 +82,7 @@ class Live(Protocol):
 
     @property
     def every(self) -> int:
-        """Columns between two choices."""
+        """Decoded tokens from one choice to the next."""
 
     @property
     def may_stay(self) -> bool:

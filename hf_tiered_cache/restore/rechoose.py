@@ -39,7 +39,7 @@ class LiveSelection:
             dim]`, of as many heads as the selector asks; none where it goes by an index.
         indexes: of these keys, for a selector that goes by them.
         columns: for each layer the restored ones that it holds of each row.
-        every: columns between two choices.
+        every: decoded tokens from one choice to the next.
     """
 
     selector: Selector

@@ -52,7 +52,7 @@ class SelectiveRestore:
         kept: has the indexes that other processes made, for a selector that goes by such.
         prefetches: what is fetched ahead.
         importance: is told what attention each token gets, if not None.
-        rechoose: columns between two choices while decoding; 0 for never.
+        rechoose: decoded tokens from one choice to the next; 0 for never.
         observed: where queries attend to all that is restored, choices are made for so many of the last ones.
     """
 
