@@ -55,6 +55,8 @@ SETTINGS := contiguous_kv,contiguous_kv:chunk_tokens=4,contiguous_kv:chunk_token
 # a budget by mass: what was looked at, on that other half, and what was reported
 MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9,contiguous_kv:mass=0.95,contiguous_kv:rechoose=2,contiguous_kv:rechoose=4,contiguous_kv:mass=0.9:rechoose=4
 MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
+# how much a decoded token's choice must gain: looked at on that other half, with running text where there is DATA
+GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,contiguous_kv:gain=0.1,contiguous_kv:gain=0.2,contiguous_kv:gain=0.4
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
@@ -68,7 +70,7 @@ eval: $(FOR_DEV)
 	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.run --methods $(SETTINGS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
-		--tasks reference --prefix-tokens 512 --limit 60 --out $(RESULTS)/settings-xs
+		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/settings-xs
 	$(BIN)/python -m eval.report $(RESULTS)/settings-xs
 	$(BIN)/python -m eval.run --methods $(MASSES) --budgets 0.05,0.1,0.25 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
 		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/choosing-mass-xs
@@ -81,6 +83,9 @@ eval: $(FOR_DEV)
 	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/corpus-xs
 	$(BIN)/python -m eval.report $(RESULTS)/corpus-xs
 ifdef DATA
+	$(BIN)/python -m eval.run --methods $(GAINS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+		--data $(DATA) --tasks reference,text --prefix-tokens 512 --limit 60 --out $(RESULTS)/choosing-gain-xs
+	$(BIN)/python -m eval.report $(RESULTS)/choosing-gain-xs
 	$(EVAL) --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 100 \
 		--out $(RESULTS)/text-xs
 	$(BIN)/python -m eval.report $(RESULTS)/text-xs
