@@ -91,18 +91,24 @@ class Popen:
 
     def poll(self) -> int | None:
         """Its exit status, less than 0 for a signal; None while it runs."""
-        if self.returncode is None and select.select([self._told], [], [], 0)[0]:
+        if self.returncode is None and self._has_ended(0):
             return self.wait()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it has ended. Raises `TimeoutExpired`."""
         if self.returncode is None:
-            if not select.select([self._told], [], [], timeout)[0]:
+            if not self._has_ended(timeout):
                 raise TimeoutExpired(self.args, timeout or 0)
             self.returncode = int(self._told.readline())
             self._told.close()
         return self.returncode
+
+    def _has_ended(self, timeout: float | None) -> bool:
+        """Waited for up to so many seconds. `select` would not do: it knows no files beyond the 1,024th."""
+        poll = select.poll()
+        poll.register(self._told, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else 1000 * timeout))
 
     def send_signal(self, number: int) -> None:
         """Unless it has ended."""

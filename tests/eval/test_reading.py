@@ -100,7 +100,7 @@ def test_single_tokens_read_more_than_their_budget(read, budget):
 
 
 def test_choosing_again_reads_at_each_token(read):
-    once, again = (read(replace(EACH_LAYER, rechoose=rechoose, ahead_bytes=0)) for rechoose in (0, 1))
+    once, again = (read(replace(EACH_LAYER, rechoose=rechoose, gain=0, ahead_bytes=0)) for rechoose in (0, 1))
     assert again.brought == once.brought == once.answered
     assert 0 == once.per_token < again.per_token < 25
     assert again.answered == pytest.approx(again.brought + (NEW - 1) * again.per_token)
