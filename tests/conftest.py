@@ -47,6 +47,15 @@ def _quiet_and_reproducible():
 
 
 @pytest.fixture
+def store(tmp_path):
+    """An empty one; tests that want another define their own."""
+    from hf_tiered_cache import KVStore
+
+    with KVStore(tmp_path / "store", engine="posix") as opened:
+        yield opened
+
+
+@pytest.fixture
 def run(monkeypatch, capsys):
     """Runs the command in this process; returns exit status, standard output and error."""
 

@@ -10,7 +10,6 @@ from reference import Remembering, kv_of
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, fill, join
 from test_rankings import scores_in
 
-from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheBlend, CacheTune
 from hf_tiered_cache.restore.asking import QuestionAttention
@@ -20,12 +19,6 @@ COLUMNS = PROMPT.shape[1]
 HOLDS = {n: np.arange(at, at + len(PASSAGES[n])) for n, at in PLACES.items()}
 """The columns of each passage in the prompt."""
 LAYERS, NARROW_AT = 6, 2
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
 
 
 class Noting(CacheTune):

@@ -21,12 +21,6 @@ from hf_tiered_cache.restore.recompute import LOWEST
 SMALL = {"passages": 2, "tokens": 64, "suffix": 8, "repeats": 1, "progress": False}
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
 def pretend(monkeypatch, seconds):
     """Let a prompt take as long as `seconds` says of the tokens that are computed in it, of 136."""
     real = module._seconds

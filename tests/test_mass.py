@@ -36,12 +36,6 @@ def model():
 
 
 @pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
-@pytest.fixture
 def chosen(monkeypatch):
     """The tokens of each choice, in order: period by period, and in each row by row."""
     noted: list[np.ndarray] = []

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_asking import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 from test_passages import BOS, PASSAGES, QUESTION, fill, join
 
-from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache import TieredCache
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Recompute
 from hf_tiered_cache.restore.columns import of_row, places, repeats, row_by_row, side_by_side
 from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
@@ -26,12 +26,6 @@ ROWS = [
     (QUESTION, QUESTION[3:]),  # no passage
 ]
 """Behind the first token; none of the passages begins a row."""
-
-
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
 
 
 def padded(rows):

@@ -34,12 +34,6 @@ QUESTION = prompt(24, seed=77)[0]
 BOS = torch.tensor([1])
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
 def fill(store, model, passages=PASSAGES, method=None):
     return store.precompute(model, passages, segments=True, method=method, progress=False)
 

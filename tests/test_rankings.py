@@ -19,12 +19,6 @@ from hf_tiered_cache.reasons import unranked
 from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens
 
 
-@pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
 def test_energy_at_low_frequencies_by_hand():
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(2, 10, 3, generator=generator)

@@ -31,12 +31,6 @@ def model():
 
 
 @pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
-@pytest.fixture
 def chosen(monkeypatch):
     """The choices, in order."""
     noted: list[Selection] = []
@@ -113,7 +107,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
                 tokens = now.tokens[0]
                 if step == 0:
                     choice.append(tokens)
-                elif now.mass[tokens].sum() - now.mass[choice[number]].sum() >= method.gain:
+                elif not method.gain or now.mass[tokens].sum() - now.mass[choice[number]].sum() >= method.gain:
                     choice[number] = tokens
                     moved.append(step)
         kept, attended = DynamicCache(config=model.config), len(choice[0])

@@ -58,12 +58,6 @@ def model():
 
 
 @pytest.fixture
-def store(tmp_path):
-    with KVStore(tmp_path / "store", engine="posix") as opened:
-        yield opened
-
-
-@pytest.fixture
 def chosen(monkeypatch):
     """The tokens that were chosen, in order of the choices."""
     noted: list[np.ndarray] = []
