@@ -4,8 +4,8 @@
     python bench/rechoose.py --model FOLDER --prefix 512  # a trained model, whose choices move less
 
 *Each token* is the default: what a token chooses takes the place of what is held where it gains 5 % of its attention.
-*Whatever it gains* (`gain=0`) takes each choice. Random weights spread attention evenly, so the former hardly ever
-takes one, and shows what choosing costs; the latter exchanges almost all at each token: the most that it can cost.
+*Whatever it gains* (`gain=0`) takes each choice. Random weights spread attention evenly, so that no choice gains as
+much, and the former shows what choosing costs; the latter exchanges most of what is held at each token.
 
 Each way holds a cache of its own over the same prefix, and decodes the same tokens; they take turns token by token, and
 ratios are of sums over tokens. Answers, chosen once and again: eval/results/reference-xs.
@@ -78,10 +78,7 @@ def measured(
     model: Any, store: KVStore, ids: torch.Tensor, tokens: torch.Tensor, period: int, budget: float
 ) -> dict[str, float]:
     """Seconds a token of each way, medians, and ratios of sums over what the prompt's choice takes."""
-    subperiod = max(size for size in (1, 2, 4) if period % size == 0)
-    methods: dict[str, Any] = {
-        name: ContiguousKV(budget, period=period, subperiod=subperiod, **way) for name, way in WAYS.items()
-    }
+    methods: dict[str, Any] = {name: ContiguousKV(budget, period=period, **way) for name, way in WAYS.items()}
     store.precompute(model, ids[:, :-SUFFIX], method=methods["once"], progress=False)
     caches = {}
     for name, method in (methods | {"all KV": None}).items():
