@@ -61,32 +61,38 @@ GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,co
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
 PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:sink=false
-EVAL := $(BIN)/python -m eval.run --methods $(METHODS) --budgets 0.05,0.1,0.25 --seed 45 --half 1 --dtype float32
+# on long prefixes, and on real text
+LONG := contiguous_kv,contiguous_kv:chunk_tokens=16,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
+TEXT := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
+EVAL := $(BIN)/python -m eval.run --seed 45 --half 1 --dtype float32
+CHOOSE := $(BIN)/python -m eval.run --seed 43 --half 0 --dtype float32 --model eval/reference/xs
 # settings were chosen on the other half of the examples
-EVAL_PASSAGES := $(BIN)/python -m eval.run --ratios 0.05,0.15,0.3 --seed 45 --half 1 --dtype float32 --model eval/reference/xs
+EVAL_PASSAGES := $(EVAL) --ratios 0.05,0.15,0.3 --model eval/reference/xs
 RESULTS := eval/results
 
 eval: $(FOR_DEV)
-	$(EVAL) --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/reference-xs
+	$(EVAL) --methods $(METHODS) --budgets 0.05,0.1,0.25 --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 \
+		--out $(RESULTS)/reference-xs
 	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
-	$(BIN)/python -m eval.run --methods $(SETTINGS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+	$(CHOOSE) --methods $(SETTINGS) --budgets 0.05,0.1 \
 		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/settings-xs
 	$(BIN)/python -m eval.report $(RESULTS)/settings-xs
-	$(BIN)/python -m eval.run --methods $(MASSES) --budgets 0.05,0.1,0.25 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+	$(CHOOSE) --methods $(MASSES) --budgets 0.05,0.1,0.25 \
 		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/choosing-mass-xs
 	$(BIN)/python -m eval.report $(RESULTS)/choosing-mass-xs
-	$(BIN)/python -m eval.run --methods $(MASS) --budgets 0.05,0.1,0.25 --seed 45 --half 1 --dtype float32 --model eval/reference/xs \
+	$(EVAL) --methods $(MASS) --budgets 0.05,0.1,0.25 --model eval/reference/xs \
 		--tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/mass-xs
 	$(BIN)/python -m eval.report $(RESULTS)/mass-xs
-	$(EVAL) --model eval/reference/long --tasks reference --prefix-tokens 4080 --limit 20 --out $(RESULTS)/reference-long
+	$(EVAL) --methods $(LONG) --budgets 0.05,0.1 --model eval/reference/long --tasks reference --prefix-tokens 4080 --limit 14 \
+		--out $(RESULTS)/reference-long
 	$(BIN)/python -m eval.report $(RESULTS)/reference-long
-	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/corpus-xs
+	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 60 --out $(RESULTS)/corpus-xs
 	$(BIN)/python -m eval.report $(RESULTS)/corpus-xs
 ifdef DATA
-	$(BIN)/python -m eval.run --methods $(GAINS) --budgets 0.05,0.1 --seed 43 --half 0 --dtype float32 --model eval/reference/xs \
+	$(CHOOSE) --methods $(GAINS) --budgets 0.05,0.1 \
 		--data $(DATA) --tasks reference,text --prefix-tokens 512 --limit 60 --out $(RESULTS)/choosing-gain-xs
 	$(BIN)/python -m eval.report $(RESULTS)/choosing-gain-xs
-	$(EVAL) --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 100 \
+	$(EVAL) --methods $(TEXT) --budgets 0.05,0.1 --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 60 \
 		--out $(RESULTS)/text-xs
 	$(BIN)/python -m eval.report $(RESULTS)/text-xs
 	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks musique,2wikimqa,hotpotqa,samsum --limit 25 \
