@@ -42,6 +42,10 @@ class StoreBusyError(StoreError):
     """Another process or thread holds the store's lock and does not let go of it."""
 
 
+class ModelChangedError(StoreError):
+    """The weights were changed after KV was computed with them, so that it cannot be stored under their name."""
+
+
 class ConversationInUseError(StoreError):
     """Another process, or a newer cache of this one, goes on with the conversation. Nothing is lost on either side."""
 

@@ -136,7 +136,8 @@ class PassageServing(Serving):
             return _Observing(History(hasher, pads), *own, names=names, check=check).behind(before, self.computed)
         history = History(hasher, [pad + self.context_ids.shape[1] for pad in pads])  # left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
-        return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check)
+        held = identity.weights_held
+        return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check, weights_held=held)
 
     def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
         scores = self.method.rank(layers)

@@ -26,6 +26,10 @@ NO_ROOM = (
     "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
     "store.stats.dropped_writes"
 )
+WEIGHTS_CHANGED = (
+    "the model's weights were changed behind PyTorch's back (through .data or shared memory), so what was computed "
+    "since is not stored; call attach(model).refresh() after such a change"
+)
 ALL_LOGITS = "the logits of every token are asked for, so every token is computed; pass logits_to_keep=1"
 ALL_STATES = "hidden states or attentions of every token are asked for, so every token is computed"
 APPROXIMATE = "the cache holds a selection of its prompt; what follows is computed, and neither restored nor stored"

@@ -16,7 +16,7 @@ import torch
 from .caught import LayerBuffer, compact, cut_end, last_columns, packer, tokens_from
 from .errors import StoreClosedError
 from .geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
-from .reasons import NO_ROOM, ODD_MASK
+from .reasons import NO_ROOM, ODD_MASK, WEIGHTS_CHANGED
 from .request import DecodingCheck
 from .restore.history import History
 from .shape import SegmentShape, TokenTables
@@ -54,6 +54,28 @@ class Names:
         return self.labels[row] if self.labels else self.label
 
 
+class Confirmation:
+    """The question whether KV may be stored, and the answer.
+
+    Args:
+        ask: gives the answer.
+    """
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+        self.denied = False
+
+    def __call__(self) -> bool:
+        """Return whether it may."""
+        self.denied = not self._ask()
+        return not self.denied
+
+
+def _refused(collector: StatsCollector, tokens: int, confirmed: Confirmation) -> None:
+    collector.add(tokens_stored=-tokens)
+    collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
+
+
 class Recorder:
     """Collects the KV of computed tokens until `seal` makes segments of it.
 
@@ -71,6 +93,7 @@ class Recorder:
         collector: counts the tokens that are stored.
         names: the facts of the model, and the user's labels, for the headers of segments.
         check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
+        weights_held: see `Identity.weights_held`.
         rank: given each layer's unrotated keys and values of a row's new segment, `[heads, tokens, dim]`, says how much
             each token matters; those that matter most lie in front. None leaves them in order.
     """
@@ -88,6 +111,7 @@ class Recorder:
         collector: StatsCollector | None = None,
         names: Names = Names(),
         check: DecodingCheck | None = None,
+        weights_held: Callable[[float], bool] = lambda moment: True,
     ) -> None:
         self.history = history
         self.fingerprint = fingerprint
@@ -99,6 +123,7 @@ class Recorder:
         self._names = names
         self._check = check or DecodingCheck()
         self._submit = submit
+        self._weights_held = weights_held
         self._ttl = ttl
         self._lock = threading.RLock()
         self._step = Step(self._mend)
@@ -390,13 +415,11 @@ class Recorder:
         )
         self._mark()
         block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
-        refused = partial(self._refused, self.collector, tokens)
-        return PendingSegment(header, mine, block_groups, self._ancestors[row], refused, on_device=kept)
-
-    @staticmethod
-    def _refused(collector: StatsCollector, tokens: int) -> None:
-        collector.add(tokens_stored=-tokens)
-        collector.explain(NO_ROOM)
+        confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
+        refused = partial(_refused, self.collector, tokens, confirmed)
+        return PendingSegment(
+            header, mine, block_groups, self._ancestors[row], refused, on_device=kept, confirmed=confirmed
+        )
 
     def _tables(self, row: int, start: int, tokens: int, layout: KVLayout) -> TokenTables | None:
         if self.rank is None:

@@ -274,7 +274,7 @@ class Serving:
             return reasons.TRAINING
         if identity.looks_ahead:
             return reasons.LOOKS_AHEAD
-        return reasons.nameless(identity.nameless) if identity.nameless else identity
+        return reasons.nameless(identity.problem) if identity.problem else identity
 
     def _understand(
         self, cache: Cache, kwargs: dict[str, Any], identity: Identity
@@ -326,6 +326,7 @@ class Serving:
             collector=self.collector,
             names=Names(identity.facts, self.options.label),
             check=check,
+            weights_held=identity.weights_held,
         )
 
     def follow(self, cache: Cache, sequence: SequenceState) -> None:

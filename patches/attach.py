@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import threading
@@ -10,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -23,7 +22,7 @@ from . import rotary
 from .attention import patch_attention, unpatch_attention
 from .layers import decoder_layers
 from .pickling import pickle_as_it_is, pickle_without, without_hook
-from .scope import current
+from .scope import Replacement, current
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -172,7 +171,7 @@ _ATTACHING = threading.RLock()
 """Two threads may make the first caches of a model at once."""
 
 
-class _Wrapper:
+class _Wrapper(Replacement):
     """A bound method of the model, wrapped.
 
     Args:
@@ -181,10 +180,9 @@ class _Wrapper:
     """
 
     def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
-        functools.update_wrapper(cast(Callable[..., Any], self), method)
+        super().__init__(method)
         self.__signature__ = inspect.signature(method)  # `generate()` asks for it several times a call
         self.attachment = attachment
-        self.method = method
         self.before = before
 
     def serves(self, values: Iterable[Any]) -> bool:
@@ -201,10 +199,10 @@ class _Forward(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.serves((*args, *kwargs.values())):
-            return self.method(*args, **kwargs)
+            return self.original(*args, **kwargs)
         if args:
             kwargs = _by_name(self.attachment.signature, args, kwargs)
-        return kwargs["past_key_values"].run(self.attachment, self.method, kwargs)
+        return kwargs["past_key_values"].run(self.attachment, self.original, kwargs)
 
 
 class _CompiledCall(_Wrapper):
@@ -212,7 +210,7 @@ class _CompiledCall(_Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         uncompiled = self.serves((*args, *kwargs.values()))
-        return (self.attachment.model._call_impl if uncompiled else self.method)(*args, **kwargs)
+        return (self.attachment.model._call_impl if uncompiled else self.original)(*args, **kwargs)
 
 
 class _Generate(_Wrapper):
@@ -231,7 +229,7 @@ class _Generate(_Wrapper):
                 kwargs["prefill_chunk_size"] = None
         token = _generating.set(self.attachment)
         try:
-            return self.method(*args, **kwargs)
+            return self.original(*args, **kwargs)
         finally:
             _generating.reset(token)
 
@@ -260,7 +258,7 @@ class _GenerateBatch(_Wrapper):
                 "generate_batch() keeps its KV in pages of its own: the TieredCache is ignored, and nothing is "
                 "restored or stored; call generate() to use it"
             )
-        return self.method(*args, **kwargs)
+        return self.original(*args, **kwargs)
 
 
 class _PrepareInputs(_Wrapper):
@@ -269,12 +267,12 @@ class _PrepareInputs(_Wrapper):
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
         if not isinstance(cache, ServedCache):
-            return self.method(input_ids, *args, **kwargs)
+            return self.original(input_ids, *args, **kwargs)
         held = cache.get_seq_length()
         if held and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
             # assisted decoding gives the whole prompt again to a cache that holds its beginning
             kwargs["next_sequence_length"] = input_ids.shape[1] - held
-        prepared = self.method(input_ids, *args, **kwargs)
+        prepared = self.original(input_ids, *args, **kwargs)
         if not held and prepared.get("past_key_values") is None:
             prepared["past_key_values"] = (
                 cache  # Phi-3 drops caches that are shorter than a long prompt, empty ones too
@@ -284,7 +282,7 @@ class _PrepareInputs(_Wrapper):
 
 def _is_compiled(forward: Callable[..., Any]) -> bool:
     if isinstance(forward, _Wrapper):
-        forward = forward.method
+        forward = forward.original
     return hasattr(forward, "_torchdynamo_orig_callable")
 
 

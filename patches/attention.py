@@ -7,7 +7,6 @@ they wrap.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
-from .scope import Scope, current, on
+from .scope import Replacement, Scope, current, on
 
 WRAPPED = ("sdpa", "eager")
 """Implementations whose masks can say where each query stands."""
@@ -52,17 +51,17 @@ def can_scatter(config: PreTrainedConfig) -> bool:
     return config._attn_implementation in WRAPPED
 
 
-class _Scoped:
+class _Scoped(Replacement):
     """A registered function, and what stands in for it within passes of ours."""
 
     def __init__(self, base: Callable[..., Any], ours: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, base)
-        self.base, self.ours = base, ours
+        super().__init__(base)
+        self.ours = ours
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope = None if torch.compiler.is_compiling() else current()
-        return self.base(*args, **kwargs) if scope is None else self.ours(scope, self.base, *args, **kwargs)
+        return self.original(*args, **kwargs) if scope is None else self.ours(scope, self.original, *args, **kwargs)
 
 
 def patch_attention() -> None:
@@ -84,7 +83,7 @@ def unpatch_attention() -> None:
             if isinstance(function, _Scoped):
                 function.users -= 1
                 if function.users == 0:
-                    registry.register(name, function.base)
+                    registry.register(name, function.original)
 
 
 def make_mask(

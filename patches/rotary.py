@@ -7,7 +7,6 @@ how much of it, and how to do the same at other positions. No family needs code 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import threading
@@ -20,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from .scope import current, on, picked
+from .scope import Replacement, current, on, picked
 
 _patching = threading.Lock()
 
@@ -335,20 +334,19 @@ def unpatch_function(module: ModuleType, name: str) -> None:
         if isinstance(function, _Watched):
             function.users -= 1
             if function.users == 0:
-                setattr(module, name, function.function)
+                setattr(module, name, function.original)
 
 
-class _Watched:
+class _Watched(Replacement):
     """A rotation function that tells the current pass of its calls."""
 
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
-        functools.update_wrapper(self, function)
-        self.function = function
+        super().__init__(function)
         self.places = _places(function)
         self.users = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        rotated = self.function(*args, **kwargs)
+        rotated = self.original(*args, **kwargs)
         if not torch.compiler.is_compiling() and (scope := current()) is not None:
-            scope.tap.last = RotaryCall(self.function, self.places, args, kwargs, rotated[1])
+            scope.tap.last = RotaryCall(self.original, self.places, args, kwargs, rotated[1])
         return rotated

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 if TYPE_CHECKING:
     from .rotary import RotaryTap
+
+
+class Replacement:
+    """Stands in for a function of transformers, or a method of a model, while a model is attached.
+
+    Args:
+        original: what it stands in for, and computes the same as.
+    """
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        functools.update_wrapper(cast(Callable[..., Any], self), original)
+        self.original = original
 
 
 class QueryObserver(Protocol):

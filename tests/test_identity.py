@@ -385,8 +385,8 @@ def test_every_element_counts_wherever_its_tensor_begins_and_ends(monkeypatch, m
     monkeypatch.setattr(weights_module, "memory_of", lambda device: memory)
     model, flat = nn.Module(), torch.randn(1001).to(dtype)
     model.parts = nn.ParameterList([flat[1:400], flat[400:403], flat[403:], torch.empty(0)])
-    monkeypatch.setattr(weights_module, "tensors_of", lambda model: model.named_parameters())
-    digests = weights_module.WeightDigests(model)
+    pass
+    digests = weights_module.WeightDigests(model.named_parameters())
     seen = {digests.digest}
     for at in range(1, 1001):
         flat[at] += 1

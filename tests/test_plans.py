@@ -345,7 +345,7 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
         tap.tables.append(rotary.RotaryTable(table, cos, sin))
         key, keys = torch.ones(1, 1, 1, cos.shape[2]), torch.ones(1, stop, cos.shape[2])
         watched = rotary._Watched(apply_rotary_pos_emb)
-        call = rotary.RotaryCall(watched.function, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
+        call = rotary.RotaryCall(watched.original, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
         like = rotary.PreRopeKV(key, key, "key", cos.shape[2], True, call)
         tap.rotate_at_(like, keys, torch.arange(stop)[None], stop)
         expected = embedding(torch.empty(0), torch.arange(stop)[None])

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 
-
-def tuner_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Layers that an adapter wraps, and their paths."""
-    for name, module in model.named_modules():
-        if _is_tuner(module):
-            yield name, module
-
-
-def _is_tuner(module: Any) -> bool:
+def is_tuner(module: Any) -> bool:
+    """Return whether a module is a layer that an adapter wraps."""
     return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "active_adapters")
 
 
@@ -29,11 +21,6 @@ def merged_adapters(layer: Any) -> tuple[str, ...]:
     return tuple(getattr(layer, "merged_adapters", ()))
 
 
-def plain_path(path: str) -> str:
-    """The path that a module or a tensor has without adapters and without `torch.compile`."""
-    return ".".join(part for part in path.split(".") if part not in ("base_layer", "_orig_mod"))
-
-
 def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
     """For each of them with an adapter switched on: its number, the active and merged adapters, and their scales."""
     states = []
@@ -44,16 +31,6 @@ def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
             scaling = getattr(layer, "scaling", {})
             states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
     return tuple(states)
-
-
-def idle_adapter_prefixes(model: nn.Module) -> Iterator[str]:
-    """Where adapters lie that are not switched on: the beginnings of the names of their tensors."""
-    for name, layer in tuner_layers(model):
-        active = active_adapters(layer)
-        for container in layer.adapter_layer_names:
-            for adapter in getattr(layer, container, {}):
-                if adapter not in active:
-                    yield f"{name}.{container}.{adapter}."
 
 
 def rows_have_adapters(layers: Iterable[Any]) -> bool:

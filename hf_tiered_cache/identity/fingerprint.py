@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedModel
 
-from . import structure
-from .adapters import adapter_state, rows_have_adapters, tuner_layers
-from .watch import Watch, precision
+from .adapters import adapter_state, rows_have_adapters
+from .model import IRRELEVANT, ModelDescription
+from .watch import active_mode, computing_state
 from .weights import WeightDigests
 
-_IRRELEVANT = frozenset(
-    {
-        *("architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
-        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
-        *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class"),
-        *("chunk_size_feed_forward", "tie_word_embeddings", "initializer_range", "keys_to_ignore_at_inference"),
-        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop"),
-    }
-)
-"""What a configuration says that changes no key and no value."""
 _FOLLOWING = frozenset({"weights", "modules"})
 _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapter"})
 """Facts with which the following ones differ, too."""
@@ -40,53 +31,61 @@ class Identity:
         fingerprint: 32 hexadecimal digits.
         facts: what it is made of, part by part: in words where these are short, else as digests. "name" is what the
             model is called; it says nothing of the KV, and is the one fact that the fingerprint leaves out.
-        nameless: something that changes what is computed and has no name, so that nothing may be stored, or "".
-        looks_ahead: whether tokens attend to those behind them.
+        problem: what changes the computation and cannot be described, so that nothing may be stored, or "".
+        looks_ahead: whether tokens attend to those after them.
         training: whether a part is in training mode, and computes something else then.
+        weights_held: given a time of `time.monotonic`, says whether the weights are still those of the fingerprint, by
+            a complete read of them that began after it. Any thread may ask.
     """
 
     fingerprint: str
     facts: Mapping[str, str] = field(default_factory=dict)
-    nameless: str = ""
+    problem: str = ""
     looks_ahead: bool = False
     training: bool = False
+    weights_held: Callable[[float], bool] = field(default=lambda moment: True, compare=False, repr=False)
 
 
 class Fingerprinter:
-    """Names one model, and notices when that name has to be made anew.
+    """Names one model, and notices when that name has to be made again.
 
-    All weights are read once. From then on each pass sees what has been written to, replaced, hooked, switched or
-    configured otherwise, and each request reads a part of the weights again (see `WeightDigests`).
+    The model is described and all weights are read once. From then on each pass compares the objects that the
+    description was made of, and each request reads a part of the weights again (see `Watch` and `WeightDigests`).
+
+    Args:
+        model: the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self._identities: dict[str, Identity] = {}
-        self._renew()
+        self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
+        self._weights = WeightDigests(())
+        self._describe()
 
     def look(self, tag: str = "", closely: bool = True) -> Identity:
-        """What the model is now.
+        """Return what the model is now.
 
         Args:
-            tag: the user's name for what has none; part of the fingerprint.
+            tag: the user's name for what cannot be described; part of the fingerprint.
             closely: whether a part of the weights is read again: at the beginning of a request.
 
         Raises:
             UnsupportedModelError: some weights cannot be read.
         """
-        if self._watch.sees_another_structure() or self._weights.moved():
-            self._renew()
-        else:
-            if self._watch.sees_other_settings():
-                self._renew(self._weights)
-            if self._weights.changed(reread=closely):
-                self._identities.clear()
-        if tag not in self._identities:
-            self._identities[tag] = _identify(self._model, self._weights, tag)
-        return self._identities[tag]
+        if not self._description.watch.holds() or adapter_state(self.tuned) != self._adapters:
+            self._describe()
+        if self._weights.moved():
+            self._weights = WeightDigests(self._description.named_tensors)
+            self._identities.clear()
+        elif self._weights.changed(reread=closely):
+            self._identities.clear()
+        key = tag, active_mode(), computing_state(self._devices)
+        if key not in self._identities:
+            self._identities[key] = self._identify(*key)
+        return self._identities[key]
 
     def __call__(self) -> str:
-        """The fingerprint of the model as it is now."""
+        """Return the fingerprint of the model as it is now."""
         return self.look().fingerprint
 
     def refresh(self) -> None:
@@ -95,73 +94,108 @@ class Fingerprinter:
             self._identities.clear()
 
     def rows_have_adapters(self) -> bool:
-        """Whether the pass under way gives each row an adapter of its own."""
-        return rows_have_adapters(self._watch.tuned)
+        """Return whether the pass under way gives each row an adapter of its own."""
+        return rows_have_adapters(self.tuned)
 
-    def _renew(self, weights: WeightDigests | None = None) -> None:
-        self._weights = weights or WeightDigests(self._model)
-        self._watch = Watch(self._model)
+    @property
+    def tuned(self) -> list[Any]:
+        """Layers that an adapter wraps."""
+        return self._description.tuned
+
+    def _describe(self) -> None:
+        """Describe the model again; its weights are read again only if there are other tensors."""
+        self._description = description = ModelDescription(self._model)
+        self._adapters = adapter_state(description.tuned)
+        self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
+        if not self._weights.are_of(description.named_tensors):
+            self._weights = WeightDigests(description.named_tensors)
         self._identities.clear()
+
+    def _identify(self, tag: str, mode: str, state: tuple[str, ...]) -> Identity:
+        description, model = self._description, self._model
+        text = model.config.get_text_config(decoder=True)
+        config = _settings(text.to_dict())
+        rope = {key: config.pop(key) for key in list(config) if key.startswith("rope_")}
+        facts = {
+            "name": str(getattr(model.config, "_name_or_path", "") or ""),
+            "class": type(model).__name__,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": devices(model),
+            "torch": torch.__version__,
+            "config": _digest(config),
+            "RoPE": _digest(rope),
+            "attention": str(text._attn_implementation),
+            "modules": _digest(description.words),
+            "quantization": _digest(_settings({"": getattr(model.config, "quantization_config", None)})),
+            "adapter": _digest([list(map(str, state)) for state in self._adapters]),
+            "precision": " ".join(state),
+            "weights": _digest(
+                [self._weights.names, hashlib.blake2b(self._weights.digest, digest_size=16).hexdigest()]
+            ),
+            "tag": tag,
+        }
+        described = {fact: value for fact, value in facts.items() if fact != "name"}
+        problem = "" if tag else mode or description.problem
+        return Identity(
+            _digest(described),
+            facts,
+            problem,
+            looks_ahead(model),
+            any(map(trains, model.modules())),
+            partial(self._weights.held_since, self._weights.digest),
+        )
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """The name of everything that the KV of `model` depends on: 32 hexadecimal digits.
+    """Return the name of everything that the KV of `model` depends on: 32 hexadecimal digits.
 
     Raises:
         UnsupportedModelError: some weights cannot be read.
     """
-    return _identify(model, WeightDigests(model), "").fingerprint
-
-
-def _identify(model: PreTrainedModel, weights: WeightDigests, tag: str) -> Identity:
-    config = canonical_config(model.config.get_text_config(decoder=True))
-    rope = {key: config.pop(key) for key in list(config) if key.startswith("rope_")}
-    adapters = adapter_state(layer for _, layer in tuner_layers(model))
-    nameless, lines = structure.nameless(model), []
-    try:
-        lines = structure.describe(model, guess=bool(tag))
-    except structure.Nameless as error:
-        nameless = nameless or f"the attribute {error}"
-    facts = {
-        "name": str(getattr(model.config, "_name_or_path", "") or ""),
-        "class": type(model).__name__,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": structure.devices(model),
-        "torch": torch.__version__,
-        "config": _digest(config),
-        "RoPE": _digest(rope),
-        "attention": structure.attention(model),
-        "modules": _digest(lines),
-        "quantization": _digest(_plain(getattr(model.config, "quantization_config", None))),
-        "adapter": _digest([list(map(str, state)) for state in adapters]),
-        "precision": " ".join(precision()),
-        "weights": _digest([weights.names, hashlib.blake2b(weights.digest, digest_size=16).hexdigest()]),
-        "tag": tag,
-    }
-    said = {fact: value for fact, value in facts.items() if fact != "name"}
-    return Identity(
-        _digest(said),
-        facts,
-        "" if tag else nameless,
-        structure.looks_ahead(model),
-        any(map(structure.trains, model.modules())),
-    )
+    return Fingerprinter(model)()
 
 
 def differing_facts(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
-    """The facts in which two models differ, by name; those that follow from others only where nothing else says why."""
-    found = [fact for fact in mine if fact != "name" and others.get(fact, "") != mine[fact]]
-    return [fact for fact in found if fact not in _FOLLOWING or not _LEADING.intersection(found)]
+    """Return the names of the facts in which two models differ.
+
+    Facts that follow from others are left out where one of those differs.
+    """
+    differing = [fact for fact in mine if fact != "name" and others.get(fact, "") != mine[fact]]
+    return [fact for fact in differing if fact not in _FOLLOWING or not _LEADING.intersection(differing)]
 
 
-def _digest(value: Any) -> str:
-    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+def looks_ahead(model: PreTrainedModel) -> bool:
+    """Return whether tokens attend to those after them."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
+        return True
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return any(getattr(module, "is_causal", None) is False for module in (decoder or model).modules())
 
 
-def canonical_config(config: PreTrainedConfig) -> dict[str, Any]:
-    """What of a configuration bears on keys and values, JSON-ready."""
-    said = config.to_dict().items()
-    return {key: _plain(value) for key, value in said if key not in _IRRELEVANT and not key.startswith("_")}
+def devices(model: PreTrainedModel) -> str:
+    """Return the kinds of device that the model computes on, also where accelerate keeps its weights elsewhere."""
+    kinds = {tensor.device.type for tensor in model.parameters()}
+    for module in model.modules():
+        where = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+        if where is not None:
+            kinds.add("cuda" if isinstance(where, int) else torch.device(where).type)
+    return " ".join(sorted(kinds - {"meta"})) or "cpu"
+
+
+def trains(module: nn.Module) -> bool:
+    """Return whether a module is in training mode, and computes something else then."""
+    if not module.training:
+        return False
+    if isinstance(module, PreTrainedModel | nn.modules.batchnorm._BatchNorm):
+        return True
+    rates = (value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name or name == "p")
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what of a configuration bears on keys and values, JSON-ready."""
+    return {key: _plain(value) for key, value in config.items() if key not in IRRELEVANT and not key.startswith("_")}
 
 
 def _plain(value: Any) -> Any:
@@ -172,3 +206,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

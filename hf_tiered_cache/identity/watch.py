@@ -1,108 +1,163 @@
-"""Noticing, at every pass, that a model may compute something else than before."""
+"""Noticing, at every pass, that something a model computes with is another object than before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter, is_
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import torch
-from torch.nn.modules import module as torch_module
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils import flop_counter
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from .adapters import adapter_state, tuner_layers
-from .rope import varying_rope
-from .structure import attributes_of
-
-_training = attrgetter("training")
-_children = attrgetter("_modules")
+HARMLESS_MODES: tuple[type, ...] = (
+    DeviceContext,
+    getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode),
+)
+"""Modes of PyTorch that say where tensors are made, or count."""
+_code = attrgetter("__code__")
+_state = attrgetter("__dict__")
+_members: Any = MappingProxyType.get
 
 
 class Watch:
-    """What can be seen of a model without reading it: which objects it is made of, and how many of each.
+    """The objects that a description was made of, by the places where they were found.
 
-    It keeps these objects, so that none that comes later can have the address of one that is gone.
-
-    Args:
-        model: as it is now.
+    A place is an item of a dictionary, a member of a class, the type or the `__dict__` of an object, the code of a
+    function, the content of a closure cell, or the items of a container. `holds` compares all of them by identity, in
+    loops that run in C. The watch keeps the objects, so that none made later can have the address of one that is gone.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._modules = list(model.modules())
-        varies = varying_rope(model.config.get_text_config(decoder=True)) is not None
-        self._parts = _Slots(
-            (slots, name)
-            for module in self._modules
-            for slots in (module._modules, module._parameters, module._buffers)
-            for name in slots
-            if not (varies and name.endswith("inv_freq"))
-        )
-        self._attributes = _Slots(
-            (module.__dict__, name)
-            for module in self._modules
-            if not (varies and type(module).__name__.endswith("RotaryEmbedding"))
-            for name in attributes_of(module)
-        )
-        self._filled = [
-            *(slots for module in self._modules for slots in (module._modules, module._parameters, module.__dict__)),
-            *(hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks)),
-            *(torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks),
-        ]
-        self.tuned = [layer for _, layer in tuner_layers(model)]
-        """Layers that an adapter wraps."""
-        self._slots = list(map(_children, self._modules))
-        self._forwards = {kind: getattr(kind, "forward", None) for kind in map(type, self._modules)}
-        self._containers = [value for value in self._attributes.values if isinstance(value, dict | list | set)]
-        configs = (model.config, *(getattr(module, "config", None) for module in self._modules))
-        found = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
-        text = model.config.get_text_config(decoder=True)
-        self._configs = list((found | {id(text): text}).values())
-        self._structure, self._settings = self._read_structure(), self._read_settings()
+    def __init__(self) -> None:
+        self._items: dict[tuple[int, Any], tuple[dict[Any, Any], Any, Any]] = {}
+        self._class_members: dict[tuple[type, str], tuple[Mapping[str, Any], str, Any]] = {}
+        self._objects: dict[int, Any] = {}
+        self._states: dict[int, Any] = {}
+        self._functions: dict[int, FunctionType] = {}
+        self._cells: dict[int, CellType] = {}
+        self._slots: dict[tuple[int, str], tuple[Any, str]] = {}
+        self._sized: dict[int, Any] = {}
+        self._containers: dict[int, Any] = {}
 
-    def sees_another_structure(self) -> bool:
-        """Whether there is another module, parameter, hook, forward, mode, adapter or precision: then watch anew."""
-        return not (
-            self._parts.hold()
-            and all(map(is_, self._slots, map(_children, self._modules)))
-            and all(getattr(kind, "forward", None) is forward for kind, forward in self._forwards.items())
-            and self._read_structure() == self._structure
-        )
+    # --- adding places
 
-    def sees_other_settings(self) -> bool:
-        """Whether a plain attribute of a module, or a configuration, is another: then watch anew."""
-        return not (self._attributes.hold() and self._read_settings() == self._settings)
+    def item(self, container: dict[Any, Any], key: Any) -> None:
+        """Watch what a dictionary holds under a key; nothing counts, too."""
+        self._items.setdefault((id(container), key), (container, key, dict.get(container, key)))
 
-    def _read_structure(self) -> tuple[Any, ...]:
-        modes = list(map(_training, self._modules))
-        return list(map(len, self._filled)), modes, adapter_state(self.tuned), precision()
+    def member(self, kind: type, name: str) -> None:
+        """Watch what a class itself holds under a name."""
+        self._class_members.setdefault((kind, name), (kind.__dict__, name, kind.__dict__.get(name)))
 
-    def _read_settings(self) -> tuple[Any, ...]:
-        return [container.copy() for container in self._containers], list(map(_config_state, self._configs))
+    def type_of(self, value: Any) -> None:
+        """Watch the type of an object."""
+        self._objects[id(value)] = value
+
+    def state_of(self, value: Any) -> None:
+        """Watch which dictionary holds the attributes of an object, and how many these are."""
+        self._states[id(value)] = value
+        self.size(value.__dict__)
+
+    def function(self, function: FunctionType) -> None:
+        """Watch the code of a function."""
+        self._functions[id(function)] = function
+
+    def cell(self, cell: CellType) -> None:
+        """Watch the content of a closure cell."""
+        self._cells[id(cell)] = cell
+
+    def slot(self, value: Any, name: str) -> None:
+        """Watch what an object keeps in a slot."""
+        self._slots.setdefault((id(value), name), (value, name))
+
+    def size(self, container: Any) -> None:
+        """Watch how many items a container has."""
+        self._sized[id(container)] = container
+
+    def content(self, container: Any) -> None:
+        """Watch the items of a list, a set or another container."""
+        self.size(container)
+        self._containers[id(container)] = container
+
+    def complete(self) -> None:
+        """Note what all places hold now; `holds` compares with that."""
+        items = list(self._items.values())
+        self._item_places = [container for container, _, _ in items], [key for _, key, _ in items]
+        members = list(self._class_members.values())
+        self._member_places = [proxy for proxy, _, _ in members], [name for _, name, _ in members]
+        self._values = [value for _, _, value in items], [value for _, _, value in members]
+        self._lists = [list(group.values()) for group in (self._objects, self._states, self._functions, self._sized)]
+        self._cell_list, self._container_list = list(self._cells.values()), list(self._containers.values())
+        slots = list(self._slots.values())
+        self._slot_places = [value for value, _ in slots], [name for _, name in slots]
+        self._slot_values = list(map(getattr, *self._slot_places))
+        objects, states, functions, sized = self._lists
+        self._types, self._dicts = list(map(type, objects)), list(map(_state, states))
+        self._codes, self._sizes = list(map(_code, functions)), list(map(len, sized))
+        self._contents = list(chain.from_iterable(self._container_list))
+        self._cell_contents = list(_cell_contents(self._cell_list))
+
+    # --- looking
+
+    def holds(self) -> bool:
+        """Return whether every place still holds the same object."""
+        objects, states, functions, sized = self._lists
+        try:
+            return (
+                list(map(len, sized)) == self._sizes
+                and all(map(is_, self._values[0], map(dict.get, *self._item_places)))
+                and all(map(is_, self._values[1], map(_members, *self._member_places)))
+                and all(map(is_, self._types, map(type, objects)))
+                and all(map(is_, self._dicts, map(_state, states)))
+                and all(map(is_, self._codes, map(_code, functions)))
+                and all(map(is_, self._slot_values, map(getattr, *self._slot_places)))
+                and all(map(is_, self._contents, chain.from_iterable(self._container_list)))
+                and all(map(is_, self._cell_contents, _cell_contents(self._cell_list)))
+            )
+        except (AttributeError, RuntimeError):  # an attribute is gone, or a container is changed meanwhile
+            return False
+
+    @property
+    def places(self) -> int:
+        """Number of places that are compared."""
+        return sum(map(len, (*self._values, *self._lists, self._contents, self._cell_contents)))
 
 
-class _Slots:
-    """Places in dictionaries, and the objects that were there."""
-
-    def __init__(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
-        found = list(places)
-        self._dicts, self._names = [slots for slots, _ in found], [name for _, name in found]
-        self.values = list(map(dict.get, self._dicts, self._names))
-
-    def hold(self) -> bool:
-        """Whether the same objects are still there."""
-        return all(map(is_, self.values, map(dict.get, self._dicts, self._names)))
+_EMPTY = object()
 
 
-def _config_state(config: PreTrainedConfig) -> dict[str, Any]:
-    return {name: dict(value) if isinstance(value, dict) else value for name, value in config.__dict__.items()}
+def _cell_contents(cells: Iterable[CellType]) -> Iterator[Any]:
+    for cell in cells:
+        try:
+            yield cell.cell_contents
+        except ValueError:  # nothing was assigned yet
+            yield _EMPTY
 
 
-def precision() -> tuple[str, ...]:
-    """How PyTorch computes now: the caller's autocast, and switches that trade bits for speed."""
-    kinds = [kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)]
-    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in kinds]
-    reduced = str(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction)
-    return (*casts, *_float32_matmuls(), reduced)
+def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
+    """Return how PyTorch computes now: the caller's autocast, and switches that trade bits for speed.
+
+    Args:
+        devices: kinds of device that the model computes on.
+    """
+    casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in devices if torch.is_autocast_enabled(kind)]
+    return (*casts, *_float32_matmuls(), *(str(switch()) for switch in _SWITCHES))
+
+
+_SWITCHES: tuple[Callable[[], object], ...] = (
+    lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    torch.are_deterministic_algorithms_enabled,
+    torch.get_default_dtype,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+)
 
 
 def _float32_matmuls() -> tuple[str, ...]:
@@ -113,3 +168,12 @@ def _float32_matmuls() -> tuple[str, ...]:
     cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a stub lacks it
     both = (cuda.fp32_precision, cpu.fp32_precision)
     return tuple("ieee" if how == "none" else how for how in both)
+
+
+def active_mode() -> str:
+    """Return what to say of a mode that sees, and may change, every operation of this thread, or ""."""
+    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
+        return ""
+    modes: Iterable[Any] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())
+    unknown = next((type(mode) for mode in modes if type(mode) not in HARMLESS_MODES), None)
+    return "" if unknown is None else f"the active mode {unknown.__name__}"

@@ -3,13 +3,17 @@
 A write through PyTorch raises a tensor's version, and what it touched is digested again. A tensor that was given other
 memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides, and all is read anew. A write
 into `.data` leaves no trace: each look reads `REREAD_BYTES` again, in turn, and the beginnings of tensors, so that an
-edit of a model of B bytes is found within B / REREAD_BYTES looks, and one of many tensors at once.
+edit of a model of B bytes is found within B / REREAD_BYTES looks, and one of many tensors at once. Until then KV would
+be stored under a wrong name: so it is published only when all weights were read once more after it was computed, and
+were what the name says (`held_since`). Such a read takes as long as one that a decoded token needs.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import attrgetter
@@ -18,10 +22,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
 
 from ..store.digest import lin64, xxh3
-from .tensors import bytes_of, plain_tensors, tensors_of
+from .tensors import bytes_of, plain_tensors, signature
 
 ROW_BYTES = 1 << 20
 """Of one tensor, digested by themselves."""
@@ -38,21 +41,33 @@ _Numbered = Sequence[tuple[int, torch.Tensor]]
 
 
 class WeightDigests:
-    """Digests of everything that a model's keys and values are computed from (see `tensors_of`)."""
+    """Digests of the tensors that a model's keys and values are computed from.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    Args:
+        tensors: their names, the same in every process, and the tensors.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.names: list[str] = []
         self._watched: list[torch.Tensor] = []
         self._wrappers: list[torch.Tensor] = []  # made of others
         self._copied: list[torch.Tensor] = []  # whose bytes can only be had as a copy
-        for name, tensor in tensors_of(model):
-            self.names.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}")
+        given = list(tensors)
+        self._given, self._tensors = [name for name, _ in given], [tensor for _, tensor in given]
+        for name, tensor in given:
             plain = plain_tensors(tensor)
+            self.names.append(
+                " ".join((name, signature(tensor), *(signature(part) for part in plain if part is not tensor)))
+            )
             self._watched += plain
             if tensor.is_quantized:
                 self._copied.append(tensor)
             elif plain[0] is not tensor:
                 self._wrappers.append(tensor)
+        self._lock = threading.Lock()
+        self._edited = False  # whether `held_since` has found an edit that no look has found yet
+        self._read_at = time.monotonic()
+        """When the last complete read began."""
         self._places, self._versions = self._read_places(), self._read_versions()
         on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(self._watched):
@@ -64,6 +79,12 @@ class WeightDigests:
     def digest(self) -> bytes:
         """Of all of it."""
         return b"".join(memory.digests.tobytes() for memory in self._memories)
+
+    def are_of(self, tensors: list[tuple[str, torch.Tensor]]) -> bool:
+        """Return whether these are digests of just these tensors, under the same names."""
+        return [name for name, _ in tensors] == self._given and all(
+            mine is other for mine, (_, other) in zip(self._tensors, tensors, strict=True)
+        )
 
     def moved(self) -> bool:
         """Whether a tensor has other memory now, so that these digests are of what nobody uses any more."""
@@ -80,12 +101,31 @@ class WeightDigests:
             written = {n for n, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
             self._versions = versions
             changed = self._read(written)
-        if reread and True in [memory.edited() for memory in self._memories]:  # each has its turn
+        if self._edited or (reread and True in [memory.edited() for memory in self._memories]):  # each has its turn
             changed |= self.refresh()
         return changed
 
+    def held_since(self, digest: bytes, moment: float) -> bool:
+        """Return whether all bytes are those of `digest`, by a complete read that began after `moment`.
+
+        Any thread may ask.
+
+        Args:
+            digest: what `digest` was.
+            moment: a time of `time.monotonic`.
+        """
+        with self._lock:
+            if self._read_at < moment and self.digest == digest:
+                began = time.monotonic()
+                if not all(memory.unchanged() for memory in self._memories):
+                    self._edited = True
+                    return False
+                self._read_at = began
+        return self.digest == digest
+
     def refresh(self) -> bool:
         """Read everything again. Returns whether anything had changed."""
+        self._read_at, self._edited = time.monotonic(), False
         self._versions = self._read_versions()
         return self._read(range(len(self._watched)))
 
@@ -122,6 +162,9 @@ class Memory(Protocol):
     def edited(self) -> bool:
         """Look whether the bytes whose turn it is are no more what they were."""
 
+    def unchanged(self) -> bool:
+        """Return whether all bytes are what they were. Any thread may ask."""
+
 
 class HostMemory:
     """Read by the CPU; all of it in several threads, for hashing lets go of the interpreter."""
@@ -137,14 +180,19 @@ class HostMemory:
         self.read(self._tensors)
 
     def read(self, tensors: Collection[int]) -> None:
-        wanted = np.flatnonzero(np.isin(self._tensors, list(tensors)))
-        runs = np.array_split(wanted, len(wanted) // _RUN_ROWS + 1)
-        if len(runs) == 1:
-            self.digests[wanted] = self._digests_of(wanted)
-        else:
-            with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "hf-tiered-digest") as pool:
-                self.digests[wanted] = list(itertools.chain.from_iterable(pool.map(self._digests_of, runs)))
+        rows = np.flatnonzero(np.isin(self._tensors, list(tensors)))
+        self.digests[rows] = self._digests_in_threads(rows)
         self._beginnings = b"".join(self._windows)
+
+    def unchanged(self) -> bool:
+        return self._digests_in_threads(np.arange(len(self._rows))) == self.digests.tolist()
+
+    def _digests_in_threads(self, rows: np.ndarray) -> list[int]:
+        runs = np.array_split(rows, len(rows) // _RUN_ROWS + 1)
+        if len(runs) == 1:
+            return self._digests_of(rows)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1), "hf-tiered-digest") as pool:
+            return list(itertools.chain.from_iterable(pool.map(self._digests_of, runs)))
 
     def edited(self) -> bool:
         if b"".join(self._windows) != self._beginnings:
@@ -182,6 +230,10 @@ class DeviceMemory:
         differ += [_lin64(self._parts[part]) != self._kept[part] for part in next(self._turns)]
         self._found = torch.cat(differ).any()
         return found
+
+    def unchanged(self) -> bool:
+        kept = torch.cat(self._kept)
+        return bool(torch.equal(torch.cat([_lin64(part) for part in self._parts]), kept))
 
 
 def memory_of(device: torch.device) -> type[HostMemory] | type[DeviceMemory]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from ..errors import (
     FormatError,
     IntegrityError,
+    ModelChangedError,
     NotOursError,
     OtherKeyError,
     QuotaError,
@@ -229,7 +230,7 @@ class SegmentStore:
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:
                 self.index.adopt([header.id])
-        except (OSError, QuotaError, StoreBusyError) as error:
+        except (OSError, QuotaError, StoreBusyError, ModelChangedError) as error:
             self.counters.add("dropped_writes")
             self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
             if out_of_descriptors(error):

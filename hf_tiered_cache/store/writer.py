@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from ..errors import StoreBusyError, StoreClosedError
+from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
 from ..latch import Latch
 from .digest import Group, PackedBlocks
 from .disk import SegmentStore
@@ -47,6 +47,7 @@ class PendingSegment:
         refused: is called if there turns out to be no room for it.
         written: is told of each block group.
         on_device: what it keeps alive, if its KV lies on a GPU.
+        confirmed: is asked before the segment becomes visible, whether its KV is what its name says.
     """
 
     header: SegmentHeader
@@ -56,6 +57,7 @@ class PendingSegment:
     refused: Callable[[], None] = lambda: None
     written: Written = lambda block_group, blocks, content: None
     on_device: KeptOnDevice | None = None
+    confirmed: Callable[[], bool] = lambda: True
     done: Latch = field(default_factory=Latch)
 
     @property
@@ -324,6 +326,8 @@ class Writer:
                     groups, pending.block_groups = iter(_kept(groups)), partial(iter, ())
                     self._leave_device(pending)
                 self._relieve()
+        if not pending.confirmed():
+            raise ModelChangedError("the model's weights have changed since its KV was computed")
 
 
 def _kept(groups: Iterator[Group]) -> list[Group]:

@@ -1,0 +1,386 @@
+"""Describing a model: its modules, hooks, methods, configurations and adapters.
+
+Hooks, replaced methods and attention functions of packages that are trusted leave no trace, or are described; those of
+anybody else are not guessed, whatever they compute. Passes of such a model run plain unless the user names it
+(`TieredCache(tag=...)`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..errors import UnsupportedModelError
+from ..patches.scope import Replacement
+from .adapters import active_adapters, is_tuner, merged_adapters
+from .description import _LEAF, Description, Undescribable
+from .origin import TRUSTED, USER, origin_of, origin_of_class
+from .rope import varying_rope
+
+IRRELEVANT = frozenset(
+    {
+        *("architectures", "transformers_version", "torch_dtype", "dtype", "attn_implementation"),
+        *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "gradient_checkpointing"),
+        *("problem_type", "id2label", "label2id", "num_labels", "task_specific_params", "finetuning_task"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tokenizer_class"),
+        *("chunk_size_feed_forward", "tie_word_embeddings", "initializer_range", "keys_to_ignore_at_inference"),
+        *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "name_or_path"),
+    }
+)
+"""Settings of a configuration that change no key and no value."""
+_METHODS = ("forward", "_call_impl", "_compiled_call_impl")
+"""Methods that run a module, and that an attribute of the module may replace."""
+_UNRELATED = frozenset(
+    {
+        *(
+            "_is_hf_initialized",
+            "_is_torch_compile",
+            "_hf_hook",
+            "_old_forward",
+            "_hf_tiered_cache",
+            "__reduce_ex__",
+            *_METHODS,
+        ),
+        *("generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
+        *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "generate", "generate_batch"),
+        *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
+        *("hf_device_map", "warnings_issued", "is_gradient_checkpointing", "peft_config", "vocab_size"),
+        *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
+    }
+)
+"""Attributes of torch's, transformers' and peft's own modules that change no key and no value, are described
+otherwise, or follow the prompt."""
+_ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
+"""Attributes of adapter layers that `adapter_state` describes."""
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
+_OBSERVERS = frozenset({"accelerate", "hf_tiered_cache", "transformers"})
+"""Packages whose hooks move tensors, or watch them, and change none."""
+_WATCHED = frozenset(
+    {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
+)
+_CALLED = frozenset({"forward", "__call__"})
+
+
+class ModelDescription(Description):
+    """The words for a model, its tensors, and a watch over both.
+
+    Args:
+        model: is described at once.
+        lenient: whether what cannot be described is given by its type, since the user has named the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, lenient: bool = False) -> None:
+        super().__init__(lenient)
+        self.problem = ""
+        """Why the model cannot be told from others, or ""."""
+        self.tuned: list[Any] = []
+        """Layers that an adapter wraps."""
+        self._text = model.config.get_text_config(decoder=True)
+        self._varies = varying_rope(self._text) is not None
+        self._head = model.get_output_embeddings()
+        self._idle = _NONE  # adapters that the parts of the next module may be of, and are switched off
+        self._add_model(model)
+        self.watch.complete()
+
+    @property
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors that KV is computed from, and their names, in the order in which they were met."""
+        return list(self.tensors.values())
+
+    def _add_model(self, model: PreTrainedModel) -> None:
+        for name in _GLOBAL_HOOKS:
+            self._add_hooks("all modules", getattr(torch_module, name))
+        for kind in (torch.Tensor, nn.Parameter):
+            self.watch.size(kind.__dict__)
+            self._depth = _LEAF
+            self._guard(self.add_members, kind.__name__, kind, frozenset(kind.__dict__))
+            self._depth = 0
+        self._guard(self.add, "", model)
+        self._guard(self.add, "the configuration", self._text)
+        self._guard(self.finish)
+        self._check_order(model)
+
+    def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
+        """Describe something; the first thing that cannot be is the problem."""
+        try:
+            describe(*arguments)
+        except Undescribable as error:
+            self.problem = self.problem or str(error)
+            self._open.clear()
+        except RecursionError:
+            self._open.clear()
+            self.problem = self.problem or "an attribute that is nested too deeply"
+
+    # --- modules
+
+    def original(self, where: str, value: Any) -> Any:
+        """Return what a value stands in for: the module that was compiled, or that an idle adapter wraps."""
+        value = super().original(where, value)
+        if type(value) is OptimizedModule:  # passes of ours run uncompiled
+            self.watch.type_of(value)
+            self.watch.item(value._modules, "_orig_mod")
+            return self.original(where, value._modules["_orig_mod"])
+        if is_tuner(value) and not (active_adapters(value) or merged_adapters(value)):
+            self.tuned.append(value)
+            self.watch.type_of(value)
+            self.watch.item(value._modules, "base_layer")
+            self._add_runners(where, value)
+            aside = Description(watch=self.watch)
+            self._guard(aside.add_members, where, type(value), _CALLED)
+            return self.original(where, value._modules["base_layer"])
+        return value
+
+    def add_module(self, where: str, module: nn.Module) -> None:
+        """Describe a module: its class, its state, its hooks, and the modules within it."""
+        kind = type(module)
+        idle, self._idle = self._idle, _NONE
+        self.watch.type_of(module)
+        self.watch.state_of(module)
+        self._add_runners(where or kind.__name__, module)
+        if is_tuner(module):
+            self.tuned.append(module)
+        self.words.append(f"{kind.__module__}.{kind.__qualname__}")
+        self._guard(self.add_members, where or kind.__name__, kind, _CALLED)
+        inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
+        self._add_attributes(where, module, inner_idle)
+        for parts in (module._parameters, module._buffers, module._modules):
+            self.watch.size(parts)
+            for name, part in parts.items():
+                if name in idle or (self._varies and name.endswith("inv_freq")):
+                    continue
+                self.watch.item(parts, name)
+                self.words.append(name)
+                path = f"{where}.{name}" if where else name
+                if isinstance(part, nn.Module):
+                    self._idle = _NONE if name == "base_layer" else inner_idle
+                    self.add(path, part)
+                    self._idle = _NONE
+                elif part is not None:
+                    self._guard(self._add_part, path, part, module)
+
+    def _add_part(self, where: str, part: torch.Tensor, module: nn.Module) -> None:
+        """Describe a parameter or a buffer; of the head, which reads KV and makes none, by its type alone."""
+        if module is self._head:
+            self.words.append(type(part).__name__)
+        elif part.device.type == "meta":
+            self.number(part)
+            offloaded = _offloaded(where, module, where.rpartition(".")[2])
+            self.words.append(f"tensor {offloaded.dtype} {tuple(offloaded.shape)}")
+            self.tensors[id(part)] = where, offloaded
+        else:
+            self.add(where, part)
+
+    def _add_attributes(self, where: str, module: nn.Module, idle: frozenset[str]) -> None:
+        """Describe the attributes of a module, without what they hold for adapters that are switched off."""
+        kind, state = type(module), module.__dict__
+        trusted = origin_of_class(kind) != USER
+        for name in sorted(state.keys() - _INTERNAL):
+            value = state[name]
+            if isinstance(value, Replacement) or (trusted and self._is_unrelated(module, name)):
+                continue
+            varies = self._varies and kind.__name__.endswith("RotaryEmbedding")
+            if varies and isinstance(value, torch.Tensor):
+                continue
+            if not varies:
+                self.watch.item(state, name)
+            self.words.append(name)
+            if type(value) is dict and not idle.isdisjoint(value):
+                self.watch.content(value)
+                value = {key: item for key, item in value.items() if key not in idle}
+            self._guard(self.add, f"the attribute {where}.{name}" if where else f"the attribute {name}", value)
+        if kind._save_to_state_dict is not nn.Module._save_to_state_dict:  # packed and scaled weights of int8 layers
+            saved: dict[str, Any] = {}
+            module._save_to_state_dict(saved, "", True)
+            own = {id(part) for part in (*module._parameters.values(), *module._buffers.values())}
+            for name, tensor in _flat(saved):
+                if id(tensor) not in own:
+                    self.words.append(name)
+                    self.add_tensor(f"{where}.{name}", tensor)
+
+    def _is_unrelated(self, module: nn.Module, name: str) -> bool:
+        if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
+            return True
+        return isinstance(module, PreTrainedModel) and name.startswith("_")
+
+    def add_config(self, where: str, config: PreTrainedConfig) -> None:
+        """Describe a configuration, without what changes no KV."""
+        self.watch.type_of(config)
+        self.watch.state_of(config)
+        self.words.append(type(config).__name__)
+        for name, value in sorted(config.__dict__.items()):
+            if name in IRRELEVANT:
+                continue
+            self.watch.item(config.__dict__, name)
+            if name == "_attn_implementation_internal":
+                self._guard(self._add_attention, value)
+            elif not name.startswith("_"):
+                self.words.append(name)
+                self.add(f"{where}.{name}", value)
+
+    def _add_attention(self, name: Any) -> None:
+        """Describe the attention function of this name, and the one that makes its masks."""
+        self.words.append(f"attention {name}")
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            for mapping in (registry._local_mapping, type(registry)._global_mapping):
+                self.watch.item(mapping, name)
+            function = registry.get(name) if isinstance(name, str) else None
+            if isinstance(function, Replacement):
+                function = function.original
+            if function is not None:
+                if not _is_trusted(function):
+                    self.problem = self.problem or f"the attention function {name!r}"
+                self.add("the attention function", function)
+
+    # --- hooks and methods
+
+    def _add_runners(self, where: str, module: nn.Module) -> None:
+        """Look at what runs before, after and in place of a module's methods."""
+        for name in _WATCHED & module.__dict__.keys():  # one that is added makes the dictionary larger
+            self.watch.item(module.__dict__, name)
+        for name in _HOOKS:
+            self._add_hooks(where, module.__dict__[name])
+        for name in _METHODS:
+            self._add_method(where, module, name)
+
+    def _add_hooks(self, where: str, hooks: dict[int, Callable[..., Any]]) -> None:
+        self.watch.size(hooks)
+        for key, hook in hooks.items():
+            self.watch.item(hooks, key)
+            if not _is_trusted(hook):
+                self.problem = self.problem or f"a hook on {where}"
+            elif _home(hook) not in _OBSERVERS:
+                self._guard(self.add, f"a hook on {where}", hook)
+
+    def _add_method(self, where: str, module: nn.Module, name: str) -> None:
+        """Look through what stands in for a method: ours, a compiled one, accelerate's beside its hook."""
+        method: Any = module.__dict__.get(name)
+        while method is not None:
+            if isinstance(method, Replacement):
+                method = method.original
+            elif (compiled := _compiled_from(method)) is not None:
+                self._watch_closure(method)
+                method = compiled
+            elif _is_accelerates(method, module):
+                self._check_hook(where, module.__dict__.get("_hf_hook"))
+                method = module.__dict__.get("_old_forward")
+            elif isinstance(method, types.MethodType) and method.__self__ is module and _is_member(method, module):
+                return
+            elif _is_trusted(method) and _home(method) != "accelerate":
+                self._guard(self.add, f"the replaced {name} of {where}", method)
+                return
+            else:
+                self.problem = self.problem or f"the replaced {name} of {where}"
+                return
+
+    def _watch_closure(self, function: types.FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            self.watch.cell(cell)
+
+    def _check_hook(self, where: str, hook: Any) -> None:
+        """Watch an accelerate hook; it moves tensors, so one of accelerate's own leaves no trace."""
+        if hook is None or origin_of_class(type(hook)) not in TRUSTED:
+            self.problem = self.problem or f"the accelerate hook of {where}"
+            return
+        self.watch.type_of(hook)
+        for name in ("pre_forward", "post_forward"):
+            self.watch.item(hook.__dict__, name)
+            if name in hook.__dict__:
+                self.problem = self.problem or f"the accelerate hook of {where}"
+        aside = Description(watch=self.watch)
+        self._guard(aside.add_members, where, type(hook), frozenset({"pre_forward", "post_forward"}))
+        for inner in getattr(hook, "hooks", ()):
+            self._check_hook(where, inner)
+
+    def _check_order(self, model: PreTrainedModel) -> None:
+        """Refuse layers that run in another order than their caches."""
+        for module in model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == self._text.num_hidden_layers:
+                numbers = [_layer_number(layer) for layer in module]
+                known = [number for number in numbers if number is not None]
+                if known != sorted(known):
+                    self.problem = self.problem or "the order of the layers, which is not that of their `layer_idx`,"
+
+
+_INTERNAL = frozenset(nn.Module().__dict__)
+_NONE: frozenset[str] = frozenset()
+
+
+def _layer_number(layer: nn.Module) -> int | None:
+    found = (part.__dict__.get("layer_idx") for part in layer.modules())
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def _idle_adapters(layer: Any) -> frozenset[str]:
+    """Return the names of the adapters of a layer that are not switched on."""
+    names = {name for container in layer.adapter_layer_names for name in getattr(layer, container, {})}
+    return frozenset(names - set(active_adapters(layer)))
+
+
+def _is_member(method: types.MethodType, module: nn.Module) -> bool:
+    return any(method.__func__ is value for base in type(module).__mro__ for value in base.__dict__.values())
+
+
+def _is_accelerates(method: Any, module: nn.Module) -> bool:
+    """Return whether a method is what accelerate puts around `_old_forward`."""
+    if not isinstance(method, functools.partial) or method.args != (module,) or method.keywords:
+        return False
+    return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
+
+
+def _compiled_from(method: Any) -> Callable[..., Any] | None:
+    """Return the function that `torch.compile` made another one of."""
+    if not isinstance(method, types.FunctionType) or "_dynamo" not in method.__code__.co_filename:
+        return None
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    return cells["fn"].cell_contents if origin_of(method) == "torch" and "fn" in cells else None
+
+
+def _home(function: Any) -> str:
+    """Return the origin of the code that a callable runs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, types.MethodType):
+        function = function.__func__
+    if isinstance(function, types.FunctionType):
+        return origin_of(function)
+    if isinstance(function, types.BuiltinFunctionType):
+        return "torch" if str(function.__module__).startswith("torch") else USER
+    return origin_of_class(type(function))
+
+
+def _is_trusted(function: Any) -> bool:
+    return _home(function) in TRUSTED
+
+
+def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(saved, torch.Tensor):
+        yield name, saved
+    elif isinstance(saved, dict):
+        for key, value in saved.items():
+            yield from _flat(value, str(key))
+    elif isinstance(saved, list | tuple):
+        for number, value in enumerate(saved):
+            yield from _flat(value, f"{name}.{number}")
+
+
+def _offloaded(where: str, module: nn.Module, leaf: str) -> torch.Tensor:
+    """Return weights of accelerate that are moved to the device for each pass."""
+    hook = getattr(module, "_hf_hook", None)
+    for candidate in (hook, *getattr(hook, "hooks", ())):
+        weights = getattr(candidate, "weights_map", None)
+        if weights is not None:
+            return weights[leaf]
+    raise UnsupportedModelError(
+        f"the weights of {where} are on the meta device, so the model cannot be told from others; load them first"
+    )

@@ -1,0 +1,103 @@
+"""Where code comes from, and digests of it.
+
+Origins are judged by the file that a code object was compiled from, never by `__module__` or `__wrapped__`, which
+anybody can set.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import sysconfig
+import types
+from pathlib import Path
+from typing import Any
+
+TRUSTED = frozenset({"torch", "transformers", "accelerate", "peft", "hf_tiered_cache"})
+"""Packages whose hooks and replaced methods change no KV, or only in ways that the description of a model includes."""
+PYTHON, INSTALLED, USER = "python", "installed", "user"
+"""The other origins: the standard library, any other installed package, and everything else."""
+
+_STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_SITE_PACKAGES = tuple(
+    path + os.sep for path in dict.fromkeys(sysconfig.get_paths()[kind] for kind in ("purelib", "platlib"))
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def origin_of_file(file: str) -> str:
+    """Return the trusted package that a source file belongs to, or `PYTHON`, `INSTALLED` or `USER`."""
+    for name in TRUSTED:
+        module = sys.modules.get(name)
+        home = getattr(module, "__file__", None)
+        if home and file.startswith(os.path.dirname(home) + os.sep):
+            return name
+    if file.startswith(_SITE_PACKAGES) or f"{os.sep}dist-packages{os.sep}" in file:
+        return INSTALLED
+    if file.startswith((_STANDARD_LIBRARY, "<frozen ")):
+        return PYTHON
+    return USER
+
+
+def origin_of(function: types.FunctionType) -> str:
+    """Return the origin of a function's code.
+
+    Code that a decorator generates, as `dataclasses` does, has no file; it belongs to the module of its globals.
+    """
+    file = function.__code__.co_filename
+    if file == "<string>":
+        file = function.__globals__.get("__file__") or file
+    return origin_of_file(file)
+
+
+@functools.lru_cache(maxsize=4096)
+def origin_of_class(kind: Any) -> str:
+    """Return the origin of a class: of the module that defines it under its name, or else of its methods' code."""
+    module = sys.modules.get(kind.__module__)
+    found: object = module
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is kind:
+        file = getattr(module, "__file__", None)
+        return PYTHON if file is None else origin_of_file(file)
+    origins = {origin_of(member) for member in kind.__dict__.values() if isinstance(member, types.FunctionType)}
+    return USER if USER in origins else min(origins, default=PYTHON)
+
+
+@functools.lru_cache(maxsize=16384)
+def code_digest(code: types.CodeType) -> str:
+    """Return a digest of a code object: equal in every process with the same source and the same Python."""
+    return hashlib.blake2b(_code_words(code).encode(), digest_size=8).hexdigest()
+
+
+@functools.lru_cache(maxsize=16384)
+def referenced_names(code: types.CodeType) -> frozenset[str]:
+    """Return all names of globals and attributes that a code object, and the ones nested in it, refer to."""
+    nested = (referenced_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(code.co_names).union(*nested)
+
+
+@functools.lru_cache(maxsize=4096)
+def file_digest(file: str) -> str:
+    """Return a digest of a source file, "" if it cannot be read."""
+    try:
+        return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
+    except OSError:
+        return ""
+
+
+def _code_words(code: types.CodeType) -> str:
+    constants = [
+        _code_words(constant) if isinstance(constant, types.CodeType) else _constant(constant)
+        for constant in code.co_consts
+    ]
+    shape = code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags
+    names = code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars
+    handlers = getattr(code, "co_exceptiontable", b"")
+    return f"{code.co_code.hex()} {handlers.hex()} {shape} {names} {constants}"
+
+
+def _constant(value: object) -> str:
+    return repr(sorted(map(repr, value))) if isinstance(value, frozenset) else repr(value)
