@@ -102,6 +102,10 @@ class RestoreError(TieredCacheError):
         self.segment = segment
 
 
+class LayerOrderError(TieredCacheError):
+    """Layers run in another order than that of their caches. Internal: the request is computed without a restore."""
+
+
 class LostKVError(TieredCacheError):
     """Stored KV that decoded tokens attend to cannot be read any more. The pass is undone, and the segment reported.
 

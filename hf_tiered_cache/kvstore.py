@@ -73,6 +73,9 @@ class KVStore:
             to the host first; what one prompt has computed may be more.
         codec: how KV becomes bytes, where a method names none of its own: "raw", or "int8" or "fp8", which take half of
             what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
+        spot_checks: share of exactly restored tokens that are computed again and compared, in at most this share of the
+            time of requests. Where they differ by more than rounding, nothing stored under this model's name is used or
+            added any more, a warning names the segment, and `stats.failed_spot_checks` counts it. 0: none.
 
     Raises:
         ConfigError: an argument is invalid, or what is stored is encrypted with another key.
@@ -98,6 +101,7 @@ class KVStore:
         queue_memory: int | str = "2GiB",
         queue_device_memory: int | str = "1GiB",
         codec: str = RAW,
+        spot_checks: float = 0.01,
     ) -> None:
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
             raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
@@ -138,6 +142,7 @@ class KVStore:
             ttl=ttl,
             queue_bytes=queue_bytes,
             queue_device_bytes=queue_device_bytes,
+            spot_checks=spot_checks,
         )
 
     # --- KV of prompts

@@ -26,6 +26,10 @@ NO_ROOM = (
     "not all was stored: the quota, the free-space floor or the folder leaves no room; raise disk_quota, or see "
     "store.stats.dropped_writes"
 )
+DOUBTED = (
+    "a spot check found stored KV of this model that the model does not compute, so nothing is restored or stored "
+    "under its name in this process; see the warning, and name what is different with TieredCache(..., tag='...')"
+)
 WEIGHTS_CHANGED = (
     "the model's weights were changed behind PyTorch's back (through .data or shared memory), so what was computed "
     "since is not stored; call attach(model).refresh() after such a change"
@@ -40,6 +44,7 @@ ODD_MASK = "an attention mask is more than left padding, so nothing is restored 
 ODD_POSITIONS = "positions do not count the tokens, so nothing is restored or stored from there on"
 LOOKS_AHEAD = "tokens attend to those behind them (is_causal, bidirectional attention), so no prefix can be reused"
 OTHER_TOKENS = "the model computes other tokens than those it is given, so nothing is restored or stored"
+LAYER_ORDER = "the layers run in another order than their layer_idx says, so nothing is restored"
 LENGTH_ROPE = "the RoPE frequencies depend on the length of the prompt, so nothing is restored or stored"
 MODEL_CHANGED = "the model has changed since the cache was begun; make a new cache"
 IMAGES = "the prompt holds images, and what follows the first of them is neither restored nor stored"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from transformers import Cache
 from . import reasons
 from .calibrations import calibrated_ratio, profiled_windows
 from .conversation import Conversation
-from .errors import CacheMismatchError, LostKVError, RestoreError
+from .errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
@@ -31,6 +32,7 @@ from .restore.plan import Plan
 from .sequence import SequenceState, asks_for_all
 from .settling import SettlingForward
 from .sources import kv_sources
+from .spot_check import RestoredRun
 from .stats import StatsCollector
 from .storage import Storage
 from .suitability import cannot_observe
@@ -86,6 +88,8 @@ class Serving:
         """Sees the queries of understood passes, if the method wants one to."""
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
+        self.restored: RestoredRun | None = None
+        """What the last prompt's pass restored, for a spot check."""
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
 
@@ -125,10 +129,12 @@ class Serving:
                 self.store.disk.report(error.segment, error.__cause__ or error)
                 # a store that was closed under way has failed this pass, and finds no other plan
                 replans = replans - 1 if self.store.usable else 0
+            except LayerOrderError:
+                reason = reasons.LAYER_ORDER
         otherwise = "" if plan is None else sequence.why_otherwise(plan)
         if replans < _REPLANS:
             reason = reasons.DAMAGED
-        elif plan is None and self.untold:
+        elif plan is None and (self.untold or reason == reasons.LAYER_ORDER):
             reason = reason or self._why_nothing(request, sequence)
         else:
             reason = ""
@@ -190,9 +196,11 @@ class Serving:
             forward_pass = kind(*own, plan=plan, store=self.store, method=self.method, only=only)
         if self.observer is not None:
             forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
+        began = time.perf_counter()
         output = self._run(cache, forward_pass, forward, kwargs)
         if not isinstance(forward_pass, RestoringForward):
             return output, plan
+        self.restored = RestoredRun.of(forward_pass.plan, began)
         if forward_pass.selection is not None and not forward_pass.selection.index_fits:
             self._explain_once(reasons.no_room_for_index(self.store.residency.resident.budget))
         return output, forward_pass.plan
@@ -274,6 +282,8 @@ class Serving:
             return reasons.TRAINING
         if identity.looks_ahead:
             return reasons.LOOKS_AHEAD
+        if identity.fingerprint in self.store.spot_checks.doubted:
+            return reasons.DOUBTED
         return reasons.nameless(identity.problem) if identity.problem else identity
 
     def _understand(

@@ -372,6 +372,10 @@ class StoreStats:
     """Segments of another key than the store's, or of none, that were looked for and left alone."""
     verification_failures: int = 0
     read_errors: int = 0
+    spot_checks: int = 0
+    """Times that restored tokens were computed again and compared."""
+    failed_spot_checks: int = 0
+    """Of these, how often they differed by more than rounding."""
     catalogue_errors: int = 0
     evicted_blocks: int = 0
     evicted_indexes: int = 0

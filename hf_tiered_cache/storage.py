@@ -29,6 +29,7 @@ from .restore.prefix_hasher import PassageHasher, PrefixHasher
 from .restore.rankings import KeptRankings
 from .rewriter import SegmentRewriter
 from .shape import SegmentShape
+from .spot_check import SpotChecks
 from .stats import StatsCollector, StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
@@ -62,6 +63,7 @@ class Storage:
         ttl: seconds a new segment lives, or None.
         queue_bytes: of KV that may wait to be written.
         queue_device_bytes: of this in the memory of GPUs.
+        spot_checks: share of what is restored that is computed again and compared.
 
     Raises:
         ConfigError: what is stored is encrypted with another key.
@@ -79,10 +81,12 @@ class Storage:
         ttl: float | None,
         queue_bytes: int,
         queue_device_bytes: int,
+        spot_checks: float = 0.0,
     ) -> None:
         self.path, self.disk, self.residency = path, disk, residency
         self.conversations, self.documents = Conversations(path), Documents(path)
         self.policy, self.codec, self.ttl = policy, codec, ttl
+        self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret
         self._lock = threading.RLock()
         self._used: list[str] | None = None  # segments that were found since `note_uses`; None without a look-up

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,13 +12,15 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from .errors import CacheMismatchError
-from .methods import Method
+from .geometry import HASH_TOKENS
+from .methods import Exact, Method
 from .patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
 from .patches.attention import can_select
 from .patches.scope import current
-from .restore.plan import Plan
+from .restore.plan import Plan, SegmentSlice
 from .serving import CacheOptions, Serving
 from .sources import DenseSource, SelectedSource, kv_sources, sources_for
+from .spot_check import deviation, held_from, tolerance
 from .stats import RequestStats, StatsCollector
 from .storage import Storage
 from .suitability import cannot_mask, check_causal, check_depth, check_suits
@@ -39,6 +43,7 @@ class StoredCache(Cache, ServedCache):
         self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions
     ) -> None:
         super().__init__(layers=layers)
+        self._generates = False  # whether `generate()` runs passes
         storage.note_policy(method)
         self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
 
@@ -83,7 +88,57 @@ class StoredCache(Cache, ServedCache):
             raise CacheMismatchError(
                 f"this cache belongs to another {type(self.model).__name__}; make one for this model"
             )
-        return self._serving.run(self, forward, kwargs)
+        output = self._serving.run(self, forward, kwargs)
+        if not self._generates:
+            self.end_generation()
+        return output
+
+    def end_generation(self) -> None:
+        """`generate()` is done: check something of what it restored, if that is due (see `SpotChecks`)."""
+        self._generates = False
+        serving, checks = self._serving, self._serving.store.spot_checks
+        run, serving.restored = serving.restored, None
+        sequence = serving.sequence
+        if run is None or sequence is None or not serving.store.usable:
+            return
+        began = time.perf_counter()
+        if not checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds):
+            return
+        pad, held = sequence.history.pads[0], held_from(self.layers)
+        chosen = None if held is None else checks.choose(run, held - pad)
+        if chosen is None:
+            return
+        first, piece = chosen
+        tokens = sequence.history.ids()[0, pad:][: first + HASH_TOKENS]
+        if len(tokens) == first + HASH_TOKENS:  # else the cache was cropped
+            self._check(torch.from_numpy(tokens), piece)
+            checks.spend(time.perf_counter() - began)
+
+    def _check(self, tokens: torch.Tensor, piece: SegmentSlice) -> None:
+        """Compute the last 16 of these tokens of the first row, int64 `[n]`, and compare them with what is held."""
+        serving, sequence = self._serving, self._serving.sequence
+        options = replace(serving.options, record=False, progress=False)
+        again = StoredCache.over(self.model, serving.store, Exact(recompute=0.0, decline=False), options)
+        again._generates = True  # it is not checked in turn
+        with torch.no_grad():
+            self.model(input_ids=tokens.to(self.model.device)[None], past_key_values=again, logits_to_keep=HASH_TOKENS)
+        if sequence is None or held_from(again.layers) is None:
+            return
+        far = deviation(self.layers, again.layers, sequence.history.pads[0], len(tokens) - HASH_TOKENS)
+        if far is None:
+            return
+        counters = serving.store.disk.counters
+        counters.add("spot_checks")
+        if far > tolerance(self.model):
+            counters.add("failed_spot_checks")
+            serving.store.spot_checks.doubted.add(sequence.identity.fingerprint)
+            serving.attachment.refresh()
+            serving.store.disk.warn(
+                f"spot check {sequence.identity.fingerprint}",
+                f"segment {piece.reader.id} holds KV that this model does not compute (relative distance {far:.2g}): "
+                "nothing stored under this model's name is used in this process; the last answer may be wrong. "
+                "Look for what changes the model's computation unseen, or delete the model's segments",
+            )
 
     def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
         """`generate()` begins with these ids: keep what this cache holds of them, and forget the rest.
@@ -95,7 +150,7 @@ class StoredCache(Cache, ServedCache):
         Raises:
             CacheMismatchError: the cache is strict, and holds other tokens.
         """
-        serving = self._serving
+        serving, self._generates = self._serving, True
         dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
         if not dropped:
             return

@@ -46,6 +46,10 @@ class ServedCache(ABC):
         """`generate()` begins with these ids, `[batch, n]`, so many `copies` of each: hold nothing else."""
 
     @abstractmethod
+    def end_generation(self) -> None:
+        """`generate()` is done."""
+
+    @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens that it holds."""
 
@@ -229,9 +233,12 @@ class _Generate(_Wrapper):
                 kwargs["prefill_chunk_size"] = None
         token = _generating.set(self.attachment)
         try:
-            return self.original(*args, **kwargs)
+            output = self.original(*args, **kwargs)
         finally:
             _generating.reset(token)
+        if isinstance(cache, ServedCache) and _generating.get() is not self.attachment:
+            cache.end_generation()
+        return output
 
     def _needs_cache(self, kwargs: dict[str, Any]) -> bool:
         """Whether the caller leaves the choice of a cache to us."""

@@ -54,13 +54,7 @@ _BUILTIN = (
 )
 _SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict, types.MappingProxyType)
-_INERT = (
-    logging.Logger,
-    logging.LoggerAdapter,
-    weakref.WeakKeyDictionary,
-    weakref.WeakValueDictionary,
-    weakref.WeakSet,
-)
+_INERT = (logging.Logger, logging.LoggerAdapter)
 """Types whose instances compute nothing."""
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
 _UNCALLED = _CONSTRUCTORS | {"__init_subclass__", "__class_getitem__", "__del__", "__repr__", "__str__", "__dir__"}
@@ -335,7 +329,11 @@ class Description:
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()):
+        for value in function.__defaults__ or ():
+            self._refer(where, value, origin)
+        for name, value in (function.__kwdefaults__ or {}).items():
+            self.watch.item(function.__kwdefaults__, name)
+            self.words.append(name)
             self._refer(where, value, origin)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.watch.cell(cell)

@@ -52,9 +52,13 @@ def origin_of(function: types.FunctionType) -> str:
     return origin_of_file(file)
 
 
-@functools.lru_cache(maxsize=4096)
 def origin_of_class(kind: Any) -> str:
     """Return the origin of a class: of the module that defines it under its name, or else of its methods' code."""
+    return _origin_of_class(kind)
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin_of_class(kind: Any) -> str:
     module = sys.modules.get(kind.__module__)
     found: object = module
     for part in kind.__qualname__.split("."):

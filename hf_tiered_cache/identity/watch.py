@@ -19,7 +19,7 @@ HARMLESS_MODES: tuple[type, ...] = (
     getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode),
 )
 """Modes of PyTorch that say where tensors are made, or count."""
-_code = attrgetter("__code__")
+_code, _defaults, _keywords = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
 _state = attrgetter("__dict__")
 _members: Any = MappingProxyType.get
 
@@ -63,7 +63,7 @@ class Watch:
         self.size(value.__dict__)
 
     def function(self, function: FunctionType) -> None:
-        """Watch the code of a function."""
+        """Watch the code of a function, and its defaults."""
         self._functions[id(function)] = function
 
     def cell(self, cell: CellType) -> None:
@@ -98,6 +98,7 @@ class Watch:
         objects, states, functions, sized = self._lists
         self._types, self._dicts = list(map(type, objects)), list(map(_state, states))
         self._codes, self._sizes = list(map(_code, functions)), list(map(len, sized))
+        self._defaults, self._keywords = list(map(_defaults, functions)), list(map(_keywords, functions))
         self._contents = list(chain.from_iterable(self._container_list))
         self._cell_contents = list(_cell_contents(self._cell_list))
 
@@ -114,6 +115,8 @@ class Watch:
                 and all(map(is_, self._types, map(type, objects)))
                 and all(map(is_, self._dicts, map(_state, states)))
                 and all(map(is_, self._codes, map(_code, functions)))
+                and all(map(is_, self._defaults, map(_defaults, functions)))
+                and all(map(is_, self._keywords, map(_keywords, functions)))
                 and all(map(is_, self._slot_values, map(getattr, *self._slot_places)))
                 and all(map(is_, self._contents, chain.from_iterable(self._container_list)))
                 and all(map(is_, self._cell_contents, _cell_contents(self._cell_list)))

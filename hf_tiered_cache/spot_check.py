@@ -1,0 +1,153 @@
+"""Spot checks: now and then some restored tokens are computed again, and compared with what was restored.
+
+The fingerprint describes what computes a pass. Spot checks find what no description can: an operator that an extension
+replaced, a fault of the hardware, a mistake of ours. They cost about one percent of the time of requests.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from .errors import ConfigError
+from .geometry import HASH_TOKENS
+from .restore.plan import Plan, SegmentSlice
+from .sources import DenseSource
+from .store import EXACT
+
+_TOLERANCE = 1e-3
+_COARSE_TOLERANCE = 0.1
+"""Median over the tokens of the relative distance, in the layer where it is largest; the second one for models that
+compute with 16 bits, or quantize what they compute with. Rounding stays a factor of ten below."""
+
+
+class SpotChecks:
+    """How much is to be checked, and what was found.
+
+    A check is due when restored tokens and the time of requests have paid for it; it begins with a random credit, so
+    that short processes check as often as long ones.
+
+    Args:
+        share: of restored tokens and of the time of requests that checks may take; 0 for none, 1 for every request.
+
+    Raises:
+        ConfigError: the share is not between 0 and 1.
+    """
+
+    def __init__(self, share: float) -> None:
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f"spot_checks is a share of restored tokens, between 0 and 1, not {share!r}")
+        self.share = share
+        self.doubted: set[str] = set()
+        """Fingerprints under which something wrong was stored."""
+        self._lock = threading.Lock()
+        self._random = random.Random()
+        self._seconds: float | None = None
+        self._tokens = float(HASH_TOKENS)
+        self._cost = 0.0
+
+    def is_due(self, tokens: int, seconds: float, restoring_seconds: float) -> bool:
+        """Note a request, and return whether to check something of it.
+
+        Args:
+            tokens: that it restored.
+            seconds: that it took.
+            restoring_seconds: that the pass took which restored them: what the first check is expected to take.
+        """
+        if not self.share or not tokens:
+            return False
+        with self._lock:
+            self._cost = self._cost or restoring_seconds
+            if self._seconds is None:
+                self._seconds = self._random.random() * self._cost
+            self._tokens = min(self._tokens + self.share * tokens, 64.0 * HASH_TOKENS)
+            self._seconds = min(self._seconds + self.share * seconds, 4 * self._cost)
+            return self.share == 1 or (self._tokens >= HASH_TOKENS and self._seconds >= self._cost)
+
+    def spend(self, seconds: float) -> None:
+        """Note a check that took so long."""
+        with self._lock:
+            self._tokens, self._seconds = self._tokens - HASH_TOKENS, (self._seconds or 0.0) - seconds
+            self._cost = seconds
+
+    def choose(self, run: RestoredRun, held_from: int) -> tuple[int, SegmentSlice] | None:
+        """Return the first token of what is to be checked, a multiple of 16, and the segment that holds it.
+
+        Args:
+            run: what was restored.
+            held_from: the first token that some layer still holds.
+        """
+        choices = []
+        for piece in run.pieces:
+            first = max(1, -(-max(piece.at, held_from) // HASH_TOKENS))
+            choices += [(HASH_TOKENS * n, piece) for n in range(first, (piece.at + piece.count) // HASH_TOKENS)]
+        return self._random.choice(choices) if choices else None
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """What a pass restored of its first row.
+
+    Args:
+        pieces: of segments, exact ones alone.
+        began: when the pass began, by `time.perf_counter`.
+        seconds: that the pass took.
+    """
+
+    pieces: tuple[SegmentSlice, ...]
+    began: float
+    seconds: float
+
+    @classmethod
+    def of(cls, plan: Plan, began: float) -> RestoredRun | None:
+        """Return what can be checked of a pass that followed `plan`, or None."""
+        if not plan.exact or plan.suffix is None or plan.budget_tokens is not None:
+            return None
+        mine = next((group.pieces for group in plan.groups if 0 in group.rows), ())
+        pieces = tuple(piece for piece in mine if piece.reader.header.provenance == EXACT)
+        return cls(pieces, began, time.perf_counter() - began) if pieces else None
+
+
+def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: int) -> float | None:
+    """Return how far restored keys and values are from computed ones, in the layer where that is farthest.
+
+    Args:
+        stored: the layers of the cache that was restored, whose first row is compared.
+        computed: those of a cache that holds this row up to the compared tokens, which it has computed.
+        pad: columns of left padding of the row in the first cache.
+        first: token of the row, the first one that is compared.
+
+    Returns:
+        The median over the tokens of the distance relative to the computed values; None if no layer holds them.
+    """
+    largest = None
+    for mine, other in zip(stored, computed, strict=True):
+        begin = pad + first - (mine.columns - mine.held)
+        if begin < 0 or other.held < HASH_TOKENS or begin + HASH_TOKENS > mine.held:
+            continue  # a sliding layer has forgotten them
+        for tensor, again in ((mine.keys, other.keys), (mine.values, other.values)):
+            was = tensor[:1, :, begin : begin + HASH_TOKENS].float().transpose(1, 2).flatten(2)  # [1, tokens, values]
+            now = again[:, :, -HASH_TOKENS:].float().transpose(1, 2).flatten(2)
+            far = (was - now).norm(dim=-1) / now.norm(dim=-1).clamp_min(1e-12)
+            found = float(far.median()) if bool(far.isfinite().all()) else float("inf")
+            largest = found if largest is None else max(largest, found)
+    return largest
+
+
+def tolerance(model: PreTrainedModel) -> float:
+    """Return the deviation that rounding explains."""
+    quantizes = any("quantized" in type(module).__module__ for module in model.modules())
+    return _COARSE_TOLERANCE if quantizes or model.dtype.itemsize < 4 else _TOLERANCE
+
+
+def held_from(layers: Sequence[Any]) -> int | None:
+    """Return the first column that some layer holds; None where layers hold other than all or a window of them."""
+    if not all(isinstance(layer, DenseSource) and layer.is_initialized and not layer.selects for layer in layers):
+        return None
+    return min(layer.columns - layer.held for layer in layers)
