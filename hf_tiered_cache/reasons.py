@@ -79,10 +79,23 @@ SLOWER = (
     "restoring these tokens is expected to take longer than computing them, by what was measured on this machine; "
     "Exact(recompute=0, decline=False) restores them all the same"
 )
+OWN_CACHE = "generate() was given a cache of another kind, which it uses as it is"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
 _MOST_MODELS = 64
-_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER})
+_EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
+_BYPASSES = {
+    "use_cache": "generate() runs without a cache (use_cache=False); leave that out of the call and the configurations",
+    "cache_implementation": (
+        "generate() makes a cache of its own (cache_implementation={value!r}); leave that out of the call and the "
+        "configurations"
+    ),
+    "custom_generate": "generate() runs a custom_generate; pass it past_key_values=TieredCache(model, store)",
+    "generate_batch": "generate_batch() keeps its KV in pages of its own; call generate()",
+    "generate": "generate() was called by another name than model.generate; call that",
+    "": "generate() made no pass with the cache that the session gave it; pass it a TieredCache(model, store)",
+}
+"""How a call in a session goes without the store, by the argument that says so."""
 
 
 def nameless(what: str) -> str:
@@ -128,6 +141,18 @@ def of_another_model(parts: list[str]) -> str:
 def of_another_method(method: str) -> str:
     """Why a conversation is not restored that was stored in a way that this cache's method does not look for."""
     return f"the conversation is stored by the method {method!r}, in a way of its own, and found with that alone"
+
+
+def bypassed(setting: str, value: object = None) -> str:
+    """Return why a call in a session does not use the store.
+
+    Args:
+        setting: the argument of `generate()` that says so, or another key of `_BYPASSES`.
+        value: of that argument.
+    """
+    if setting == "past_key_values":
+        return OWN_CACHE
+    return f"{_BYPASSES[setting].format(value=value)} to use the store"
 
 
 def is_expected(reason: str) -> bool:

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import overload
+from typing import Any, overload
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import patches
+from . import patches, reasons
 from .cache import TieredCache
 from .errors import ConfigError
-from .kvstore import KVStore, open_store
+from .kvstore import KVStore, open_store, storage_of
 from .methods import Method, make_method
 from .patches.attach import Attachment, attachment_of, base_model
 from .stats import RequestStats, StatsCollector
+
+logger = logging.getLogger("hf_tiered_cache")
 
 
 class TieredSession:
     """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
 
-    Each such call gets a fresh `TieredCache`; `session.stats` sums over them. Calls that ask for another cache
-    (`past_key_values`, `cache_implementation`, `use_cache=False`) go through as they are.
+    Each such call gets a fresh `TieredCache`; `session.stats` sums over them. Calls that ask for something else
+    (`past_key_values`, `cache_implementation`, `use_cache=False`, `custom_generate`, `generate_batch()`) run unchanged.
+    They count as requests too, with the reason why the store is not used. A call that brings a `TieredCache` counts in
+    that cache's `stats` alone.
 
     Args:
         model: a causal LM of transformers.
         store: a `KVStore`, or the path of one.
         method, restore, record, segments, label, tag: as for `TieredCache`.
+
+    Raises:
+        ConfigError, StoreClosedError: as `TieredCache` does.
     """
 
     def __init__(
@@ -62,16 +71,28 @@ class TieredSession:
                 label=label,
                 tag=tag,
             )
-            self._fresh()  # what cannot be served is refused here, not in the first generate()
+            self._new_cache()  # what cannot be served is refused here, not in the first generate()
         except BaseException:
             self._leave()
             raise
-        self._attachment.fresh.append(self._fresh)
+        self._attachment.sessions.append(self)
 
-    def _fresh(self) -> TieredCache:
-        cache = self._new_cache()
-        cache.count_into(self._account)
-        return cache
+    @contextmanager
+    def call(self, setting: str = "", value: Any = None) -> Iterator[TieredCache | None]:
+        """Enclose one `generate()` of the model. See `patches.attach.Session`."""
+        account, cache = StatsCollector(), None
+        account.total = self._account
+        if not setting:
+            cache = self._new_cache()
+            cache.count_into(account)  # copies that generate() makes of the cache count there, too
+        yield cache
+        if not account.stats.requests:
+            reason = reasons.bypassed(setting, value)
+            account.add(requests=1)
+            account.explain(reason)
+            logger.info("the store is not used; %s", reason)
+            if not reasons.is_expected(reason):
+                storage_of(self.store).disk.warn(reason, reason)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -85,13 +106,13 @@ class TieredSession:
 
     def close(self) -> None:
         """From now on `generate()` is what it was before. What was computed is stored."""
-        if self._fresh in self._attachment.fresh:
-            self._attachment.fresh.remove(self._fresh)
+        if self in self._attachment.sessions:
+            self._attachment.sessions.remove(self)
             self._leave()
 
     def _leave(self) -> None:
         attachment = self._attachment
-        if attachment.active and attachment.by_session and not attachment.fresh:  # the last session goes
+        if attachment.active and attachment.by_session and not attachment.sessions:  # the last session goes
             patches.detach(attachment.model)
 
     def __enter__(self) -> TieredSession:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
@@ -54,6 +54,21 @@ class ServedCache(ABC):
         """Tokens that it holds."""
 
 
+class Session(Protocol):
+    """A supplier of caches for the `generate()` calls of a model that bring none."""
+
+    def call(self, setting: str = "", value: Any = None) -> AbstractContextManager[ServedCache | None]:
+        """Enclose one call, and count it whether or not it uses the store.
+
+        Args:
+            setting: the argument by which the call goes without a cache of the session, or "".
+            value: of that argument.
+
+        Returns:
+            A context manager that yields the call's cache, or None where a setting is given.
+        """
+
+
 class Attachment:
     """What `attach` did to one model.
 
@@ -70,8 +85,8 @@ class Attachment:
         self.compiled = False
         self.causal = False
         """Whether its model was found to be a causal LM."""
-        self.fresh: list[Callable[[], ServedCache]] = []
-        """Make the cache of a `generate()` that brings none; the last one is in force."""
+        self.sessions: list[Session] = []
+        """Supply the cache of a `generate()` that brings none; the last one is in force."""
         self.by_session = False
         """Whether it lasts no longer than the sessions that use it."""
         self.depth = self.config.num_hidden_layers
@@ -119,6 +134,13 @@ class Attachment:
         self.compiled = any(map(_is_compiled, forwards)) or any(
             module._compiled_call_impl is not None or "_orig_mod" in module._modules for module in modules
         )
+
+    def at_outermost_call(self) -> bool:
+        """Return whether a session is in force, and no `generate()` of this model runs in this thread.
+
+        A model that drafts for itself calls `generate()` within `generate()`.
+        """
+        return self.active and bool(self.sessions) and _generating.get() is not self
 
     def running_eagerly(self) -> AbstractContextManager:
         """Passes of ours within a compiled model run uncompiled: they do other things at every call."""
@@ -221,32 +243,36 @@ class _Generate(_Wrapper):
     """Where the whole prompt is known: a cache that holds another one forgets it; who brings none may be given one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.attachment.fresh and self._needs_cache(kwargs):
-            kwargs["past_key_values"] = self.attachment.fresh[-1]()
-        cache = kwargs.get("past_key_values")
-        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
-        if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
-            cache.continue_with(
-                ids, max(self._said(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
-            )
-            if cache.get_seq_length() and not _CHUNKS_GO_ON:
-                kwargs["prefill_chunk_size"] = None
-        token = _generating.set(self.attachment)
-        try:
-            output = self.original(*args, **kwargs)
-        finally:
-            _generating.reset(token)
-        if isinstance(cache, ServedCache) and _generating.get() is not self.attachment:
-            cache.end_generation()
-        return output
+        with self._session_call(kwargs) as supplied:
+            if supplied is not None:
+                kwargs["past_key_values"] = supplied
+            cache = kwargs.get("past_key_values")
+            ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+            if isinstance(cache, ServedCache) and isinstance(ids, torch.Tensor) and kwargs.get("inputs_embeds") is None:
+                cache.continue_with(
+                    ids, max(self._said(kwargs, name) or 1 for name in ("num_beams", "num_return_sequences"))
+                )
+                if cache.get_seq_length() and not _CHUNKS_GO_ON:
+                    kwargs["prefill_chunk_size"] = None
+            token = _generating.set(self.attachment)
+            try:
+                return self.original(*args, **kwargs)
+            finally:
+                _generating.reset(token)
 
-    def _needs_cache(self, kwargs: dict[str, Any]) -> bool:
-        """Whether the caller leaves the choice of a cache to us."""
-        if kwargs.get("past_key_values") is not None or kwargs.get("custom_generate") is not None:
-            return False
-        if _generating.get() is self.attachment:  # a model that drafts for itself
-            return False
-        return self._said(kwargs, "use_cache") is not False and self._said(kwargs, "cache_implementation") is None
+    def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:
+        """Enclose the call in the session in force, unless it is part of another call or brings a cache of ours."""
+        cache = kwargs.get("past_key_values")
+        if not self.attachment.at_outermost_call() or isinstance(cache, ServedCache):
+            return nullcontext()
+        settings = {
+            "past_key_values": cache,
+            "custom_generate": kwargs.get("custom_generate"),
+            "cache_implementation": self._said(kwargs, "cache_implementation"),
+            "use_cache": False if self._said(kwargs, "use_cache") is False else None,
+        }
+        setting = next((name for name, value in settings.items() if value is not None), "")
+        return self.attachment.sessions[-1].call(setting, settings.get(setting))
 
     def _said(self, kwargs: dict[str, Any], name: str) -> Any:
         """What the arguments say of a setting of generation, or else the configurations."""
@@ -255,17 +281,29 @@ class _Generate(_Wrapper):
         return next((value for value in said if value is not None), None)
 
 
+class _PrepareCache(_Wrapper):
+    """Where `generate()` makes its cache: reached outside of `_Generate` where another reference to it is called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attachment.at_outermost_call():
+            with self.attachment.sessions[-1].call("generate"):
+                pass
+        return self.original(*args, **kwargs)
+
+
 class _GenerateBatch(_Wrapper):
     """Continuous batching keeps its KV in pages of its own, and asks no cache of ours."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.attachment.active and (self.attachment.fresh or self.serves(kwargs.values())):
+        if self.serves(kwargs.values()):
             kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, ServedCache)}
             logger.warning(
                 "generate_batch() keeps its KV in pages of its own: the TieredCache is ignored, and nothing is "
                 "restored or stored; call generate() to use it"
             )
-        return self.original(*args, **kwargs)
+        outermost = self.attachment.at_outermost_call()
+        with self.attachment.sessions[-1].call("generate_batch") if outermost else nullcontext():
+            return self.original(*args, **kwargs)
 
 
 class _PrepareInputs(_Wrapper):
@@ -304,6 +342,7 @@ _WRAPPERS: dict[str, type[_Wrapper]] = {
     "forward": _Forward,
     "generate": _Generate,
     "generate_batch": _GenerateBatch,
+    "_prepare_cache_for_generation": _PrepareCache,
     "prepare_inputs_for_generation": _PrepareInputs,
     "_compiled_call_impl": _CompiledCall,
 }

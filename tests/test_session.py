@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import pickle
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from transformers import (
     ContinuousBatchingConfig,
     DynamicCache,
     GenerationConfig,
+    GenerationMixin,
     TextIteratorStreamer,
 )
 
@@ -188,31 +188,155 @@ def test_a_compiled_model(model, store, how):
     ],
     ids=str,
 )
-def test_who_asks_for_another_cache_gets_it(model, store, how):
+def test_who_asks_for_another_cache_gets_it_and_is_counted_with_a_reason(model, store, how, caplog):
     plain = model.generate(prompt(40), **(GREEDY | how))
     with tiered(model, store) as session:
-        assert torch.equal(model.generate(prompt(40), **(GREEDY | how)), plain)
-        assert session.stats.requests == 0
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(40), **(GREEDY | how)), plain)
+        name, value = ("use_cache", False) if "use_cache" in str(how) else ("cache_implementation", "static")
+        assert session.stats.reasons == {reasons.bypassed(name, value): 2}
+        assert f"{name}={value!r}" in session.stats.reason
+        assert session.stats.requests == 2
+    assert caplog.text.count(session.stats.reason) == 1
+    assert store.stats.segments == 0
 
 
-def test_the_models_own_generation_config_is_asked_too(model, store):
-    model.generation_config.cache_implementation = "static"
+@pytest.mark.parametrize(("name", "value"), [("cache_implementation", "static"), ("use_cache", False)])
+def test_the_models_own_generation_config_is_asked_too(model, store, name, value):
+    setattr(model.generation_config, name, value)
     plain = model.generate(prompt(40), **GREEDY)
     with tiered(model, store) as session:
         assert torch.equal(model.generate(prompt(40), **GREEDY), plain)
-        assert session.stats.requests == 0
+        assert session.stats.reasons == {reasons.bypassed(name, value): 1}
+        assert session.stats.requests == 1
 
 
-def test_who_brings_a_cache_keeps_it(model, store):
+def test_the_models_config_says_nothing_about_the_cache_of_generate(model, store):
+    model.config.use_cache = False
+    plain = model.generate(prompt(40), **GREEDY)
+    with tiered(model, store) as session:
+        for _ in range(2):
+            assert torch.equal(model.generate(prompt(40), **GREEDY), plain)
+        assert (session.stats.requests, session.stats.tokens_restored) == (2, 32)
+
+
+def greedy_search(model, input_ids, generation_config, **kwargs):
+    """Decode greedily, as a `custom_generate` of a user's own."""
+    cache, ids = kwargs["past_key_values"], input_ids
+    for _ in range(generation_config.max_new_tokens):
+        logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
+        ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize("given", ["function", "folder"])
+def test_custom_generate_is_counted_and_uses_a_cache_that_it_is_given(model, store, tmp_path, given):
+    how = {"custom_generate": greedy_search}
+    if given == "folder":
+        (tmp_path / "repo" / "custom_generate").mkdir(parents=True)
+        (tmp_path / "repo" / "custom_generate" / "generate.py").write_text(
+            "def generate(model, input_ids, max_new_tokens, **kwargs):\n"
+            "    return model.generate(input_ids, max_new_tokens=max_new_tokens, do_sample=False,\n"
+            "                          past_key_values=kwargs.get('past_key_values'))\n"
+        )
+        how = {"custom_generate": str(tmp_path / "repo"), "trust_remote_code": True}
+    plain = model.generate(input_ids=prompt(70), **GREEDY)
+    with tiered(model, store) as session, torch.no_grad():
+        assert torch.equal(model.generate(input_ids=prompt(70), **how, **GREEDY), plain)
+        assert session.stats.reasons == {reasons.bypassed("custom_generate"): 1}
+        assert session.stats.requests == 1
+        for restored in (0, 64):
+            cache = TieredCache(model, store)
+            ours = model.generate(input_ids=prompt(70), past_key_values=cache, **how, **GREEDY)
+            assert torch.equal(ours, plain)
+            assert cache.stats.tokens_restored == restored
+        assert session.stats.requests == 1
+
+
+def contrastive_search(model, input_ids, generation_config, **kwargs):
+    """Decode as contrastive search does: the likeliest tokens in a batch, of which one row stays."""
+    cache, ids = kwargs["past_key_values"], input_ids
+    logits = model(ids[:, cache.get_seq_length() :], past_key_values=cache, logits_to_keep=1).logits
+    for _ in range(generation_config.max_new_tokens):
+        likeliest = logits[:, -1].topk(4).indices  # [1, 4]
+        cache.batch_repeat_interleave(4)
+        logits = model(likeliest.T, past_key_values=cache, logits_to_keep=1).logits
+        best = logits[:, -1].max(-1).values.argmax().view(1)
+        cache.batch_select_indices(best)
+        ids, logits = torch.cat([ids, likeliest[:, best]], dim=1), logits[best]
+    return ids
+
+
+def dola(model, input_ids, generation_config, **kwargs):
+    """Decode as DoLa does: by the difference to the logits of an early layer."""
+    cache, ids = kwargs["past_key_values"], input_ids
+    for _ in range(generation_config.max_new_tokens):
+        done = model(ids[:, cache.get_seq_length() :], past_key_values=cache, output_hidden_states=True)
+        early = model.lm_head(model.model.norm(done.hidden_states[3][:, -1]))
+        ids = torch.cat([ids, (done.logits[:, -1] - early).argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("decode", "how", "restored"),
+    [(contrastive_search, {"penalty_alpha": 0.6, "top_k": 4}, 64), (dola, {"dola_layers": "low"}, 0)],
+)
+def test_modes_that_transformers_keeps_in_repositories(model, store, monkeypatch, decode, how, restored):
+    def of_a_repository(model, **arguments):
+        return GenerationMixin.generate(model, custom_generate=decode, **arguments)
+
+    monkeypatch.setattr(GenerationMixin, "load_custom_generate", lambda self, *args, **kwargs: of_a_repository)
+    how = GREEDY | how | {"trust_remote_code": True}
+    with torch.no_grad():
+        plain = model.generate(prompt(70), **how)
+        with tiered(model, store) as session:
+            for _ in range(2):
+                assert torch.equal(model.generate(prompt(70), **how), plain)
+            assert (session.stats.requests, session.stats.tokens_restored) == (2, restored)
+            assert restored or session.stats.reasons == {reasons.ALL_STATES: 2}
+
+
+def test_a_replaced_generate_that_makes_its_own_cache_is_counted(model, store):
+    """Loading a model whose repository has a custom_generate replaces its `generate` in this way."""
+    model.generate = lambda ids, past_key_values=None, **kwargs: type(model).generate(model, ids, **kwargs)
+    plain = model.generate(prompt(40), **GREEDY)
+    with tiered(model, store) as session:
+        assert torch.equal(model.generate(prompt(40), **GREEDY), plain)
+        assert session.stats.reasons == {reasons.bypassed(""): 1}
+
+
+def test_a_generate_that_the_session_does_not_see_is_counted(model, store):
+    before = model.generate
+    plain = before(prompt(40), **GREEDY)
+    with tiered(model, store) as session:
+        assert torch.equal(before(prompt(40), **GREEDY), plain)
+        assert torch.equal(type(model).generate(model, prompt(40), **GREEDY), plain)
+        assert session.stats.reasons == {reasons.bypassed("generate"): 2}
+        assert session.stats.requests == 2
+    assert torch.equal(model.generate(prompt(40), **GREEDY), plain)
+
+
+def test_embeddings_are_counted_with_a_reason(model, store):
+    embeds = model.get_input_embeddings()(prompt(40)).detach()
+    plain = model.generate(inputs_embeds=embeds, **GREEDY)
+    with tiered(model, store) as session:
+        assert torch.equal(model.generate(inputs_embeds=embeds, **GREEDY), plain)
+        assert session.stats.requests == 1
+        assert "inputs_embeds" in session.stats.reason
+
+
+def test_who_brings_a_cache_keeps_it(model, store, caplog):
     plain = model.generate(prompt(40), **GREEDY)
     with tiered(model, store) as session:
         own = DynamicCache(config=model.config)
         assert torch.equal(model.generate(prompt(40), past_key_values=own, **GREEDY), plain)
         assert own.get_seq_length() == 45
-        assert session.stats.requests == 0
+        assert session.stats.reasons == {reasons.OWN_CACHE: 1}
+        assert session.stats.requests == 1
+        assert not caplog.records  # it was meant
         cache = TieredCache(model, store)
         model.generate(prompt(40), past_key_values=cache, **GREEDY)
-        assert (cache.stats.requests, session.stats.requests) == (1, 0)
+        assert (cache.stats.requests, session.stats.requests) == (1, 1)
 
 
 def test_a_model_in_training_is_left_alone(model, store):
@@ -232,27 +356,33 @@ def test_plain_forward_passes_use_no_store(model, store):
         assert session.stats.requests == 0
 
 
-@pytest.mark.parametrize("given", ["cache", "session"])
-def test_generate_batch_says_that_it_ignores_the_store(model, store, caplog, given):
-    def generate_batch(**more):
-        done = model.generate_batch(
-            inputs=[row.tolist() for row in prompt(40, rows=2)],
-            generation_config=GenerationConfig(eos_token_id=-1, **GREEDY),
-            continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, block_size=16, max_batch_tokens=128),
-            progress_bar=False,
-            **more,
-        )
-        return [output.generated_tokens for _, output in sorted(done.items())]
+def in_pages(model, **more):
+    done = model.generate_batch(
+        inputs=[row.tolist() for row in prompt(40, rows=2)],
+        generation_config=GenerationConfig(eos_token_id=-1, **GREEDY),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, block_size=16, max_batch_tokens=128),
+        progress_bar=False,
+        **more,
+    )
+    return [output.generated_tokens for _, output in sorted(done.items())]
 
-    plain = generate_batch()
+
+def test_generate_batch_says_that_it_ignores_a_cache(model, store, caplog):
+    plain = in_pages(model)
     assert len(plain[0]) == 6
-    with caplog.at_level(logging.WARNING, "hf_tiered_cache"):
-        if given == "session":
-            with tiered(model, store):
-                assert generate_batch() == plain
-        else:
-            assert generate_batch(past_key_values=TieredCache(model, store)) == plain
-    assert [r.message for r in caplog.records if "generate_batch() keeps its KV in pages of its own" in r.message]
+    assert in_pages(model, past_key_values=TieredCache(model, store)) == plain
+    assert "generate_batch() keeps its KV in pages of its own" in caplog.text
+    assert store.stats.segments == 0
+
+
+def test_generate_batch_in_a_session_is_counted_with_a_reason(model, store, caplog):
+    plain = in_pages(model)
+    with tiered(model, store) as session:
+        for _ in range(2):
+            assert in_pages(model) == plain
+        assert session.stats.reasons == {reasons.bypassed("generate_batch"): 2}
+        assert session.stats.requests == 2
+    assert caplog.text.count(session.stats.reason) == 1
     assert store.stats.segments == 0
 
 
