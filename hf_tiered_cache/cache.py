@@ -54,6 +54,7 @@ class TieredCache(StoredCache):
         ConfigError: an argument is not valid, or the model's attention does not suit the method.
         UnsupportedModelError: the model keeps state that is no KV of single tokens, or the method cannot serve it.
         ConversationInUseError: another process goes on with the conversation.
+        StoreClosedError: the store was closed, or opened before this process was forked.
     """
 
     def __init__(

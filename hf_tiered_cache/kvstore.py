@@ -491,6 +491,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
 
     Raises:
         ConfigError: it is neither.
+        StoreClosedError: it was closed, or opened before this process was forked.
     """
     if isinstance(store, str | os.PathLike):
         key = f"store {Path(store).expanduser().resolve()}"
@@ -500,6 +501,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
         store = opened
     if not isinstance(store, KVStore):
         raise ConfigError(f"store is a KVStore, or the path of one, not {store!r}")
+    store._storage.check_open()
     return store
 
 

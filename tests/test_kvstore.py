@@ -25,6 +25,7 @@ from hf_tiered_cache import (
     attach,
     detach,
     precompute,
+    tiered,
 )
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
@@ -90,6 +91,9 @@ def test_a_closed_store_says_so_and_closes_twice(model, tmp_path):
             action()
     with pytest.raises(StoreClosedError):
         model.generate(prompt(40), past_key_values=cache, **GREEDY)
+    for make in (TieredCache, tiered):
+        with pytest.raises(StoreClosedError, match="open it anew"):
+            make(model, store)
     assert "closed" in repr(store)
 
 
@@ -145,8 +149,9 @@ def test_a_store_in_a_forked_process_says_what_to_do(model, tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(40), progress=False)
         store._storage._pid -= 1
-        with pytest.raises(StoreClosedError, match="forked"):
-            TieredCache(model, store)._serving.sequence or store._storage.match([])
+        for action in (lambda: TieredCache(model, store), lambda: store._storage.match([])):
+            with pytest.raises(StoreClosedError, match="forked"):
+                action()
         store._storage._pid += 1
 
 
