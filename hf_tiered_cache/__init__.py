@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .logs import mark_lines
+
 if TYPE_CHECKING:
     from .cache import TieredCache
     from .errors import (
@@ -89,6 +91,8 @@ _ELSEWHERE = {
 }
 """Where public names stand; the others are errors. Each is imported when it is first asked for: listing a store on the
 command line takes no torch."""
+
+mark_lines()
 
 
 def __getattr__(name: str) -> Any:

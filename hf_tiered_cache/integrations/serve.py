@@ -31,6 +31,7 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, Gene
 from ..cache import TieredCache
 from ..errors import ConfigError
 from ..kvstore import KVStore
+from ..logs import LINE_FORMAT
 from ..methods import Method
 from ..stats import RequestStats
 
@@ -258,5 +259,7 @@ def _load(model: str | None, **options: Any) -> ModelManager:
 def _logging(level: str) -> dict[str, Any]:
     """uvicorn's way to log, for this library too."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    config["loggers"]["hf_tiered_cache"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
+    config["formatters"]["hf_tiered_cache"] = {"format": LINE_FORMAT}
+    config["handlers"]["hf_tiered_cache"] = config["handlers"]["default"] | {"formatter": "hf_tiered_cache"}
+    config["loggers"]["hf_tiered_cache"] = {"handlers": ["hf_tiered_cache"], "level": level.upper(), "propagate": False}
     return config
