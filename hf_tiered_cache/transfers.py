@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from .store.memory import try_page_lock
+
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy of `array` on `device`, which no GPU and no thread waits for; on the CPU the array's own memory."""
     tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return tensor
+    locked = try_page_lock(tensor.pin_memory)
+    return (tensor if locked is None else locked).to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:

@@ -6,13 +6,19 @@ import gc
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from families import build, prompt
 
+from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store import memory as memory_module
 from hf_tiered_cache.store.memory import page_locked
+from hf_tiered_cache.store.notices import Notices
 from hf_tiered_cache.tiers import streams
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.staging import Staging
+from hf_tiered_cache.transfers import to_device
 
 GPU = torch.device("cuda", 0)
 HUGE = 2 << 20
@@ -84,6 +90,55 @@ def test_what_cuda_refuses_to_lock_comes_from_pytorch(locked, monkeypatch):
     page_locked(HUGE // 2)  # less than a page
     assert asked == [(4 * HUGE, True), (HUGE // 2, True)]
     assert locked.pages == {}
+
+
+@pytest.fixture
+def forked(monkeypatch, tmp_path):
+    """A process with a GPU, forked from one that had used CUDA: it can neither register memory nor allocate any."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.\nTo use CUDA with multiprocessing, ...")
+
+    allocate = torch.empty
+
+    def empty(*args, pin_memory=False, **kwargs):
+        return refuse() if pin_memory else allocate(*args, **kwargs)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", refuse)
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(memory_module, "_notices", Notices())
+
+
+def test_what_cannot_be_locked_is_ordinary_memory_and_said_once(forked, caplog):
+    residency = Residency(64 << 20, pin=True)
+    for allocate in (residency.host.allocate, residency.host.allocate_own):
+        for nbytes in (4096, 3 * HUGE):
+            memory = allocate(nbytes)
+            assert memory.shape == (nbytes,)
+            assert memory.data_ptr() % 4096 == 0
+    assert to_device(np.arange(3), torch.device("meta")).shape == (3,)
+    assert Staging(8192)._memory.shape == (8192,)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no memory can be page-locked (Cannot re-initialize CUDA in forked subprocess.); copies from and to a GPU take "
+        "longer"
+    ]
+
+
+@pytest.mark.parametrize("host_memory", ["64MiB", 0])
+def test_a_forked_child_restores_though_it_can_lock_no_memory(forked, tmp_path, host_memory):
+    model = build("llama")
+    plain = model.generate(prompt(100), do_sample=False, max_new_tokens=6)
+    with KVStore(tmp_path, engine="posix", host_memory=host_memory) as store:
+        store.precompute(model, prompt(100), progress=False)
+        store.clear()
+        for tier in ("disk", "host" if host_memory else "disk"):
+            cache = TieredCache(model, store, record=False)
+            ours = model.generate(prompt(100), past_key_values=cache, do_sample=False, max_new_tokens=6)
+            assert torch.equal(ours, plain)
+            assert (cache.stats.tokens_restored, cache.stats.tier) == (96, tier)
+        assert store.stats.host.budget == (64 << 20 if host_memory else 0)
 
 
 def test_a_forked_child_unlocks_nothing(locked, monkeypatch):

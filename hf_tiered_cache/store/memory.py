@@ -5,13 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 
 from ..geometry import ALIGNMENT
+from .notices import Notices
 
 HUGE_PAGE = 2 << 20
+
+_notices = Notices()
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -22,7 +26,8 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
 
     Args:
         nbytes: how many.
-        pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously.
+        pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously. Where CUDA refuses, the
+            memory is ordinary: copies take longer, and are correct.
         device: where.
     """
     with torch.inference_mode(False):  # threads that are not in the caller's inference mode write to it too
@@ -30,11 +35,27 @@ def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str 
 
 
 def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu" and not pin and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+    size = nbytes + ALIGNMENT
+    memory = try_page_lock(lambda: torch.empty(size, dtype=torch.uint8, pin_memory=True)) if pin else None
+    if memory is None and device.type == "cpu" and nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         return _huge_pages(nbytes)[1]
-    memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=pin, device=device)
+    if memory is None:
+        memory = torch.empty(size, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % ALIGNMENT
     return memory[start : start + nbytes]
+
+
+def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """Return the page-locked memory that `allocate` gets, or None where CUDA refuses it. Says so once.
+
+    CUDA refuses in a child that was forked after its parent had used it, and where no more pages may be locked.
+    """
+    try:
+        return allocate()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        _notices.warn("page lock", f"no memory can be page-locked ({reason}); copies from and to a GPU take longer")
+        return None
 
 
 def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
@@ -50,7 +71,8 @@ def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
 def page_locked(nbytes: int) -> torch.Tensor:
     """The same as `aligned_bytes`, page-locked, for memory that is kept: no PyTorch allocator knows of it.
 
-    It is of huge pages where `aligned_bytes` would be. The caller keeps it until the GPU has done all copies.
+    It is of huge pages where `aligned_bytes` would be. The caller keeps it until the GPU has done all copies. Where
+    CUDA refuses to lock it, it is what `aligned_bytes` gets.
     """
     if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with torch.inference_mode(False):
@@ -64,7 +86,10 @@ def page_locked(nbytes: int) -> torch.Tensor:
 def _register(pointer: int, nbytes: int) -> bool:
     """Lock pages in memory for every GPU of the process. Returns False where CUDA refuses."""
     portable = 1  # cudaHostRegisterPortable
-    return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
+    try:
+        return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
+    except RuntimeError:  # CUDA cannot be used at all, as in a child forked after its parent had used it
+        return False
 
 
 def _unregister(pointer: int, pid: int) -> None:

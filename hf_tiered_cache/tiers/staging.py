@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..store.digest import PackedBlocks, lin64
+from ..store.memory import aligned_bytes
 from .streams import CopyStream
 
 _MOST_PINNED_BYTES = 256 << 20
@@ -20,7 +21,7 @@ class Staging:
 
     def __init__(self, nbytes: int) -> None:
         pin = torch.cuda.is_available() and nbytes <= _MOST_PINNED_BYTES
-        self._memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pin)
+        self._memory = aligned_bytes(nbytes, pin=pin)
 
     def bring_down(self, stream: CopyStream, blocks: torch.Tensor) -> PackedBlocks:
         """Blocks of a device, uint8 `[n, block_bytes]`, and their lin64, computed there; good until the next.
