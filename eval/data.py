@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_tiered_cache.integrations.hub import go_offline_without_hub
+
 from .errors import EvalError
 
 _SUFFIXES = (".jsonl.gz", ".jsonl", ".json.gz", ".json")
@@ -100,6 +102,7 @@ def _load(name: str, split: str, folder: Path | None) -> Any:
     source = HUB.get(name)
     if source is None:
         raise EvalError(f"{name} has no home on the hub; give a folder that has {name}/{split}.jsonl.gz as --data")
+    go_offline_without_hub()
     try:
         if source.files:
             return datasets.load_dataset("json", data_files=source.files.format(split=split), split="train")

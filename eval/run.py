@@ -10,6 +10,8 @@ import itertools
 import json
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,9 +20,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, set_seed
 
 from hf_tiered_cache import METHODS, TieredCacheError
+from hf_tiered_cache.integrations.hub import go_offline_without_hub
 
 from .data import Data
 from .encode import encode
@@ -88,8 +91,8 @@ def main(
         if prompts is not None:
             found = _with_prompts(found, prompts)
         set_seed(seed)
-        loaded, tokenizer = _load(model, dtype, device)
-        limit_of_model: int = getattr(loaded.config.get_text_config(), "max_position_embeddings", 4096)
+        tokenizer, text_config = _load_tokenizer(model)
+        limit_of_model: int = getattr(text_config, "max_position_embeddings", 4096)
         length = max_length or limit_of_model
         prefix_tokens = min(prefix_tokens, length * 3 // 4)
         examples = draw_examples(found, Draw(Data(data), limit, seed, prefix_tokens, tokenizer))
@@ -97,6 +100,7 @@ def main(
             examples = {task: some[half::2] for task, some in examples.items()}
         for task, some in examples.items():
             encode(some[0], task, tokenizer, length, chat)  # what cannot be encoded is said before anything is written
+        loaded = _load(model, dtype, device)  # last: data that is missing is said at once, however large the model
         config = {
             "model": model,
             "tasks": [task.name for task in found],
@@ -121,18 +125,30 @@ def main(
     _show(results)
 
 
-def _load(name: str, dtype: str, device: str) -> tuple[Any, Any]:
+def _load_tokenizer(name: str) -> tuple[Any, Any]:
+    """Return the tokenizer of a model, and the configuration of its language model."""
+    if not Path(name).is_dir():
+        go_offline_without_hub()
+    with _cannot_be_loaded(name):
+        return AutoTokenizer.from_pretrained(name), AutoConfig.from_pretrained(name).get_text_config()
+
+
+def _load(name: str, dtype: str, device: str) -> Any:
     how: dict[str, Any] = {"device_map": "auto"} if device == "auto" else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype if dtype == "auto" else getattr(torch, dtype), **how
-        )
-    except (OSError, ValueError, AttributeError) as error:
-        raise EvalError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
+    with _cannot_be_loaded(name):
+        wanted = dtype if dtype == "auto" else getattr(torch, dtype)
+        model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=wanted, **how)
     if device != "auto":
         model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return model.eval(), tokenizer
+    return model.eval()
+
+
+@contextmanager
+def _cannot_be_loaded(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, AttributeError) as error:
+        raise EvalError(f"{name} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:

@@ -30,6 +30,7 @@ from ..methods import METHODS, Method, Passages, make_method
 from ..store import KEY_FILE_VARIABLE
 from ..store.cipher import read_key_file
 from ..units import parse_bytes
+from .hub import go_offline_without_hub
 
 Tokens = tuple[int, ...]
 
@@ -159,13 +160,17 @@ def run(arguments: list[str]) -> None:
     """Run lm_eval's own command, with `hf-tiered` as the model type where none is named.
 
     Raises:
-        ConfigError: there is no such task; or as `HFTieredLM` does.
+        ConfigError: there is no such task, or its data cannot be reached; or as `HFTieredLM` does.
     """
     named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     runs = arguments[:1] not in (["ls"], ["validate"])
     sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if runs and not named else [])]  # what it reads
+    go_offline_without_hub()
     try:
         cli_evaluate()
+    except ConnectionError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{reason}; without a network, give tasks whose data is local, or cached") from error
     except ValueError as error:
         if not str(error).startswith("Tasks not found"):
             raise

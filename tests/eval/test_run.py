@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import threading
+import time
 
+import datasets
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from eval import report
@@ -17,6 +22,7 @@ from eval.runner import find_variants
 from eval.subject import Subject
 from eval.tasks import TASKS
 from hf_tiered_cache import METHODS, KVStore
+from hf_tiered_cache.integrations.hub import go_offline_without_hub
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
 
 TASKS_RUN = (
@@ -122,6 +128,51 @@ def test_wrong_input_is_one_line_exit_2_and_nothing_written(saved, folder, tmp_p
     assert len(said) == 1
     assert says in said[0]
     assert not out.exists()
+
+
+@pytest.fixture
+def silent_hub(monkeypatch):
+    """A hub that takes connections and never answers, as behind a firewall that drops packets."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for module in (constants, datasets.config):
+            monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        go_offline_without_hub.cache_clear()
+        yield
+    go_offline_without_hub.cache_clear()
+
+
+@pytest.mark.parametrize("missing", ["data", "model"])
+def test_without_a_network_it_says_so_within_ten_seconds(saved, silent_hub, tmp_path, monkeypatch, missing):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    out, began = tmp_path / "results", time.monotonic()
+    model = saved if missing == "data" else "nowhere/at-all"
+    result = run("--model", model, "--tasks", "rte", "--out", out, "--device", "cpu", "--prefix-tokens", 200)
+    assert time.monotonic() - began < 10
+    assert result.exit_code == 2
+    (said,) = [line for line in result.output.splitlines() if "eval.run:" in line]
+    assert ("with --data DIR" if missing == "data" else "nowhere/at-all cannot be loaded") in said
+    assert not out.exists()
+
+
+def test_a_hub_that_answers_stays_in_use(monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        go_offline_without_hub.cache_clear()
+
+        def answer():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert go_offline_without_hub()
+        thread.join(5)
+    go_offline_without_hub.cache_clear()
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_a_missing_column_is_named(saved, folder, tmp_path):
