@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.client
 import json
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from families import CHAT_TEMPLATE
 from transformers.utils.import_utils import is_serve_available
 
-from hf_tiered_cache import KVStore
+from hf_tiered_cache import KVStore, TieredCache
 
 if not is_serve_available():
     pytest.skip("the server needs the extra `serve`", allow_module_level=True)
 openai = pytest.importorskip("openai")
+
+uvicorn = pytest.importorskip("uvicorn")
+limits = pytest.importorskip("hf_tiered_cache.integrations.limits")
+server = pytest.importorskip("hf_tiered_cache.integrations.serve")
 
 ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "eval" / "reference" / "xs"
@@ -149,7 +157,206 @@ def test_clients_get_the_same_answers_and_restore_what_was_said(model, tmp_path)
         assert opened.verify(progress=False).ok
 
 
+# --- hostile clients
+
+
+class Client:
+    """An ASGI client of the application, without a socket."""
+
+    def __init__(self, app, models=None):
+        self.app, self.models = app, models
+
+    def ask(self, path, body=b"", headers=(), method="POST", chunks=None, pause=0.0):
+        """Return status and text of the answer; the body arrives in `chunks`, `pause` seconds apart."""
+        chunks = [body] if chunks is None else chunks
+        pending, answer = list(chunks), {"text": b""}
+
+        async def receive():
+            await asyncio.sleep(pause)
+            if not pending:
+                await asyncio.sleep(60)
+            return {"type": "http.request", "body": pending.pop(0), "more_body": bool(pending)}
+
+        async def send(message):
+            answer["status"] = message.get("status", answer.get("status"))
+            answer["text"] += message.get("body", b"")
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json"), *headers],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 2),
+        }
+        asyncio.run(asyncio.wait_for(self.app(scope, receive, send), 60))
+        return answer["status"], answer["text"].decode()
+
+    def chat(self, body, path="/v1/chat/completions"):
+        return self.ask(path, json.dumps(body).encode())
+
+
+@pytest.fixture(scope="module")
+def app(model, tmp_path_factory):
+    models = server.TieredModelManager(str(model), device="cpu", dtype="float32")
+    with KVStore(tmp_path_factory.mktemp("kv") / "store") as store:
+        yield Client(server.build_app(models, partial(TieredCache, store=store), max_request_bytes=100_000), models)
+
+
+def good(app, **more):
+    """Ask what can be answered; the server still does."""
+    status, text = app.chat({"prompt": SYSTEM, "max_tokens": 2, "temperature": 0} | more, "/v1/completions")
+    assert status == 200, text
+    return json.loads(text)
+
+
+MESSAGES = [{"role": "user", "content": "who went in ?"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat", b"{"),
+        ("chat", b"[" * 60_000),
+        ("chat", b"[1, 2]"),
+        ("chat", b"\xff\xfe"),
+        ("chat", b"{}"),
+        ("chat", {"messages": 5}),
+        ("chat", {"messages": [5]}),
+        ("chat", {"messages": [{"role": "user", "content": {"a": 1}}]}),
+        ("chat", {"messages": MESSAGES, "max_tokens": "many"}),
+        ("chat", {"messages": MESSAGES, "temperature": "hot"}),
+        ("chat", {"messages": MESSAGES, "seed": "x"}),
+        ("chat", {"messages": MESSAGES, "generation_config": "{"}),
+        ("chat", {"messages": MESSAGES, "generation_config": '{"num_beams": 5000}'}),
+        ("chat", {"messages": MESSAGES, "generation_config": '{"num_return_sequences": 1000000, "do_sample": true}'}),
+        ("chat", {"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "{{ 1 }}"}}),
+        ("chat", {"messages": MESSAGES, "chat_template_kwargs": 7}),
+        ("chat", {"messages": MESSAGES, "chat_template_kwargs": {"tokenize": False}}),
+        ("chat", {"messages": MESSAGES, "model": "gpt2"}),
+        ("chat", {"messages": MESSAGES, "model": "../../etc"}),
+        ("chat", {"messages": MESSAGES, "model": 7}),
+        ("chat", {"messages": MESSAGES, "what": 7}),
+        ("completion", {"prompt": 5}),
+        ("completion", {"prompt": "who went in ? " * 5000}),
+        ("completion", {"prompt": SYSTEM, "max_tokens": -5}),
+        ("response", {"input": 5}),
+        ("load", {"model": "gpt2"}),
+        ("load", {"model": 7}),
+        ("load", {}),
+        ("reset", b""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else str(value)[:60],
+)
+def test_what_cannot_be_answered_is_a_4xx_and_the_server_goes_on(app, path, body):
+    paths = {"chat": "chat/completions", "completion": "completions", "response": "responses"}
+    path = {"load": "/load_model", "audio": "/v1/audio/transcriptions", "reset": "/reset"}.get(path) or (
+        f"/v1/{paths[path]}"
+    )
+    before = dict(app.models.loaded_models)
+    status, text = app.ask(path, body if isinstance(body, bytes) else json.dumps(body).encode())
+    assert 400 <= status < 500, text
+    assert "Traceback" not in text
+    assert app.models.loaded_models == before
+
+
+def test_another_model_is_not_loaded_by_any_endpoint(app, monkeypatch):
+    monkeypatch.setattr(server.ModelManager, "_load_model", lambda *args, **kwargs: pytest.fail("it was loaded"))
+    boundary = b"--x\r\nContent-Disposition: form-data; name="
+    form = boundary + b'"model"\r\n\r\ngpt2\r\n' + boundary + b'"file"; filename="a"\r\n\r\nabc\r\n--x--\r\n'
+    asked = [
+        app.chat({"messages": MESSAGES, "model": "gpt2"}),
+        app.chat({"input": "a", "model": "gpt2"}, "/v1/responses"),
+        app.chat({"model": "gpt2"}, "/load_model"),
+        app.ask("/v1/audio/transcriptions", form, [(b"content-type", b"multipart/form-data; boundary=x")]),
+    ]
+    for status, text in asked:
+        assert status == 400 or "python-multipart" in text, text
+    with pytest.raises(server.HTTPException, match="400"):  # what the transcriptions call
+        app.models.load_model_and_processor("gpt2@main")
+    good(app)
+
+
+def test_a_request_that_is_too_large_is_refused_before_it_is_read(app):
+    assert app.ask("/v1/completions", headers=[(b"content-length", b"100001")], chunks=[b""])[0] == 413
+    assert app.ask("/v1/completions", chunks=[b"x" * 40_000] * 3)[0] == 413
+    good(app)
+
+
+def test_a_body_that_does_not_arrive_is_given_up():
+    async def never(scope, receive, send):
+        raise AssertionError
+
+    client = Client(limits.LimitedRequests(never, body_seconds=0.2))
+    assert client.ask("/", chunks=[b"{", b"}"], pause=0.15)[0] == 408
+
+
+def test_an_answer_ends_with_the_models_context(app, monkeypatch):
+    context = good(app)["usage"]["prompt_tokens"] + 16
+    (loaded,) = app.models.loaded_models.values()
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", context)
+    assert good(app, max_tokens=10**9)["usage"]["total_tokens"] <= context
+    status, text = app.chat({"prompt": SYSTEM * 2}, "/v1/completions")
+    assert (status, f"the model's context is {context}" in text) == (400, True)
+
+
+def test_a_client_that_asks_for_another_cache_is_served_and_it_is_said(app, caplog):
+    config = json.dumps({"max_new_tokens": 2, "do_sample": False, "use_cache": False})
+    assert good(app, generation_config=config)
+    assert "use_cache=False" in caplog.text
+
+
+def test_connections_that_send_nothing_are_closed_and_others_are_served(app, monkeypatch):
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
+    config = uvicorn.Config(
+        app.app, http=limits.ImpatientProtocol, limit_concurrency=64, log_level="critical", lifespan="off"
+    )
+    running, listener = uvicorn.Server(config), socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    address = listener.getsockname()
+    try:
+        idle = [socket.create_connection(address, timeout=10) for _ in range(40)]
+        for number, connection in enumerate(idle):
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"[: number + 1])
+        client = http.client.HTTPConnection(*address, timeout=10)
+        for _ in range(2):  # on one connection
+            client.request("GET", "/health")
+            assert json.loads(client.getresponse().read()) == {"status": "ok"}
+        client.close()
+        for connection in idle:
+            with connection:
+                assert connection.recv(4096) == b""
+    finally:
+        running.should_exit = True
+        thread.join(30)
+        listener.close()
+    assert not thread.is_alive()
+
+
 # --- what goes wrong is said in one line
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "--allow-any-model"),
+        (["model", "--allow-any-model"], "name the one MODEL"),
+        (["--allow-any-model", "--trust-remote-code"], "clients would run any code"),
+        (["model", "--max-request-size", "much"], "max_request_size='much' is not a valid size"),
+    ],
+    ids=str,
+)
+def test_a_server_of_any_model_must_be_meant(run, tmp_path, options, said):
+    status, _, err = run("serve", *options, "--store", tmp_path / "store")
+    assert status == 2
+    assert said in err.splitlines()[-1]
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import ConfigError
+from ..units import parse_bytes
 from .output import KeyFile
 
 
@@ -24,7 +25,7 @@ class LogLevel(str, Enum):
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A causal LM: a name on the hub, or a folder. Without: each request names its model."),
+        typer.Argument(help="A causal LM: a name on the hub, or a folder; or none, with --allow-any-model."),
     ] = None,
     *,
     store: Annotated[Path, typer.Option(help="The store's folder; made if missing.")],
@@ -46,6 +47,11 @@ def serve(
     attn_implementation: Annotated[str | None, typer.Option(help="Such as flash_attention_2.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     model_timeout: Annotated[int, typer.Option(help="Seconds until an idle model is unloaded; not MODEL.")] = 300,
+    allow_any_model: Annotated[
+        bool,
+        typer.Option("--allow-any-model", help="Without MODEL: clients load any model of the hub, and any folder."),
+    ] = False,
+    max_request_size: Annotated[str, typer.Option(metavar="SIZE", help="What one request may send.")] = "8MiB",
     enable_cors: Annotated[bool, typer.Option("--enable-cors", help="Let browsers ask from anywhere.")] = False,
     log_level: Annotated[LogLevel, typer.Option(help="Of the server and the store.")] = LogLevel.info,
 ) -> None:
@@ -55,6 +61,13 @@ def serve(
     change nothing. `usage` says how many tokens of a prompt were restored (`cached_tokens`), and the log what each
     request restored and computed. Ctrl-C ends it.
     """
+    if (model is None) != allow_any_model:
+        raise ConfigError(
+            "name the one MODEL to serve, or give --allow-any-model in its place: clients then load whatever they name"
+        )
+    if allow_any_model and trust_remote_code:
+        raise ConfigError("with --allow-any-model and --trust-remote-code clients would run any code; choose one")
+    max_request_bytes = parse_bytes(max_request_size, "max_request_size")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
@@ -82,6 +95,7 @@ def serve(
             port=port,
             log_level=log_level.value,
             enable_cors=enable_cors,
+            max_request_bytes=max_request_bytes,
             device=device,
             dtype=dtype,
             quantization=quantization,

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import uvicorn
 import uvicorn.config
-from fastapi import FastAPI
+from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
@@ -26,14 +26,17 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.transcription import TranscriptionHandler
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
+from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, split_model_id
 
+from .. import reasons
 from ..cache import TieredCache
 from ..errors import ConfigError
 from ..kvstore import KVStore
 from ..logs import LINE_FORMAT
 from ..methods import Method
 from ..stats import RequestStats
+from ..store.notices import Notices
+from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MAX_SEQUENCES, ImpatientProtocol, LimitedRequests, error_body
 
 try:
     from transformers.cli.serving.systemone import SystemOneHandler
@@ -41,6 +44,8 @@ except ImportError:  # before transformers 5.23
     SystemOneHandler = None  # type: ignore[assignment, misc]
 
 logger = logging.getLogger("hf_tiered_cache")
+
+_notices = Notices()
 
 NewCache = Callable[[PreTrainedModel], TieredCache]
 
@@ -85,9 +90,17 @@ class TieredGenerateManager(GenerateManager):
     def _with_cache(
         self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig
     ) -> dict[str, Any]:
-        """The inputs of `generate()`, with a cache where none else is asked for and the model can be served."""
+        """Return the inputs of `generate()`, with a cache where none else is asked for and the model can be served.
+
+        Raises:
+            HTTPException: the request asks for more than the model's context, or for too many sequences.
+        """
+        _bound(model, inputs, gen_config)
         configs = (gen_config, model.generation_config)
-        if gen_config.use_cache is False or any(config.cache_implementation for config in configs):
+        other = next((config.cache_implementation for config in configs if config.cache_implementation), None)
+        if gen_config.use_cache is False or other is not None:
+            why = ("use_cache", False) if other is None else ("cache_implementation", other)
+            _notices.warn(reasons.bypassed(*why), reasons.bypassed(*why))
             return inputs
         try:
             cache = self._new_cache(model)
@@ -96,6 +109,20 @@ class TieredGenerateManager(GenerateManager):
             return inputs
         _asked.get([]).append(cache.stats)
         return {**inputs, "past_key_values": cache}
+
+
+def _bound(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
+    """Bound what one request computes; requests wait for each other. See `TieredGenerateManager._with_cache`."""
+    sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
+    if sequences > MAX_SEQUENCES:
+        raise HTTPException(400, f"{sequences} beams or sequences are asked for; this server allows {MAX_SEQUENCES}")
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    ids = inputs.get("input_ids")
+    if not isinstance(context, int) or ids is None:
+        return
+    if (tokens := ids.shape[-1]) >= context:
+        raise HTTPException(400, f"the prompt has {tokens} tokens, and the model's context is {context}")
+    gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - tokens)
 
 
 class TieredGenerationState(GenerationState):
@@ -113,7 +140,7 @@ class TieredGenerationState(GenerationState):
 
 
 class TieredModelManager(ModelManager):
-    """The server's models. Where it serves one alone, it lists that one, and needs no cache of the hub.
+    """The server's models. Where it serves one alone, it lists and loads that one, and needs no cache of the hub.
 
     Args:
         model: the one model, or None.
@@ -121,8 +148,25 @@ class TieredModelManager(ModelManager):
     """
 
     def __init__(self, model: str | None, **options: Any) -> None:
-        super().__init__(force_model=model, **options)
         self._only = model
+        super().__init__(force_model=model, **options)
+
+    def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
+        """See `ModelManager`. Raises HTTPException: it is not the one model."""
+        self._check(model_id_and_revision, kwargs.get("gguf_file"))
+        return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
+
+    def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
+        """See `ModelManager`. Raises HTTPException: it is not the one model."""
+        self._check(model_id_and_revision, gguf_file)
+        return super().load_model_streaming(model_id_and_revision, gguf_file=gguf_file)
+
+    def _check(self, model_id_and_revision: str, gguf_file: str | None) -> None:
+        if self._only is None:
+            return
+        name, only_file = split_model_id(self._only)
+        if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
+            raise HTTPException(400, f"this server serves {self._only!r} alone; ask for that")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
         if self._only is None:
@@ -147,13 +191,10 @@ class ReportsCachedTokens:
     async def handle_request(self, body: dict, request_id: str) -> Response:
         asked: list[RequestStats] = []
         _asked.set(asked)
-        try:
-            response = await self.handler.handle_request(body, request_id)
-        except ValueError as error:
-            if "chat_template" not in str(error):
-                raise
-            reason = "the model's tokenizer has no chat template; ask /v1/completions, or serve a chat model"
-            return JSONResponse({"error": {"message": reason, "type": "invalid_request_error"}}, status_code=400)
+        more = body.get("chat_template_kwargs") or {}
+        if not isinstance(more, dict) or "chat_template" in more:  # a template is a program
+            return JSONResponse(error_body("chat_template_kwargs are options of the model's own template"), 400)
+        response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _events(response.body_iterator, asked)
         elif asked and isinstance(response, JSONResponse):
@@ -186,8 +227,30 @@ def _with_cached_tokens(document: dict[str, Any], asked: list[RequestStats]) -> 
     return document
 
 
-def build_app(models: ModelManager, new_cache: NewCache, *, enable_cors: bool = False) -> FastAPI:
-    """transformers' server, all endpoints, for models that get their caches from `new_cache`."""
+async def _not_understood(request: Request, error: Exception) -> Response:
+    """Answer a request whose values, or which packages, handlers lack: they check few of them before they are used."""
+    reason = f"the request cannot be served: {type(error).__name__}: {error}"
+    if "chat_template" in str(error):
+        reason = "the model's tokenizer has no chat template; ask /v1/completions, or serve a chat model"
+    logger.debug("%s", reason, exc_info=error)
+    return JSONResponse(error_body(reason), status_code=400)
+
+
+def build_app(
+    models: TieredModelManager,
+    new_cache: NewCache,
+    *,
+    enable_cors: bool = False,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
+) -> FastAPI:
+    """Build transformers' server, all endpoints, for models that get their caches from `new_cache`.
+
+    Args:
+        models: that it serves.
+        new_cache: makes the cache of a request to a model.
+        enable_cors: whether browsers may ask from anywhere.
+        max_request_bytes: of the body of a request.
+    """
     state = TieredGenerationState(new_cache)
     handlers: dict[str, Any] = {
         "chat_handler": ReportsCachedTokens(ChatCompletionHandler(models, state)),
@@ -197,7 +260,12 @@ def build_app(models: ModelManager, new_cache: NewCache, *, enable_cors: bool = 
     }
     if SystemOneHandler is not None:
         handlers["systemone_handler"] = SystemOneHandler(models, state)
-    return build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
+    app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
+    closed = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads what it serves
+    for kind in (AttributeError, ImportError, LookupError, TypeError, ValueError):
+        app.add_exception_handler(kind, _not_understood)
+    app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed)
+    return app
 
 
 def serve(
@@ -209,16 +277,19 @@ def serve(
     port: int,
     log_level: str = "info",
     enable_cors: bool = False,
+    max_request_bytes: int = MAX_REQUEST_BYTES,
     **options: Any,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        model: the one model that is served, a name on the hub or a folder; None loads what requests name.
+        model: the one model that is served, a name on the hub or a folder; None loads what requests name, from the
+            hub or from any folder.
         store, method: of every request.
         host, port: where to listen.
         log_level: of the server and of this library, which logs what each request restored at "info".
         enable_cors: whether browsers may ask from anywhere.
+        max_request_bytes: of the body of a request.
         options: of transformers' `ModelManager`.
 
     Raises:
@@ -231,8 +302,14 @@ def serve(
         for loaded in models.loaded_models.values():
             new_cache(loaded.model)  # what cannot be served is refused now
         config = uvicorn.Config(
-            build_app(models, new_cache, enable_cors=enable_cors), log_level=log_level, log_config=_logging(log_level)
+            build_app(models, new_cache, enable_cors=enable_cors, max_request_bytes=max_request_bytes),
+            http=ImpatientProtocol,
+            limit_concurrency=MAX_CONNECTIONS,
+            log_level=log_level,
+            log_config=_logging(log_level),
         )
+        if model is None:
+            logger.warning("each request names its model: clients load any model of the hub, and any folder")
         logger.info("%s on http://%s:%d/v1, KV in %s; Ctrl-C ends", model or "any model", host, port, store.path)
         uvicorn.Server(config).run(sockets=[listener])
 
@@ -248,7 +325,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _load(model: str | None, **options: Any) -> ModelManager:
+def _load(model: str | None, **options: Any) -> TieredModelManager:
     """The server's models, with `model` loaded already."""
     try:
         return TieredModelManager(model, **options)

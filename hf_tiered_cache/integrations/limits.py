@@ -1,0 +1,136 @@
+"""Limits of the server for clients that are hostile or broken: how much they may send, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MAX_REQUEST_BYTES = 8 << 20
+HEADER_SECONDS = 10.0
+"""How long the headers of a request may take, from the connection on."""
+BODY_SECONDS = 30.0
+MAX_CONNECTIONS = 256
+"""More at a time are answered with status 503."""
+MAX_SEQUENCES = 16
+"""Beams or returned sequences of one request: each takes the memory of a prompt."""
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+
+class LimitedRequests:
+    """An ASGI middleware that hands requests on when they are complete, and refuses large and slow ones.
+
+    Args:
+        app: the application behind it.
+        max_bytes: of the body of a request.
+        body_seconds: how long it may take to arrive.
+        closed_paths: which are answered with status 403.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        max_bytes: int = MAX_REQUEST_BYTES,
+        body_seconds: float = BODY_SECONDS,
+        closed_paths: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app, self._max_bytes, self._body_seconds, self._closed = app, max_bytes, body_seconds, closed_paths
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one connection event, as ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"].rstrip("/") in self._closed:
+            await _refuse(send, 403, f"{scope['path']} is closed: this server serves one model, which stays loaded")
+            return
+        try:
+            body = await asyncio.wait_for(self._body(scope, receive), self._body_seconds)
+        except OverflowError:
+            await _refuse(send, 413, f"the request has more than {self._max_bytes} bytes")
+        except asyncio.TimeoutError:
+            await _refuse(send, 408, f"the request took longer than {self._body_seconds:g} s to arrive")
+        else:
+            if body is not None:
+                await self._app(scope, _replay(body, receive), send)
+
+    async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
+        """Return the body, or None if the client went away. Raises OverflowError: it is too large."""
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            raise OverflowError
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                raise OverflowError
+            if not message.get("more_body", False):
+                return bytes(body)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives the whole body first."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+async def _refuse(send: Send, status: int, reason: str) -> None:
+    body = json.dumps(error_body(reason)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        (b"connection", b"close"),  # what still arrives is not read
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_body(reason: str) -> dict[str, Any]:
+    """Return an error as OpenAI's API has it."""
+    return {"error": {"message": reason, "type": "invalid_request_error"}}
+
+
+class ImpatientProtocol(H11Protocol):
+    """uvicorn's HTTP/1.1, which closes a connection whose request headers take longer than `HEADER_SECONDS`."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin a connection."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Take what the client sent."""
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End a connection."""
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._deadline is None:
+            self._deadline = self.loop.call_later(HEADER_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
