@@ -71,6 +71,22 @@ def test_encryption(tmp_path, monkeypatch):
     assert "decrypt" in (tmp_path / "encryption-tiny-float32-cpu.md").read_text()
 
 
+def test_many_segments(tmp_path, monkeypatch):
+    import many_segments
+
+    monkeypatch.setattr(many_segments, "COMMANDS", {"--help": ("--help",)})  # the others import as much as opening
+    options = ["--segments", "8,20", "--share", "4", "--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["many_segments.py", *options])
+    many_segments.main()
+    small, large = json.loads((tmp_path / "many-segments-cpu.json").read_text())["results"]
+    assert (small["segments"], small["conversations"]) == (8, 2)
+    assert (large["segments"], large["conversations"]) == (20, 5)
+    assert len(large["seconds"]["hit"]) == 20
+    assert min(large["seconds"]["open"]) > 0
+    assert "20 segments, 5 conversations" in (tmp_path / "many-segments-cpu.md").read_text()
+    assert (tmp_path / "many-segments-cpu.png").exists()
+
+
 def test_find_passages(tmp_path, monkeypatch):
     import find_passages
 

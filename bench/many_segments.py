@@ -1,0 +1,223 @@
+"""Measure how long a store with many segments and conversations takes to open, look up, list and collect.
+
+    python bench/many_segments.py          # 20,000 segments and 1,000 conversations, and a tenth and a hundredth
+
+One store grows from size to size. Segments have 32 tokens of a tiny model: what counts is how many there are. Opening
+and commands run in processes of their own; opening is timed without imports, commands with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import build, forget_page_cache, machine, median, pyplot, save, table
+from tqdm.auto import tqdm
+
+from hf_tiered_cache import KVStore, TieredCache
+
+TOKENS = 32
+"""Of a segment: two prefix hashes."""
+MEASURES = {
+    "open": "open, file cache dropped",
+    "open, catalogue lost": "open after the catalogue was deleted: all headers are read",
+    "hit": "look up a stored prompt",
+    "miss": "look up another one",
+    "restore": "restore a stored prompt, one pass of the model included",
+    "gc": "`store.gc()`, nothing to collect",
+    "conversations": "`store.conversations()`",
+    "ls": "`hf-tiered-cache ls`",
+    "ls --json": "`hf-tiered-cache ls --json`",
+    "gc command": "`hf-tiered-cache gc`",
+    "--help": "`hf-tiered-cache --help`, which opens nothing",
+}
+COMMANDS = {
+    "ls": ("ls", "STORE"),
+    "ls --json": ("ls", "STORE", "--json"),
+    "gc command": ("gc", "STORE"),
+    "--help": ("--help",),
+}
+OPEN = """
+import sys, time
+from hf_tiered_cache import KVStore
+started = time.perf_counter()
+store = KVStore(sys.argv[1], host_memory=0, engine="posix")
+print(time.perf_counter() - started)
+store.close()
+"""
+
+
+class Bench:
+    """A store that grows, and the model whose KV it holds."""
+
+    def __init__(self, folder: Path, repeats: int) -> None:
+        self.folder, self.repeats = folder, repeats
+        self.model = build("tiny", torch.float32, torch.device("cpu"), layers=1)
+        self.prompts = torch.empty(0, TOKENS, dtype=torch.int64)  # those stored, [segments, tokens]
+        self.conversations = 0
+        self._random = np.random.default_rng(0)
+
+    def grow(self, segments: int, conversations: int) -> None:
+        """Store prompts and suspend conversations until there are so many; a conversation is a segment, too."""
+        with self._store() as store:
+            for number in tqdm(range(self.conversations, conversations), unit="conversation"):
+                with TieredCache(self.model, store, conversation=f"user-{number}") as cache, torch.no_grad():
+                    self.model(self._draw(1), past_key_values=cache, logits_to_keep=1)
+            new = self._draw(segments - conversations - len(self.prompts))
+            store.precompute(self.model, list(new), progress=False)
+            self.prompts = torch.cat([self.prompts, new])
+            self.conversations = conversations
+
+    def _draw(self, count: int) -> torch.Tensor:
+        """Return random prompts, int64 `[count, tokens]`."""
+        return torch.from_numpy(self._random.integers(3, self.model.config.vocab_size, (count, TOKENS)))
+
+    def _store(self) -> KVStore:
+        return KVStore(self.folder, host_memory=0, engine="posix", queue_memory="64MiB")
+
+    def measure(self) -> dict[str, list[float]]:
+        """Return the seconds of each repeat, by measure."""
+        times: dict[str, list[float]] = {name: [] for name in MEASURES}
+        for _ in range(self.repeats):
+            times["open"].append(self._open())
+            for name, arguments in COMMANDS.items():
+                times[name].append(self._command(*arguments))
+        with self._store() as store:
+            for _ in range(self.repeats):
+                times["gc"].append(_seconds(store.gc))
+                times["conversations"].append(_seconds(store.conversations))
+            for ids, other in zip(self._some(), self._draw(20 * self.repeats), strict=True):
+                times["hit"].append(_seconds(lambda ids=ids: store.lookup(self.model, ids)))
+                times["miss"].append(_seconds(lambda ids=other: store.lookup(self.model, ids)))
+                times["restore"].append(_seconds(lambda ids=ids: self._restore(store, ids)))
+        for _ in range(self.repeats):
+            for path in self.folder.glob("catalogue*"):
+                path.unlink()
+            times["open, catalogue lost"].append(self._open())
+        return times
+
+    def _some(self) -> torch.Tensor:
+        """Return stored prompts drawn at random, `[20 * repeats, tokens]`."""
+        return self.prompts[torch.from_numpy(self._random.integers(0, len(self.prompts), 20 * self.repeats))]
+
+    def _restore(self, store: KVStore, ids: torch.Tensor) -> None:
+        cache = TieredCache(self.model, store, record=False)
+        with torch.no_grad():
+            self.model(ids.unsqueeze(0), past_key_values=cache, logits_to_keep=1)
+        assert cache.stats.tokens_restored
+
+    def _open(self) -> float:
+        forget_page_cache(self.folder)
+        command = [sys.executable, "-c", OPEN, str(self.folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=_environment())
+        return float(done.stdout)
+
+    def _command(self, *arguments: str) -> float:
+        arguments = tuple(str(self.folder) if argument == "STORE" else argument for argument in arguments)
+        return _seconds(
+            lambda: subprocess.run(
+                [sys.executable, "-m", "hf_tiered_cache.cli", *arguments],
+                stdout=subprocess.DEVNULL,
+                check=True,
+                timeout=600,
+                env=_environment(),
+            )
+        )
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment of a process that imports the code that is measured."""
+    return os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+
+
+def _seconds(action: Any) -> float:
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def report(document: dict[str, Any]) -> str:
+    """Return the page."""
+    on, results = document["machine"], document["results"]
+    rows = [[said, *(_shown(result["seconds"][name]) for result in results)] for name, said in MEASURES.items()]
+    sizes = [f"{result['segments']:,} segments, {result['conversations']:,} conversations" for result in results]
+    stored = ", ".join(f"{result['bytes'] / 2**20:.0f} MiB" for result in results)
+    return f"""# Many segments
+
+{on["cpu"]}, {on["cores"]} cores, {on["file_system"]}; Python {on["python"]}; {on["date"]}. Medians of
+{document["repeats"]} repeats, of look-ups and restores of {20 * document["repeats"]}. Segments of {TOKENS} tokens; the stores
+take {stored}.
+
+{table(["", *sizes], rows)}
+![times](many-segments-cpu.png)
+"""
+
+
+def _shown(times: list[float]) -> str:
+    if not times:
+        return "not measured"
+    seconds = median(times)
+    return (
+        f"{1e3 * seconds:.2f} ms"
+        if seconds < 0.01
+        else f"{1e3 * seconds:.0f} ms"
+        if seconds < 1
+        else f"{seconds:.2f} s"
+    )
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Draw the medians over the number of segments."""
+    plt = pyplot()
+    if plt is None:
+        return
+    figure, axes = plt.subplots(figsize=(8, 5))
+    sizes = [result["segments"] for result in document["results"]]
+    for number, name in enumerate(MEASURES):
+        times = [median(result["seconds"][name] or [math.nan]) for result in document["results"]]
+        axes.plot(sizes, times, label=name, marker="osD^vPX*<>hp"[number], markersize=4)
+    axes.set(xscale="log", yscale="log", xlabel="segments", ylabel="seconds, median")
+    axes.legend(bbox_to_anchor=(1.02, 1), loc="upper left", frameon=False)
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--segments", default="200,2000,20000", help="stored, ascending")
+    parser.add_argument("--share", type=int, default=20, help="every how manieth segment is a conversation's")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--store", default=None, help="where the store is made for as long as this runs")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results = []
+    with tempfile.TemporaryDirectory(prefix="bench-many-", dir=arguments.store) as folder:
+        on = machine(torch.device("cpu"), Path(folder))
+        bench = Bench(Path(folder) / "store", arguments.repeats)
+        for segments in map(int, arguments.segments.split(",")):
+            bench.grow(segments, segments // arguments.share)
+            seconds = bench.measure()
+            with KVStore(bench.folder, host_memory=0, engine="posix") as store:
+                stats = store.stats
+            assert stats.segments == segments, stats.segments
+            counts = {"segments": segments, "conversations": bench.conversations, "bytes": stats.disk.bytes}
+            results.append(counts | {"seconds": seconds})
+            print(segments, {name: _shown(times) for name, times in seconds.items()})
+    document = {"machine": on, "repeats": arguments.repeats, "tokens": TOKENS, "results": results}
+    save(arguments.out, "many-segments-cpu", document, report(document))
+    draw(document, arguments.out / "many-segments-cpu.png")
+
+
+if __name__ == "__main__":
+    main()
