@@ -26,7 +26,7 @@ from .stats import Counters, StoreStats
 from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
 from .store.catalogue import SegmentRow
-from .store.cipher import cipher_of
+from .store.cipher import Hidden, cipher_of
 from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
 from .store.documents import DocumentInfo
@@ -103,11 +103,18 @@ class KVStore:
         codec: str = RAW,
         spot_checks: float = 0.01,
     ) -> None:
+        self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
+        try:
+            cipher = cipher_of(key)
+            no_salt = salt is not None and not salt
+            secret = Hidden(cipher.chain_secret(salt))
+        finally:
+            del key, salt  # tracebacks may show variables
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
             raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
         if not os.fspath(path):
             raise ConfigError("the path of a store is empty; name a folder, or '.' for this one")
-        if salt is not None and not salt:
+        if no_salt:
             raise ConfigError("the salt is empty; leave it out, or give a secret")
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
@@ -115,8 +122,6 @@ class KVStore:
         limits = Limits(quota, high, low, floor)
         queue_bytes = parse_bytes(queue_memory, "queue_memory")
         queue_device_bytes = parse_bytes(queue_device_memory, "queue_device_memory")
-        self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
-        cipher = cipher_of(key)
         self.ttl = ttl
         self.policy = policy
         self.codec = make_codec(codec).name
@@ -126,7 +131,7 @@ class KVStore:
             parse_bytes(device_memory, "device_memory"),
             policy,
             pin=torch.cuda.is_available(),
-            direct=self._engine.reads_device and key is None,  # the CPU decrypts
+            direct=self._engine.reads_device and not cipher.key_id,  # the CPU decrypts
             index_budget=parse_bytes(index_memory, "index_memory"),
             register=self._engine.register,
         )
@@ -136,7 +141,7 @@ class KVStore:
             self.path,
             disk,
             residency,
-            secret=cipher.chain_secret(salt),
+            secret=secret,
             policy=policy,
             codec=self.codec,
             ttl=ttl,
@@ -393,6 +398,8 @@ class KVStore:
         return bool(self._storage.disk.cipher.key_id)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "_storage"):  # opening it failed, and a traceback shows it
+            return "KVStore(not open)"
         notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * self._storage.is_closed]
         return f"KVStore({str(self.path)!r}, {', '.join(notes)})"
 

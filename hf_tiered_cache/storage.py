@@ -33,6 +33,7 @@ from .spot_check import SpotChecks
 from .stats import StatsCollector, StoreStats
 from .store import maintain
 from .store.catalogue import Catalogue, SegmentRow
+from .store.cipher import Hidden
 from .store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from .store.disk import SegmentStore
 from .store.documents import Documents
@@ -75,7 +76,7 @@ class Storage:
         disk: SegmentStore,
         residency: Residency,
         *,
-        secret: str | bytes | None,
+        secret: Hidden,
         policy: str,
         codec: str,
         ttl: float | None,
@@ -123,11 +124,11 @@ class Storage:
 
     def hasher(self, fingerprint: str, provenance: str, regime: str) -> PrefixHasher:
         """The prefix hasher of KV made by this model, in this way, under these RoPE frequencies."""
-        return PrefixHasher((fingerprint, provenance, regime), self._secret)
+        return PrefixHasher((fingerprint, provenance, regime), self._secret.value)
 
     def passage_hasher(self, fingerprint: str, provenance: str, sink: int | None, regime: str) -> PassageHasher:
         """The same of passages that are computed behind this token."""
-        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret)
+        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret.value)
 
     def match(
         self,

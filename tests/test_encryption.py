@@ -11,6 +11,7 @@ import sqlite3
 import struct
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import fake_kvikio
@@ -26,7 +27,7 @@ from test_forged import ODD, places
 from test_relayout import geometries
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.errors import ConfigError, FormatError
+from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
 from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import H2O, AttentionStore, CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
@@ -140,6 +141,54 @@ def test_a_key_shows_nowhere(tmp_path, model, caplog):
     for key in (KEY, OTHER_KEY):
         assert not [text for text in said if repr(key)[2:-1] in text or key.hex() in text]
     assert "encrypted" not in repr(KVStore(tmp_path / "plain"))
+
+
+def _shown(error):
+    """What a traceback with the variables of all frames shows, but those of the test."""
+    inside = error.__traceback__.tb_next
+    return "".join(traceback.TracebackException(type(error), error, inside, capture_locals=True).format())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"path": "file"},
+        {"key": KEY[:-1]},
+        {"key": KEY.hex()[:-1]},
+        {"host_memory": "much"},
+        {"salt": ""},
+        {"engine": "none"},
+        {"key": OTHER_KEY},
+    ],
+    ids=str,
+)
+def test_no_traceback_with_variables_shows_a_key_or_a_salt(tmp_path, wrong):
+    (tmp_path / "file").write_text("")
+    KVStore(tmp_path / "store", key=KEY).close()
+    with KVStore(tmp_path / "store", key=KEY) as store:
+        store.precompute(build("llama"), prompt(32), progress=False)
+    arguments = {"path": "store", "key": KEY, "salt": "pepper"} | wrong
+    arguments["path"] = tmp_path / arguments["path"]
+    with pytest.raises((ConfigError, StoreError)) as raised:
+        KVStore(**arguments)
+    text = _shown(raised.value)
+    assert "kvstore.py" in text
+    chain_secret = StoreCipher(KEY).chain_secret("pepper")
+    for secret in (KEY[:-1], OTHER_KEY[:-1], chain_secret):
+        assert repr(secret)[2:-1] not in text
+        assert secret.hex() not in text
+    assert "pepper" not in text
+
+
+def test_no_traceback_with_variables_shows_what_a_key_file_holds(tmp_path):
+    (tmp_path / "key").write_text(KEY.hex() + "zz")
+    with pytest.raises(ConfigError) as raised:
+        read_key_file(tmp_path / "key")
+    assert KEY.hex() not in _shown(raised.value)
+
+
+def test_a_store_that_failed_to_open_has_a_repr():
+    assert repr(KVStore.__new__(KVStore)) == "KVStore(not open)"
 
 
 def test_key_files(tmp_path):

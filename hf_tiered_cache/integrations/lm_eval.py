@@ -70,7 +70,8 @@ class HFTieredLM(HFLM):
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         self._method: Method = make_method(":".join([method, *(f"{k}={v}" for k, v in options.items())]))
         key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)
-        key = read_key_file(Path(key_file) if key_file else None)
+        key_path = Path(key_file) if key_file else None
+        read_key_file(key_path)
         parse_bytes(host_memory, "host_memory")  # loading a model takes long; what is wrong is said before
         if store is None and isinstance(self._method, Passages):
             raise ConfigError(f"{method} reuses passages that were stored before; name their store with store=FOLDER")
@@ -86,7 +87,7 @@ class HFTieredLM(HFLM):
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted with this object
             store = self._folder.name
-        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy, key=key)
+        self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy, key=read_key_file(key_path))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None

@@ -61,6 +61,20 @@ class _Secret:
         raise TypeError("a store's key is not pickled; open the store anew, with its key")
 
 
+class Hidden(_Secret):
+    """A secret on its way between functions: tracebacks that show variables show this.
+
+    Args:
+        value: the secret.
+    """
+
+    def __init__(self, value: str | bytes | None) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return "Hidden()"
+
+
 class StoreCipher(_Secret, Plain):
     """Of stores with a key. Nothing that it prints or raises shows the key.
 
@@ -72,7 +86,10 @@ class StoreCipher(_Secret, Plain):
     """
 
     def __init__(self, key: bytes | str) -> None:
-        self._key = _key_of(key)
+        try:
+            self._key = _key_of(key)
+        finally:
+            del key  # tracebacks may show variables
         self._library = _Library()
         self.key_id = self._derive(b"key id")[:KEY_ID_BYTES].hex()
         """Tells keys apart, and nothing about them."""
@@ -180,7 +197,10 @@ def _nonce(number: int) -> bytes:
 
 def cipher_of(key: bytes | str | None) -> Plain:
     """What a store with this key, or none, reads and writes with. Raises ConfigError."""
-    return Plain() if key is None else StoreCipher(key)
+    try:
+        return Plain() if key is None else StoreCipher(key)
+    finally:
+        del key  # tracebacks may show variables
 
 
 def _key_of(key: bytes | str) -> bytes:
@@ -196,6 +216,7 @@ def _key_of(key: bytes | str) -> bytes:
         except binascii.Error:
             found = b""
     if len(found) != KEY_BYTES:
+        del key, found  # tracebacks may show variables
         raise ConfigError(
             f"the key is {KEY_BYTES} secret bytes (secrets.token_bytes({KEY_BYTES})), or these as "
             f"{2 * KEY_BYTES} hexadecimal digits or in base64; what was given is neither"
@@ -214,6 +235,7 @@ def read_key_file(path: Path | None) -> bytes | None:
     try:
         return _key_of(data if len(data) == KEY_BYTES else data.decode("ascii", "replace").strip())
     except ConfigError:
+        del data  # tracebacks may show variables
         raise ConfigError(
             f"the key file {path} holds no key: {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits, such as "
             f"`openssl rand -hex {KEY_BYTES}` prints"
