@@ -291,7 +291,8 @@ def child(folder):
 
 assert child(root / "whole") == 0
 most = int((root / "steps").read_text())
-drawn = random.Random(7).sample(range(1, most - end), draws)
+end = min(end, most - 1)
+drawn = random.Random(7).sample(range(1, most - end), min(draws, most - end - 1))
 for number, last in enumerate([*drawn, *range(most - end, most)]):  # labels are entered at the end
     assert child(root / f"killed-{{number}}") == signal.SIGKILL, last
 print(most)
@@ -321,6 +322,33 @@ def test_kill_9_while_a_document_is_replaced_leaves_the_old_one_or_the_new_one(m
             assert lengths(store) == [48, 64, 112, 128]
             assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
     assert seen == {160, 240}
+
+
+REMOVED = KILLED.replace('fill(store, model, [PASSAGES[1], *NEW], ["report"] * 3)', 'store.remove_document("report")')
+
+
+def test_kill_9_while_a_document_is_removed_loses_nothing_else_and_it_can_be_removed_again(model, tmp_path):
+    assert REMOVED != KILLED
+    with KVStore(tmp_path / "first", engine="posix") as store:
+        fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[1], PASSAGES[2]], ["report", "report", "other", "other"])
+    command = [sys.executable, "-c", REMOVED, str(tmp_path), "8", "16"]
+    done = processes.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    left = set()
+    for folder in [*tmp_path.glob("killed-*"), tmp_path / "whole"]:
+        with KVStore(folder, engine="posix") as store:
+            assert store.verify().ok
+            (other,) = store.documents("other")
+            assert other.evicted == 0 and other.tokens == other.tokens_there
+            assert [found(store, model, text) for text in PASSAGES[1:3]] == list(map(len, PASSAGES[1:3]))
+            left.add((bool(store.documents("report")), found(store, model, PASSAGES[0])))
+            if store.documents("report"):
+                store.remove_document("report")
+            store.gc()
+            assert not store.documents("report")
+            assert lengths(store) == sorted(len(text) // 16 * 16 for text in PASSAGES[1:3])
+            assert {path.suffix for path in (folder / "documents").iterdir()} == {".json"}
+    assert {(True, len(PASSAGES[0])), (False, 0)} <= left <= {(True, len(PASSAGES[0])), (True, 0), (False, 0)}
 
 
 # --- batches
