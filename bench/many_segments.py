@@ -154,8 +154,8 @@ def report(document: dict[str, Any]) -> str:
     return f"""# Many segments
 
 {on["cpu"]}, {on["cores"]} cores, {on["file_system"]}; Python {on["python"]}; {on["date"]}. Medians of
-{document["repeats"]} repeats, of look-ups and restores of {20 * document["repeats"]}. Segments of {TOKENS} tokens; the stores
-take {stored}.
+{document["repeats"]} repeats, of look-ups and restores of {20 * document["repeats"]}. Segments of {TOKENS} tokens;
+the stores take {stored}.
 
 {table(["", *sizes], rows)}
 ![times](many-segments-cpu.png)
