@@ -11,6 +11,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import processes
@@ -74,16 +75,18 @@ def test_encryption(tmp_path, monkeypatch):
 def test_many_segments(tmp_path, monkeypatch):
     import many_segments
 
-    monkeypatch.setattr(many_segments, "COMMANDS", {"--help": ("--help",)})  # the others import as much as opening
-    options = ["--segments", "8,20", "--share", "4", "--repeats", "1", "--out", str(tmp_path)]
+    forked = SimpleNamespace(run=processes.run)  # importing takes seconds
+    monkeypatch.setattr(many_segments, "subprocess", forked)
+    monkeypatch.setattr(many_segments, "COMMANDS", {})
+    options = ["--segments", "4,8", "--share", "2", "--repeats", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["many_segments.py", *options])
     many_segments.main()
     small, large = json.loads((tmp_path / "many-segments-cpu.json").read_text())["results"]
-    assert (small["segments"], small["conversations"]) == (8, 2)
-    assert (large["segments"], large["conversations"]) == (20, 5)
+    assert (small["segments"], small["conversations"]) == (4, 2)
+    assert (large["segments"], large["conversations"]) == (8, 4)
     assert len(large["seconds"]["hit"]) == 20
     assert min(large["seconds"]["open"]) > 0
-    assert "20 segments, 5 conversations" in (tmp_path / "many-segments-cpu.md").read_text()
+    assert "8 segments, 4 conversations" in (tmp_path / "many-segments-cpu.md").read_text()
     assert (tmp_path / "many-segments-cpu.png").exists()
 
 
