@@ -7,7 +7,6 @@ and between two such the ratio, or the time, goes from one to the other.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, FormatError
 from .restore.recompute import Costs
 from .select.by_index import WindowSizes
 from .stats import TIERS
 from .storage import Storage
+from .store.kinds import CALIBRATIONS, CALIBRATIONS_NAME, encode_record
 from .tiers.window_sizes import WindowProfile, best_sizes
 
-_FILE = "calibrations.json"
 _SUSPENDED = 64
 """Times that conversations of one model were suspended, of which it is noted where their attention went."""
 _NEAR = 1.03
@@ -271,9 +270,9 @@ def _describe(device: torch.device) -> str:
 def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
     """For each model on each device what was found, as `Calibration.as_dict` gives it."""
     try:
-        found = json.loads((storage.path / _FILE).read_text(encoding="utf-8"))
+        found = json.loads(storage.files.read(CALIBRATIONS, CALIBRATIONS_NAME))
         sound = all(isinstance(one, dict) for some in found.values() for one in some)
-    except (OSError, ValueError, AttributeError, TypeError):  # none yet, or damaged
+    except (OSError, FormatError, ValueError, AttributeError, TypeError):  # none yet, or damaged
         sound = False
     return found if sound else {}  # as if nothing had been measured
 
@@ -295,9 +294,6 @@ def keep_prefix_costs(
 
 def _write(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
     """Beside what is there; alone, since conversations that are suspended write here, too."""
-    path = storage.path / _FILE
-    partial = path.with_suffix(f".{os.getpid()}")
+    storage.disk.check_writable()
     with storage.disk.backend.locked():
-        partial.write_text(json.dumps(_read(storage) | {name: found}, indent=1) + "\n", encoding="utf-8")
-        partial.chmod(0o600)
-        partial.replace(path)
+        storage.files.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))

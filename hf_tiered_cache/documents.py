@@ -79,6 +79,8 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     Raises:
         ConfigError: one is not there; then none is deleted.
     """
+    storage.check_open()
+    storage.disk.check_writable()
     storage.flush()
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
@@ -87,12 +89,15 @@ def remove_documents(storage: Storage, labels: Collection[str]) -> int:
     return removed
 
 
-def finish_documents(storage: Storage, dry_run: bool = False) -> int:
+def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
     """Delete what replaced documents left behind where their process was killed, and records of which nothing is left.
 
     Returns:
-        How many records went, or with `dry_run` would.
+        The files of the records that went, or with `dry_run` would.
     """
+    storage.check_open()
+    if not dry_run:
+        storage.disk.check_writable()
     with storage.disk.backend.locked():
         if not dry_run:
             _settle(storage, [record for record in storage.documents.all() if record.leaving])

@@ -44,7 +44,8 @@ class KVStore:
     is still to be written is written when it is collected or the interpreter ends.
 
     Args:
-        path: a folder; made if missing. On fast local storage, best.
+        path: a folder, new, empty, or a store already; made if missing. On fast local storage, best. Files in it that
+            the store did not write are never changed.
         device_memory: bytes of each GPU's memory for blocks that stay there; 128 MiB more, where needed, are for those
             on their way to a request. On a CPU-only machine the host tier is the device tier.
         host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
@@ -79,7 +80,8 @@ class KVStore:
 
     Raises:
         ConfigError: an argument is invalid, or what is stored is encrypted with another key.
-        StoreError: `path` cannot be a store.
+        StoreError: `path` cannot be a store: it is a file, or a folder with other files; or a part of the store is a
+            link.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class KVStore:
         backend = FolderBackend(self.path, self._engine)
         disk = SegmentStore(backend, verify=verify, limits=limits, counters=Counters(), cipher=cipher)
         self._storage = Storage(
-            self.path,
+            backend.files,
             disk,
             residency,
             secret=secret,
@@ -431,7 +433,9 @@ class KVStore:
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
         """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
         documents = finish_documents(self._storage, dry_run)
-        return replace(self._storage.gc(dry_run), documents=documents)
+        report = self._storage.gc(dry_run)
+        deleted = report.deleted | dict.fromkeys(documents, "its passages are gone")
+        return replace(report, documents=len(documents), deleted=deleted)
 
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""

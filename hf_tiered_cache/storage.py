@@ -13,7 +13,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,6 +36,7 @@ from .store.cipher import Hidden
 from .store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
 from .store.disk import SegmentStore
 from .store.documents import Documents
+from .store.root import StoreRoot
 from .store.segment import SegmentReader
 from .store.writer import PendingSegment, Writer
 from .tiers.lease import BlockRequest
@@ -55,7 +55,7 @@ class Storage:
     What is still to be written is written when it is collected, or the interpreter ends.
 
     Args:
-        path: of the store, for messages and for what is kept beside the segments.
+        files: the store's folder, for messages and for what is kept beside the segments.
         disk: the segments; closed with this.
         residency: the tiers before them.
         secret: keys the hashes of tokens, if anything does.
@@ -72,7 +72,7 @@ class Storage:
 
     def __init__(
         self,
-        path: Path,
+        files: StoreRoot,
         disk: SegmentStore,
         residency: Residency,
         *,
@@ -84,8 +84,8 @@ class Storage:
         queue_device_bytes: int,
         spot_checks: float = 0.0,
     ) -> None:
-        self.path, self.disk, self.residency = path, disk, residency
-        self.conversations, self.documents = Conversations(path), Documents(path)
+        self.files, self.path, self.disk, self.residency = files, files.path, disk, residency
+        self.conversations, self.documents = Conversations(files), Documents(files)
         self.policy, self.codec, self.ttl = policy, codec, ttl
         self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret
@@ -96,7 +96,7 @@ class Storage:
         try:
             if (other := disk.other_key()) is not None:
                 named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
-                raise ConfigError(f"{path} is encrypted with another key: {named}")
+                raise ConfigError(f"{self.path} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
             self.passage_index = PassageIndex(disk.index)
@@ -273,6 +273,8 @@ class Storage:
 
     def each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
         """Do something to segments, all if `ids` is None, and say for how many it was done."""
+        self.check_open()
+        self.disk.check_writable()
         self.flush()
         wanted = [row.id for row in self.segments()] if ids is None else list(ids)
         changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
@@ -281,6 +283,9 @@ class Storage:
 
     def clear(self, disk: bool) -> None:
         """Let go of all blocks in memory, and with `disk` of all segments."""
+        self.check_open()
+        if disk:
+            self.disk.check_writable()
         self.flush()
         if disk:
             self.remove(row.id for row in self.segments())
@@ -291,11 +296,13 @@ class Storage:
     def remove(self, ids: Iterable[str]) -> int:
         """Delete segments by id. Returns how many there were."""
         self.check_open()
+        self.disk.check_writable()
         return self.disk.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
         """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
         self.check_open()
+        self.disk.check_writable()
         ids = list(ids)
         unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
         if pinned and unknown:
@@ -314,9 +321,13 @@ class Storage:
     def gc(self, dry_run: bool) -> maintain.GcReport:
         """Delete what no request can use, and what is over the quota."""
         self.check_open()
+        if not dry_run:
+            self.disk.check_writable()
         there = self.disk.index.ask(Catalogue.ids, None)  # before anything goes: what is said beforehand is done
-        gone = 0 if there is None else self.conversations.sweep(there, dry_run)
-        return replace(maintain.gc(self.disk, dry_run=dry_run), conversations=gone)
+        gone = [] if there is None else self.conversations.sweep(there, dry_run)
+        report = maintain.gc(self.disk, dry_run=dry_run)
+        deleted = report.deleted | dict.fromkeys(gone, "its segments are gone")
+        return replace(report, conversations=len(gone), deleted=deleted)
 
     def list_conversations(self) -> list[ConversationInfo]:
         """Those that were suspended, last used last."""
@@ -338,6 +349,7 @@ class Storage:
 
     def remove_conversations(self, ids: Sequence[str]) -> int:
         """Delete conversations, and `segments_of_conversations`. Returns how many segments went."""
+        self.disk.check_writable()
         mine = self.segments_of_conversations(ids)
         self.conversations.remove(ids)
         return self.remove(row.id for row in mine)
@@ -402,6 +414,7 @@ class Storage:
             self.writer.close()
             self.residency.clear()
             self.conversations.release_all()
+            self.files.close()
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:

@@ -30,13 +30,14 @@ class Faults:
     def strikes(self, name, target):
         if self.resting or name not in self.calls or self.random.random() >= self.share:
             return False
-        hit = not isinstance(target, str | os.PathLike) or str(target).startswith(self.root)
+        hit = not isinstance(target, str) or target.startswith(self.root)
         self.struck += hit
         return hit
 
     def wrap(self, name, real):
         def call(target, *rest, **options):
-            if rest == (fcntl.LOCK_UN,) or not self.strikes(name, target):  # that never fails
+            place = path_of(target, options) if name in BY_PATH else target
+            if rest == (fcntl.LOCK_UN,) or not self.strikes(name, place):  # that never fails
                 return real(target, *rest, **options)
             kind = self.random.choice([*ERRORS, "delay", "in parts"])
             if kind == "delay":
@@ -46,7 +47,7 @@ class Faults:
             elif kind == "in parts" and name == "pwrite":
                 return real(target, bytes(rest[0])[: max(1, len(rest[0]) // 2)], *rest[1:])
             elif kind != "in parts":
-                raise OSError(kind, os.strerror(kind), target if isinstance(target, str) else None)
+                raise OSError(kind, os.strerror(kind), place if isinstance(place, str) else None)
             return real(target, *rest, **options)
 
         return call
@@ -86,6 +87,14 @@ class Faults:
             patch.setattr(index, "_MENDING_SECONDS", 0.0)
             patch.setattr(writer, "_PATIENCE_SECONDS", 1.0)
             yield
+
+
+def path_of(target, options):
+    """The path that a system call is about, given as a descriptor, or relative to one."""
+    folder = options.get("dir_fd", options.get("src_dir_fd"))
+    if isinstance(target, int):
+        return os.readlink(f"/proc/self/fd/{target}")
+    return os.fspath(target) if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), target)
 
 
 def du(root):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -16,6 +15,7 @@ from hf_tiered_cache.errors import StoreBusyError, StoreClosedError
 from hf_tiered_cache.store.backend import HeadLength, Stored
 from hf_tiered_cache.store.engines import EngineFile, ReadOp, ReadReport
 from hf_tiered_cache.store.format import HEADER_BYTES
+from hf_tiered_cache.store.root import StoreRoot
 
 _versions = itertools.count()
 
@@ -25,7 +25,7 @@ class MemoryBackend:
 
     def __init__(self, capacity: int | None = None) -> None:
         self.place, self.writable, self.reads_with = "memory", True, "memory"
-        self.catalogue: Path | None = None
+        self.catalogue: StoreRoot | None = None
         self._capacity = capacity
         self._segments: dict[str, tuple[int, bytes]] = {}
         self._uploads: list[MemoryUpload] = []
@@ -50,6 +50,12 @@ class MemoryBackend:
             return None
         version, data = self._segments[segment_id]
         return Stored(version, len(data), len(data))
+
+    def is_own(self, segment_id: str) -> bool:
+        return segment_id in self._segments
+
+    def unknown(self, known: Collection[str] = ()) -> list[str]:
+        return []  # nobody else writes here
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
         return self.open(segment_id, length)[:2]
@@ -109,8 +115,8 @@ class MemoryBackend:
             return None
         return self._capacity - self.usage() - sum(len(data) for _, data in self._segments.values())
 
-    def clean_up(self, dry_run: bool = False) -> tuple[int, bool]:
-        return 0, False  # what is unfinished dies with its process
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
+        return {}, False  # what is unfinished dies with its process
 
     @contextmanager
     def locked(self) -> Iterator[None]:

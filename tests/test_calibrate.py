@@ -15,6 +15,7 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache import calibrate as module
 from hf_tiered_cache.calibrations import calibrated_ratio
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune, make_method
 from hf_tiered_cache.restore.recompute import LOWEST
 
@@ -118,10 +119,10 @@ def test_what_is_kept_outlives_the_store_and_damage(store, monkeypatch, tmp_path
     with KVStore(tmp_path / "store", engine="posix") as again:
         (name,) = json.loads(path.read_text())
         fingerprint = name.split()[0]
-        assert calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) == ratio
+        assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) == ratio
         for damaged in ("{", "[]", "7", f'{{"{name}": 3}}', f'{{"{name}": [{{"ratio": 0.5}}]}}'):
             path.write_text(damaged)
-            assert calibrated_ratio(again, fingerprint, torch.device("cpu"), 136) is None
+            assert calibrated_ratio(storage_of(again), fingerprint, torch.device("cpu"), 136) is None
 
 
 def test_a_real_measurement(store):

@@ -22,8 +22,9 @@ from reference import Remembering, prefilled
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
 from hf_tiered_cache.codecs import coded_provenance
 from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
-from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
-from hf_tiered_cache.store.ownership import lock_file
+from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
+from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
+from hf_tiered_cache.store.root import StoreRoot
 
 HERE = os.path.dirname(__file__)
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -68,8 +69,16 @@ def info(store, name="alice-42"):
     return found
 
 
+def record_path(root, name="alice-42"):
+    return root / "conversations" / f"{conversation_name(name)}.json"
+
+
 def lock_path(root, name="alice-42"):
-    return Conversations(root).path(name, ".lock")
+    return record_path(root, name).with_suffix(".lock")
+
+
+def lock(root):
+    return StoreRoot(root).lock(CONVERSATION_LOCK, lock_path(root).name)
 
 
 # --- coming back
@@ -438,7 +447,7 @@ def test_the_lock_is_free_when_its_cache_is(model, root, how):
     store = KVStore(root)
     cache = TieredCache(model, store, conversation="alice-42")
     turn(model, cache, prompt(FIRST))
-    assert lock_file(lock_path(root)) is None
+    assert lock(root) is None
     gc.disable()
     try:
         if how == "suspended":
@@ -447,7 +456,7 @@ def test_the_lock_is_free_when_its_cache_is(model, root, how):
             del cache
         else:
             store.close()
-        with lock_file(lock_path(root)) as free:
+        with lock(root) as free:
             assert free is not None
     finally:
         gc.enable()
@@ -469,7 +478,7 @@ def test_a_forked_child_leaves_the_lock_to_its_parent(model, store, root):
         gc.collect()
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert lock_file(lock_path(root)) is None and lock_path(root).exists()
+    assert lock(root) is None and lock_path(root).exists()
     cache.suspend()
 
 
@@ -487,7 +496,7 @@ def test_where_files_cannot_be_locked_it_goes_on_and_says_so(model, store, monke
 
 
 def test_who_looks_does_not_keep_others_from_it(tmp_path):
-    conversations, stop = Conversations(tmp_path), threading.Event()
+    conversations, stop = Conversations(StoreRoot(tmp_path)), threading.Event()
 
     def look():
         while not stop.is_set():
@@ -542,12 +551,10 @@ def test_a_quota_without_room_is_said(model, root):
 
 
 def test_a_store_that_cannot_be_written_restores_and_says_so(model, root, monkeypatch):
-    from hf_tiered_cache.store.folder import FolderBackend
-
     with KVStore(root) as store:
         history = begun(model, store)
-    monkeypatch.setattr(FolderBackend, "_make_folders", lambda self: False)
-    monkeypatch.setattr("hf_tiered_cache.store.ownership.open_file", lambda *_: os.open("/proc/nowhere", os.O_RDONLY))
+    monkeypatch.setattr(StoreRoot, "lock", lambda *_: os.open("/proc/nowhere", os.O_RDONLY))
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
     with KVStore(root) as store:
         before = info(store)
         with TieredCache(model, store, conversation="alice-42") as cache:
@@ -655,19 +662,23 @@ def test_gc_forgets_conversations_of_which_nothing_is_left(model, store, root):
     store.remove(info(store, "bob").segments)
     (folder := root / "conversations").joinpath("0" * 32 + ".json").write_text("{")
     folder.joinpath("1" * 32 + ".partial").write_text("{")
-    folder.joinpath("2" * 32 + ".lock").write_text("{}")
+    folder.joinpath("2" * 32 + ".lock").write_text("")
+    folder.joinpath("4" * 32 + ".json").write_text("")
     newer = folder / ("3" * 32 + ".json")
     newer.write_text(json.dumps({"format": 99}))
     store.remove(row.id for row in store.segments())
     held = TieredCache(model, store, conversation="alice")  # in use: it stays
     assert store.gc(dry_run=True).conversations == 2
-    assert len(list(folder.iterdir())) == 7
+    assert len(list(folder.iterdir())) == 8
     assert store.gc().conversations == 2
     assert [each.id for each in store.conversations()] == ["alice"]
-    assert len(list(folder.iterdir())) == 3 and newer.exists()  # and alice's record and lock
+    assert len(list(folder.iterdir())) == 5 and newer.exists()  # and alice's record and lock, and what is not ours
     held.suspend()
-    assert store.gc().conversations == 1
-    assert list(folder.iterdir()) == [newer]
+    report = store.gc()
+    assert report.conversations == 1
+    left = sorted(path.name for path in folder.iterdir())
+    assert left == ["0" * 32 + ".json", "1" * 32 + ".partial", newer.name]
+    assert report.unknown == [f"conversations/{name}" for name in left]
 
 
 def test_clearing_the_disk_forgets_conversations(model, store, root):
@@ -687,6 +698,9 @@ def test_records_count_in_the_quota(model, store, root):
     assert store._storage.disk.used_bytes() - used < 50_000
     begun(model, store)  # and the folder is made anew
     assert len(store.conversations()) == 1
+
+
+NOT_RECOGNISED = ["no text", "another's", "cut", "garbage", "no object", "nested"]
 
 
 def damaged(record, way):
@@ -723,17 +737,25 @@ def damaged(record, way):
 )
 def test_a_damaged_record_is_none(model, store, root, way):
     history = begun(model, store)
-    conversations = Conversations(root)
+    conversations = Conversations(StoreRoot(root))
     record = conversations.read("alice-42")
     assert ConversationRecord.decode(record.encode()) == record
-    conversations.path("alice-42").write_bytes(damaged(record, way))
+    record_path(root).write_bytes(content := damaged(record, way))
     assert store.conversations() == [] and conversations.read("alice-42") is None
     with pytest.raises(ConfigError, match="no conversation"):
         store.remove_conversation("alice-42")
     with TieredCache(model, store, conversation="alice-42") as cache:  # KV is found by its tokens
         turn(model, cache, history)
         assert cache.stats.tokens_restored > 0
-    assert info(store).turns == 1
+        reason = cache.suspend().reason
+    if way in NOT_RECOGNISED:  # nobody knows whose it is
+        assert "was not written by this library" in reason and store.conversations() == []
+        assert record_path(root).read_bytes() == content
+        store.gc()
+        store.clear(disk=True)
+        assert record_path(root).read_bytes() == content
+    else:
+        assert info(store).turns == 1
 
 
 # --- what is approximate, and a conversation's own

@@ -182,8 +182,12 @@ def test_damaged_and_forged_records_are_none(root, store, model):
     with pytest.raises(StoreError, match="format 2"):  # which may name what goes
         store.remove_document(record.label)
     assert lengths(store) == [64, 96]
-    second.write_text("damaged")
-    assert store.gc().documents == 1
+    second.write_text("not ours")
+    report = store.gc()
+    assert (report.documents, report.unknown) == (0, [f"documents/{second.name}"])
+    assert second.read_text() == "not ours"
+    second.write_text("")
+    assert store.gc().documents == 1 and not second.exists()
 
 
 def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, model, monkeypatch):

@@ -11,6 +11,7 @@ import threading
 import processes
 import pytest
 import torch
+from drawn_faults import path_of
 from families import build, prompt
 from reference import kv_of, prefilled
 from test_forged import forge, page_of
@@ -213,7 +214,7 @@ def test_a_disk_that_always_fails_is_given_up(model, root, monkeypatch):
 
 @pytest.mark.parametrize("step", ["posix_fallocate", "pwrite"])
 def test_a_full_disk(model, root, monkeypatch, caplog, step):
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with KVStore(root) as store:
@@ -335,7 +336,7 @@ def test_an_unwritable_folder(model, root, monkeypatch):
     real = os.open
 
     def refusing(path, flags, *args, **kwargs):
-        if str(path).startswith(str(root)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if path_of(path, kwargs).startswith(str(root)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, flags, *args, **kwargs)
 

@@ -96,7 +96,7 @@ def test_what_cannot_be_read_is_left_and_counted(tmp_path):
         assert store.stats.verification_failures == 1
         (row,) = store.segments()
         assert row.valid_hashes == 5  # what stands before the fault still serves
-        assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []
+        assert list((store.path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -18,8 +18,12 @@ import torch
 from segments import hashes, open_store, read_back, segment, written_at_once
 
 from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
-from hf_tiered_cache.store import folder, maintain
+from hf_tiered_cache.store import folder, maintain, root
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
+from hf_tiered_cache.store.root import StoreRoot
+
+ORPHAN = "1-2-3"
+"""Named as a temporary file."""
 
 
 def publish(store, count=4, seed="a", **changes):
@@ -170,7 +174,7 @@ def test_another_schema_is_replaced(tmp_path):
 
 
 def test_rows_survive_a_round_trip(tmp_path):
-    catalogue = Catalogue(tmp_path / "c.sqlite")
+    catalogue = Catalogue(StoreRoot(tmp_path))
     row = SegmentRow("id", "fp", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
     catalogue.add(row)
     assert catalogue.get("id") == row
@@ -248,7 +252,7 @@ def test_a_full_disk_drops_the_write_counts_it_and_warns_once(tmp_path, monkeypa
     store = open_store(tmp_path)
     kept = publish(store, seed="kept")
 
-    def full(*_):
+    def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     name = {"allocate": "posix_fallocate", "write": "pwrite", "link": "link"}[step]
@@ -276,7 +280,7 @@ def test_an_interrupted_write_goes_on(tmp_path, monkeypatch):
 
 
 def test_a_file_system_without_links_is_renamed_on(tmp_path, monkeypatch):
-    def refusing(*_):
+    def refusing(*_, **__):
         raise OSError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(os, "link", refusing)
@@ -315,8 +319,8 @@ def counting(fd, data, offset):
     if step == "all blocks" and writes == len(blocks): die()
     if step == "header" and writes == len(blocks) + 1: die()
     return done
-def linking(*paths):
-    link(*paths)
+def linking(*paths, **folders):
+    link(*paths, **folders)
     if step == "linked": die()
 def adding(self, *row):
     add(self, *row)
@@ -344,7 +348,7 @@ def test_a_file_being_written_is_no_orphan(tmp_path):
     """Another process collects garbage while ours writes."""
     ours, theirs = open_store(tmp_path), open_store(tmp_path)
     with ours._publisher.reserved("0" * 32, 100_000) as upload:
-        assert theirs.clean_up() == 0
+        assert theirs.clean_up() == {}
         assert upload.path.exists()
     assert not list((tmp_path / "tmp").iterdir())
 
@@ -381,13 +385,13 @@ def holder(tmp_path):
 
 def test_the_temporary_file_of_another_process_stays_as_long_as_that_lives(tmp_path, holder):
     store, other = open_store(tmp_path), holder("a temporary file")
-    assert store.clean_up() == 0
+    assert store.clean_up() == {}
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
     other.kill()
     other.wait()
-    assert store.clean_up(dry_run=True) >= 100_000
+    assert sum(store.clean_up(dry_run=True).values()) >= 100_000
     assert len(list((tmp_path / "tmp").glob("*[0-9]"))) == 1
-    assert store.clean_up() >= 100_000
+    assert sum(store.clean_up().values()) >= 100_000
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -437,9 +441,9 @@ def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, mo
 def test_locks_truncate_no_data(tmp_path):
     store = open_store(tmp_path)
     header = publish(store)
-    orphan = tmp_path / "tmp" / "orphan"
+    orphan = tmp_path / "tmp" / ORPHAN
     os.link(store.path(header.id), orphan)  # as a writer that died after publishing left it
-    assert store.clean_up() == 0
+    assert sum(store.clean_up().values()) == 0
     assert not orphan.exists()
     assert read_back(store, header.id)
 
@@ -451,7 +455,7 @@ def test_a_segment_whose_writer_died_before_its_row_was_there_gets_one(tmp_path)
     before = store.index.listed_bytes()
     store.index.catalogue.remove([header.id])
     assert store.index.listed_bytes() == 0
-    os.link(store.path(header.id), tmp_path / "tmp" / "orphan")
+    os.link(store.path(header.id), tmp_path / "tmp" / ORPHAN)
     store.make_room(4096)
     assert [row.id for row in store.index.catalogue.all()] == [header.id]
     assert store.index.listed_bytes() == before
@@ -627,10 +631,10 @@ def test_gc_deletes_what_no_request_can_use_and_nothing_else(tmp_path):
     store.close()
     (tmp_path / "catalogue.sqlite").unlink()
     store = open_store(tmp_path)
-    (tmp_path / "tmp" / "orphan").write_bytes(b"x" * 5000)
+    (tmp_path / "tmp" / ORPHAN).write_bytes(bytes(5000))
     promised = maintain.gc(store, dry_run=True)
     assert len(store.backend.names()) == 4
-    assert (tmp_path / "tmp" / "orphan").exists()
+    assert (tmp_path / "tmp" / ORPHAN).exists()
     report = maintain.gc(store)
     assert report == promised
     assert (report.expired, report.damaged) == (1, 1)
@@ -719,10 +723,10 @@ def test_a_damaged_segment_on_a_disk_that_became_read_only_is_hidden(tmp_path, m
     store = open_store(tmp_path)
     header = publish(store)
 
-    def refuse(self, missing_ok=False):
+    def refuse(*_, **__):
         raise OSError(errno.EROFS, "read-only file system")
 
-    monkeypatch.setattr(type(tmp_path), "unlink", refuse)
+    monkeypatch.setattr(os, "unlink", refuse)
     flip(store.path(header.id), 100)
     assert store.reader(header.id) is None
     assert store.find(hashes(4)) == []
@@ -753,12 +757,12 @@ def test_what_could_not_be_made_durable_is_tried_again(tmp_path, monkeypatch):
     publish(store, seed="b")
     synced, broken = [], [True]
 
-    def fsync(path, data_only=False):
+    def fsync(fd, data_only=False):
         if broken and len(synced) == 1:
             raise OSError(errno.EIO, "input/output error")
-        synced.append(path)
+        synced.append(fd)
 
-    monkeypatch.setattr(folder, "fsync", fsync)
+    monkeypatch.setattr(root, "fsync", fsync)
     with pytest.raises(StoreError, match="cannot be made durable"):
         store.sync()
     broken.clear()

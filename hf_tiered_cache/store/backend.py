@@ -1,7 +1,8 @@
 """Where segments lie: the one interface of all places. A folder is the first (`folder.py`).
 
-A backend keeps bytes under names, whole or not at all, and believes nothing of what is in them. What makes a store of
-it stands above: the catalogue, the quota, checksums and encryption. A new place, such as a remote tier, is one class
+A backend keeps bytes under names, whole or not at all. Of what is in them it only asks whether this library wrote it:
+nothing else is deleted or replaced. What makes a store of it stands above: the catalogue, the quota, checksums and
+encryption. A new place, such as a remote tier, is one class
 with these verbs; `tests/test_backend.py` says whether it keeps its word.
 
 Faults are OSErrors, of which three say more: FileNotFoundError means that nothing stands under a name (or no place is
@@ -11,13 +12,15 @@ that nothing is said about what is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from .engines import EngineFile, ReadOp, ReadReport
+
+if TYPE_CHECKING:
+    from .root import StoreRoot
 
 
 class Stored(NamedTuple):
@@ -48,7 +51,7 @@ class Upload(Protocol):
         """Give it its name, in one moment: whoever looks finds all of it, or what was there before.
 
         Args:
-            replace: whether what stands there gives way. What is open of it can be read on.
+            replace: whether what stands there gives way, if it is own. What is open of it can be read on.
 
         Raises:
             FileExistsError: something stands there, and does not give way: the first writer wins.
@@ -69,8 +72,8 @@ class SegmentBackend(Protocol):
     """What reads blocks, such as an engine with its settings: what was measured with it holds for it alone."""
     writable: bool
     """Whether anything new can be stored."""
-    catalogue: Path | None
-    """The file of the catalogue that all who use this place share. None: each has one of its own, in memory."""
+    catalogue: StoreRoot | None
+    """The folder of the catalogue that all who use this place share. None: each has one of its own, in memory."""
 
     def where(self, segment_id: str) -> str:
         """Where a segment lies or would lie, for messages and tools: a path or an address."""
@@ -88,6 +91,19 @@ class SegmentBackend(Protocol):
 
     def find(self, segment_id: str) -> Stored | None:
         """What stands under a name now, or None. Nothing is opened. Raises OSError."""
+
+    def is_own(self, segment_id: str) -> bool:
+        """Return whether this library wrote what has this name. Raises OSError: that cannot be found out."""
+
+    def unknown(self, known: Collection[str] = ()) -> list[str]:
+        """Return what the library did not write, by path within the place. It is left alone.
+
+        Args:
+            known: segments that were read, and need not be looked at.
+
+        Raises:
+            OSError: the place cannot be listed.
+        """
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
         """Read a segment's beginning, all of one version.
@@ -134,7 +150,7 @@ class SegmentBackend(Protocol):
         """
 
     def delete(self, segment_id: str) -> bool:
-        """Delete what stands under a name. Returns whether there was something. Raises OSError: it is still there."""
+        """Delete what has this name. Returns whether there was something own. Raises OSError: it is still there."""
 
     def sync(self) -> None:
         """Make what was published durable. Raises OSError; what failed is tried again the next time."""
@@ -153,12 +169,12 @@ class SegmentBackend(Protocol):
     def free(self) -> int | None:
         """Bytes that the place has left, or None if it has no bound. Raises OSError."""
 
-    def clean_up(self, dry_run: bool = False) -> tuple[int, bool]:
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
         """Delete what dead processes left unfinished. The caller holds the lock.
 
         Returns:
-            Bytes freed, or with `dry_run` those that would be; and whether some of it had been published, so that a
-            catalogue may lack it.
+            What was deleted, or with `dry_run` would be, and the bytes that each takes; and whether some of it had been
+            published, so that a catalogue may lack it.
         """
 
     def locked(self) -> AbstractContextManager[None]:

@@ -31,12 +31,13 @@ from .cipher import Plain
 from .digest import DIGEST_DTYPE, Guard, is_tagged, xxh3
 from .engines import EngineFile, ReadOp
 from .format import TAG_BYTES, Seal
+from .kinds import SIDECAR_MAGIC
 from .memory import aligned_bytes
 from .notices import Notices
 from .publish import write_blocks
 from .segment import SegmentReader
 
-MAGIC = b"HFTCBS\r\n"
+MAGIC = SIDECAR_MAGIC
 FORMAT_VERSION = 1
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -289,19 +290,21 @@ class Beside:
                 for kind in found[segment]:
                     self._delete(f"{segment}.{kind}")
 
-    def sweep(self, dry_run: bool = False) -> int:
+    def sweep(self, dry_run: bool = False) -> dict[str, int]:
         """Delete what belongs to segments that are not there.
 
         Returns:
-            Bytes freed, or with `dry_run` those that would be.
+            What was deleted, or with `dry_run` would be, and the bytes that each takes.
         """
-        freed = 0
+        removed: dict[str, int] = {}
         with suppress(OSError):
             found = self.sizes()  # before the segments: one that is stored meanwhile is none that is gone
             for segment in found.keys() - self._backend.names():
                 for kind, nbytes in found[segment].items():
-                    freed += nbytes if dry_run or self._delete(f"{segment}.{kind}") else 0
-        return freed
+                    name = f"{segment}.{kind}"
+                    if self._backend.is_own(name) if dry_run else self._delete(name):
+                        removed[self._backend.where(name)] = nbytes
+        return removed
 
     def _delete(self, name: str) -> bool:
         with suppress(OSError):

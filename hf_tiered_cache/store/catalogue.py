@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from . import HASH_BYTES
 from .database import Database, connect_read_only
+from .root import StoreRoot
 
 if TYPE_CHECKING:
     from .format import SegmentHeader
@@ -109,6 +109,11 @@ class SegmentRow:
         own = SegmentRow.of(header, chain, self.nbytes)
         return self == replace(own, **{name: getattr(self, name) for name in _OWN_FIELDS})
 
+    @property
+    def hashes(self) -> set[bytes]:
+        """All prefix hashes."""
+        return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}
+
     def values(self) -> tuple:
         """In the order of `_COLUMNS`, which is that of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
@@ -118,19 +123,19 @@ class Catalogue:
     """The table of segments of one store.
 
     Args:
-        path: the database file, or None for one in memory (a store whose folder cannot be written).
+        files: the store's folder, or None for a catalogue in memory (of a store that cannot be written).
         read_only: whether it is only looked at. Then nothing is made or mended: what cannot be read is an error.
 
     Raises:
         sqlite3.Error: it cannot be opened.
     """
 
-    def __init__(self, path: Path | None, read_only: bool = False) -> None:
-        self.path = path
-        self._reading = connect_read_only(path, SCHEMA_VERSION) if path is not None and read_only else None
+    def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
+        self.is_shared = files is not None
+        self._reading = connect_read_only(files, SCHEMA_VERSION) if files is not None and read_only else None
         self._database: Database | None = None
         if self._reading is None:
-            self._database = Database(None, _create_tables) if path is None else Database.shared(path, _create_tables)
+            self._database = Database(None, _create_tables) if files is None else Database.shared(files, _create_tables)
 
     @property
     def generation(self) -> int:
@@ -295,7 +300,7 @@ class Catalogue:
             self._reading.close()
         elif self._database is not None:
             database, self._database = self._database, None
-            database.release() if self.path is not None else database.close()
+            database.release() if self.is_shared else database.close()
 
 
 def _create_tables(db: sqlite3.Connection) -> None:

@@ -8,23 +8,21 @@ The name is a hash of the id. A record can be lost, or be out of date, without h
 
 from __future__ import annotations
 
-import json
 import re
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, FormatError, NewerFormatError
 from .catalogue import SegmentRow
-from .files import LOCK_SUFFIX, fsync
-from .ownership import Holder, Ownership, holder_of, lock_file
-from .records import PARTIAL, SUFFIX, are_moments, files_in, name_of, read_record, understood, write_record
+from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, encode_record, name_of
+from .ownership import Holder, Ownership, holder_of, lock_patiently
+from .records import are_moments, understood
+from .root import StoreRoot
 
-FOLDER = "conversations"
 FORMAT_VERSION = 1
 MOST_LETTERS = 200
 """Of an id."""
@@ -69,7 +67,7 @@ class ConversationRecord:
     def encode(self) -> bytes:
         """The file."""
         facts = asdict(self) | {"format": FORMAT_VERSION, "segments": list(self.segments), "model": dict(self.model)}
-        return (json.dumps(facts, indent=1) + "\n").encode()
+        return encode_record(facts)
 
     @classmethod
     def decode(cls, data: bytes) -> ConversationRecord:
@@ -124,22 +122,18 @@ class Conversations:
     """The conversations of a store.
 
     Args:
-        root: the store's folder.
+        files: the store's folder.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.folder = root / FOLDER
+    def __init__(self, files: StoreRoot) -> None:
+        self._files = files
         self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
-    def path(self, conversation_id: str, suffix: str = SUFFIX) -> Path:
-        """Where a conversation's record lies, or its lock. Raises ConfigError: it can be no id."""
-        return self.folder / f"{conversation_name(conversation_id)}{suffix}"
-
     def ownership(self, conversation_id: str) -> Ownership:
-        """Not taken yet."""
-        found = Ownership(conversation_id, self.path(conversation_id, LOCK_SUFFIX))
-        self._owned.add(found)
-        return found
+        """Return an unacquired ownership lock. Raises ConfigError: this can be no id."""
+        ownership = Ownership(conversation_id, self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
+        self._owned.add(ownership)
+        return ownership
 
     def release_all(self) -> None:
         """The store is closed: nobody goes on through it."""
@@ -148,14 +142,14 @@ class Conversations:
 
     def holder(self, conversation_id: str) -> Holder | None:
         """Who goes on with a conversation, if anybody."""
-        return holder_of(self.path(conversation_id, LOCK_SUFFIX))
+        return holder_of(self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
 
     # --- records
 
     def read(self, conversation_id: str) -> ConversationRecord | None:
         """A conversation's record, or None where there is none that can be read."""
         try:
-            found = _read(self.path(conversation_id))
+            found = self._read(_record_name(conversation_id))
         except (OSError, FormatError):
             return None
         return found if found.id == conversation_id else None
@@ -163,10 +157,10 @@ class Conversations:
     def all(self) -> list[ConversationRecord]:
         """Those that can be read, suspended last at the end."""
         found = []
-        for path in files_in(self.folder, SUFFIX):
+        for name in self._names():
             with suppress(OSError, FormatError):
-                record = _read(path)
-                if self.path(record.id) == path:
+                record = self._read(name)
+                if _record_name(record.id) == name:
                     found.append(record)
         return sorted(found, key=lambda record: record.suspended)
 
@@ -196,8 +190,8 @@ class Conversations:
         Raises:
             OSError: it cannot be written. What `room` raises comes through.
         """
-        write_record(self.path(record.id), record.encode(), room)
-        fsync(self.folder)
+        self._files.write(CONVERSATION, _record_name(record.id), record.encode(), room)
+        self._files.sync(CONVERSATION)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Forget conversations; their segments stay.
@@ -211,50 +205,64 @@ class Conversations:
                 owned.take(over=False)
                 stack.callback(owned.release)
             for conversation_id in ids:
-                self.path(conversation_id).unlink(missing_ok=True)
+                self._files.delete(CONVERSATION, _record_name(conversation_id))
 
-    def sweep(self, there: Collection[str], dry_run: bool = False) -> int:
-        """Delete records that are damaged, or of which no segment is left, and what dead processes left.
+    def sweep(self, there: Collection[str], dry_run: bool = False) -> list[str]:
+        """Delete records that are damaged, or of which no segment is left, and the locks of dead processes.
 
         Args:
             there: the segments that are stored.
             dry_run: whether nothing is deleted.
 
         Returns:
-            How many conversations went, or would. One that is in use stays.
+            The files of the conversations that went, or would. One that is in use stays.
         """
-        removed = 0
-        for path in list(files_in(self.folder, SUFFIX)):
-            if self._is_of_use(path, there) or holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
-                continue
-            removed += 1
-            if not dry_run:
-                with suppress(OSError):
-                    path.unlink()
-        for path in [] if dry_run else [*files_in(self.folder, PARTIAL), *files_in(self.folder, LOCK_SUFFIX)]:
-            if holder_of(path.with_suffix(LOCK_SUFFIX)) is not None:
-                continue
+        removed = []
+        for name in self._names():
+            lock_name = name.removesuffix(RECORD_SUFFIX) + LOCK_SUFFIX
             with suppress(OSError):
-                lock = lock_file(path.with_suffix(LOCK_SUFFIX))
-                if lock is not None:
-                    path.unlink(missing_ok=True)
-                    path.with_suffix(LOCK_SUFFIX).unlink(missing_ok=True)
-                    lock.close()
+                if self._is_of_use(name, there) or self._files.is_locked(CONVERSATION_LOCK, lock_name):
+                    continue
+                if self._files.is_own(CONVERSATION, name) if dry_run else self._files.delete(CONVERSATION, name):
+                    removed.append(str(self._files.where(CONVERSATION, name)))
+        if not dry_run:
+            with suppress(OSError):
+                for name in self._files.names(CONVERSATION_LOCK):
+                    self._remove_free_lock(name)
         return removed
 
-    def _is_of_use(self, path: Path, there: Collection[str]) -> bool:
+    def _remove_free_lock(self, name: str) -> None:
+        if self._files.is_locked(CONVERSATION_LOCK, name) or not self._files.is_own(CONVERSATION_LOCK, name):
+            return
+        with suppress(OSError):
+            lock = lock_patiently(self._files, name)
+            if lock is not None:
+                with lock:
+                    self._files.delete(CONVERSATION_LOCK, name)
+
+    def _is_of_use(self, name: str, there: Collection[str]) -> bool:
         try:
-            record = _read(path)
+            record = self._read(name)
         except (OSError, NewerFormatError):
             return True
         except FormatError:
             return False
         return any(segment in there for segment in record.segments)
 
+    def _names(self) -> list[str]:
+        try:
+            return self._files.names(CONVERSATION)
+        except OSError:
+            return []
 
-def _read(path: Path) -> ConversationRecord:
-    """Raises OSError or FormatError."""
-    return ConversationRecord.decode(read_record(path))
+    def _read(self, name: str) -> ConversationRecord:
+        """Read a record. Raises OSError or FormatError."""
+        return ConversationRecord.decode(self._files.read(CONVERSATION, name))
+
+
+def _record_name(conversation_id: str) -> str:
+    """Return the name of a record's file. Raises ConfigError: this can be no id."""
+    return conversation_name(conversation_id) + RECORD_SUFFIX
 
 
 def _describe(record: ConversationRecord, there: Mapping[str, SegmentRow], holder: Holder | None) -> ConversationInfo:

@@ -1,7 +1,7 @@
 """The catalogue's connection: one for each process, which finds its way back when the file was replaced.
 
-POSIX drops all locks that a process holds on a file when it closes any descriptor of it. So nothing here, and nothing
-that uses it, may open the database's files but SQLite; they are only looked at with `stat`.
+POSIX drops all locks that a process holds on a file when it closes any descriptor of it. So while the database is open,
+nothing in the process may open its files but SQLite; they are only looked at with `stat`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
+from stat import S_ISREG
 from typing import TypeVar
 
-from filelock import FileLock, Timeout
-
-from .files import LOCK_SUFFIX
-from .process import release_database, shared_database
+from .kinds import CATALOGUE, CATALOGUE_LOCK, CATALOGUE_LOG, CATALOGUE_NAME, DATABASE_FILES, LOCK_SUFFIX
+from .process import has_database, release_database, shared_database
+from .root import StoreRoot
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -44,15 +43,15 @@ class Database:
     """A connection that is used by any number of stores and threads of one process.
 
     Args:
-        path: the file, or None for a database in memory.
+        files: the folder that it is in, or None for a database in memory.
         set_up: makes the tables, if they are not there.
 
     Raises:
         sqlite3.Error: it cannot be opened.
     """
 
-    def __init__(self, path: Path | None, set_up: _SetUp) -> None:
-        self._path = path
+    def __init__(self, files: StoreRoot | None, set_up: _SetUp) -> None:
+        self._files = files
         self._set_up = set_up
         self._pid = os.getpid()
         self._lock = threading.RLock()  # finalizers enter it too
@@ -66,10 +65,11 @@ class Database:
         self._open()
 
     @classmethod
-    def shared(cls, path: Path, set_up: _SetUp) -> Database:
-        """The process's connection to `path`. To be given back with `release`."""
-        resolved = path.resolve()
-        return shared_database(resolved, lambda: cls(resolved, set_up))
+    def shared(cls, files: StoreRoot, set_up: _SetUp) -> Database:
+        """Return the process's connection to the catalogue of a folder, to be given back with `release`."""
+        return shared_database(
+            files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(StoreRoot(files.path, make=False), set_up)
+        )
 
     def release(self) -> None:
         release_database(self)
@@ -104,7 +104,8 @@ class Database:
     def is_log_long(self) -> bool:
         """Whether the log grows because somebody is still reading an old state: what need not be written can wait."""
         with suppress(OSError):
-            return self._path is not None and os.stat(f"{self._path}-wal").st_size > 3 * _LOG_BYTES // 2
+            log = None if self._files is None else self._files.find(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+            return log is not None and log.st_size > 3 * _LOG_BYTES // 2
         return False
 
     def rebuild(self, generation: int) -> None:
@@ -121,6 +122,8 @@ class Database:
             if self._db is not None and os.getpid() == self._pid:
                 self._db.close()
                 self._db = None
+            if self._files is not None:
+                self._files.close()
 
     # --- opening
 
@@ -131,41 +134,72 @@ class Database:
             with suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
-        if self._path is None:
-            self._db = self._connect()
+        if self._files is None:
+            self._db = self._connect(":memory:")
             return self._db
         try:
-            with FileLock(f"{self._path}{LOCK_SUFFIX}", timeout=_BUSY_SECONDS, mode=0o600):
+            with self._files.locked(CATALOGUE_LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}", _BUSY_SECONDS):
+                self._check(self._files)
                 if discard or self._log_is_lost():
-                    self._discard()
+                    self._discard(self._files)
                 try:
-                    self._db = self._connect()
+                    self._db = self._connect_file(self._files)
                 except sqlite3.DatabaseError as error:
                     if not is_damage(error):
                         raise
-                    logger.warning("the catalogue %s is damaged (%s); rebuilding it", self._path, error)
-                    self._discard()
-                    self._db = self._connect()
+                    logger.warning("the catalogue of %s is damaged (%s); rebuilding it", self._files.path, error)
+                    self._discard(self._files)
+                    self._db = self._connect_file(self._files)
                 self._identity = self._identify()
                 return self._db
-        except (OSError, Timeout) as error:
+        except OSError as error:
             raise sqlite3.OperationalError(f"it cannot be opened: {error}") from error
 
-    def _connect(self) -> sqlite3.Connection:
-        if self._path is not None:  # made by us, for its owner only; SQLite gives -wal and -shm the same mode
-            with suppress(FileExistsError):  # one that is there must not be opened and closed
-                os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        db = sqlite3.connect(
-            self._path if self._path is not None else ":memory:",
-            timeout=_BUSY_SECONDS,
-            check_same_thread=False,
-            isolation_level=None,
-        )
+    def _check(self, files: StoreRoot) -> None:
+        """Make sure that SQLite gets the library's own files alone. It would follow a link, and overwrite any content.
+
+        A file that was opened here before is own, whatever became of its content. One that has a second name, as a
+        backup of hard links gives it, is left to that: a new catalogue is begun.
+
+        Raises:
+            sqlite3.OperationalError: a file is not own.
+        """
+        opened = None if self._identity is None else self._identity[0]
+        linked = False
+        for name, kind in DATABASE_FILES.items():
+            status = files.find(kind, name)
+            if status is None:
+                continue
+            is_opened = opened is not None and _identity_of(files.find(CATALOGUE, CATALOGUE_NAME)) == opened
+            if not S_ISREG(status.st_mode) or not (is_opened or files.is_own(kind, name)):
+                raise sqlite3.OperationalError(
+                    f"{files.where(kind, name)} was not written by this library; move it elsewhere"
+                )
+            linked |= status.st_nlink > 1
+        if linked:
+            self._discard(files)
+
+    def _connect_file(self, files: StoreRoot) -> sqlite3.Connection:
+        path = files.where(CATALOGUE, CATALOGUE_NAME)
+        if files.find(CATALOGUE, CATALOGUE_NAME) is None:  # for its owner only; SQLite gives the others the same mode
+            files.make_empty(CATALOGUE, CATALOGUE_NAME)
+        made = files.find(CATALOGUE, CATALOGUE_NAME)
+        db = self._connect(str(path))
+        if made is None or not os.path.samestat(made, os.stat(path, follow_symlinks=False)):  # SQLite opens by path
+            db.close()
+            raise sqlite3.OperationalError(f"{path} was replaced")
+        return db
+
+    def _connect(self, path: str) -> sqlite3.Connection:
+        db = sqlite3.connect(path, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None)
         self._waits = True
         try:
+            size = os.stat(path).st_size if self._files is not None else 0
+            if self._files is not None and not size:  # the first page, by which a catalogue is recognised, comes first
+                db.execute("PRAGMA synchronous=OFF")
+                self._set_up(db)
             _enter_wal_mode(db)
-            small = self._path is not None and self._path.stat().st_size <= _CHECKED_BYTES
-            if small and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
+            if 0 < size <= _CHECKED_BYTES and db.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
                 raise sqlite3.DatabaseError("quick_check failed")
             self._set_up(db)
         except BaseException:
@@ -173,19 +207,22 @@ class Database:
             raise
         return db
 
-    def _discard(self) -> None:
-        for suffix in ("-wal", "-shm", ""):  # the log first: nobody may find it beside a new database
-            Path(f"{self._path}{suffix}").unlink(missing_ok=True)
+    def _discard(self, files: StoreRoot) -> None:
+        """Delete the files of the database, which `_check` has seen to be own."""
+        for name, kind in DATABASE_FILES.items():
+            files.delete(kind, name, is_checked=True)
 
     # --- what stands at the path
 
     def _identify(self) -> tuple[_File, _File]:
         """Device and inode of the database and its log."""
-        return _file_at(f"{self._path}"), _file_at(f"{self._path}-wal")
+        assert self._files is not None
+        files = self._files.find(CATALOGUE, CATALOGUE_NAME), self._files.find(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
+        return _identity_of(files[0]), _identity_of(files[1])
 
     def _in_place(self) -> bool:
         """Whether the files that are open are still those that others open."""
-        if self._path is None or self._identity is None:
+        if self._files is None or self._identity is None:
             return True
         with suppress(OSError):  # which says nothing
             now = self._identify()
@@ -208,12 +245,8 @@ class Database:
             self._waits = waits
 
 
-def _file_at(path: str) -> _File:
-    try:
-        stat = os.stat(path)
-    except FileNotFoundError:
-        return None
-    return stat.st_dev, stat.st_ino
+def _identity_of(status: os.stat_result | None) -> _File:
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def _enter_wal_mode(db: sqlite3.Connection) -> None:
@@ -232,10 +265,14 @@ def _enter_wal_mode(db: sqlite3.Connection) -> None:
             time.sleep(0.02)
 
 
-def connect_read_only(path: Path, version: int) -> sqlite3.Connection:
-    """A connection that makes and mends nothing. Raises sqlite3.Error if the database is not of this version."""
+def connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
+    """Connect without making or mending anything. Raises sqlite3.Error if the database is not of this version."""
+    if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
+        for name, kind in DATABASE_FILES.items():
+            if files.find(kind, name) is not None and not files.is_own(kind, name):
+                raise sqlite3.DatabaseError(f"{files.where(kind, name)} was not written by this library")
     db = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode=ro",
+        f"{files.where(CATALOGUE, CATALOGUE_NAME).as_uri()}?mode=ro",
         uri=True,
         timeout=_BUSY_SECONDS,
         check_same_thread=False,

@@ -191,6 +191,23 @@ class SegmentStore:
         others = self._keys - {self.cipher.key_id}
         return min(others) if self.cipher.key_id and others == self._keys != set() else None
 
+    def continuing(self, rows: Collection[SegmentRow]) -> list[SegmentRow]:
+        """Return the segments that continue these, and what continues those in turn. Unreadable ones are left out."""
+        ids, ends, continuing = (
+            {row.id for row in rows},
+            {(row.fingerprint, end) for row in rows for end in row.hashes},
+            [],
+        )
+        for row in sorted(self.index.rows(), key=lambda row: row.position):
+            if row.id in ids or not row.position:
+                continue
+            with suppress(FormatError, OSError):
+                parent = read_head(partial(self.backend.head, row.id)).header.parent
+                if (row.fingerprint, parent) in ends:
+                    continuing.append(row)
+                    ends |= {(row.fingerprint, end) for end in row.hashes}
+        return continuing
+
     # --- writing
 
     def publish(
@@ -292,7 +309,7 @@ class SegmentStore:
         needed, wanted = self.limits.shortfall(nbytes, used, self.backend.free())
         if wanted <= 0:
             return
-        swept = self.beside.sweep()
+        swept = sum(self.beside.sweep().values())
         needed, wanted = needed - swept, wanted - swept
         found = self.victims(wanted, spared)
         if sum(nbytes for _, nbytes in found) < needed:
@@ -318,16 +335,21 @@ class SegmentStore:
         if failed is not None:
             raise failed
 
-    def clean_up(self, dry_run: bool = False) -> int:
+    def clean_up(self, dry_run: bool = False) -> dict[str, int]:
         """Delete what dead processes left unfinished. The caller holds the backend's lock.
 
         Returns:
-            Bytes freed, or with `dry_run` those that would be.
+            What was deleted, or with `dry_run` would be, and the bytes that each takes.
         """
-        nbytes, published = self.backend.clean_up(dry_run)
+        removed, published = self.backend.clean_up(dry_run)
         if published and not dry_run:  # killed when the file was there, and its row was not
             self.index.scan()
-        return nbytes
+        return removed
+
+    def check_writable(self) -> None:
+        """Raise StoreError if the store cannot be written."""
+        if not self.backend.writable:
+            raise StoreError(f"{self.place} cannot be written, so nothing in it can be changed; check its permissions")
 
     # --- forgetting
 

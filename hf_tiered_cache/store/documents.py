@@ -10,22 +10,20 @@ lock by whoever changes them, so that nobody deletes what another has just named
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, FormatError, NewerFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
-from .files import fsync
-from .records import PARTIAL, SUFFIX, are_moments, files_in, name_of, read_record, understood, write_record
+from .kinds import DOCUMENT, RECORD_SUFFIX, encode_record, name_of
+from .records import are_moments, understood
+from .root import StoreRoot
 
-FOLDER = "documents"
 FORMAT_VERSION = 1
 MOST_LETTERS = 1000
 """Of a label."""
@@ -85,7 +83,7 @@ class DocumentRecord:
     def encode(self) -> bytes:
         """The file."""
         facts = asdict(self) | {"format": FORMAT_VERSION, "passages": list(self.passages), "model": dict(self.model)}
-        return (json.dumps(facts | {"leaving": list(self.leaving)}, indent=1) + "\n").encode()
+        return encode_record(facts | {"leaving": list(self.leaving)})
 
     @classmethod
     def decode(cls, data: bytes) -> DocumentRecord:
@@ -141,20 +139,16 @@ class Documents:
     """The documents of a store.
 
     Args:
-        root: the store's folder.
+        files: the store's folder.
     """
 
-    def __init__(self, root: Path) -> None:
-        self.folder = root / FOLDER
-
-    def path(self, key: tuple[str, str, str]) -> Path:
-        """Where the record of a label, a model and a way of computing lies."""
-        return self.folder / f"{name_of(chr(0).join(key))}{SUFFIX}"
+    def __init__(self, files: StoreRoot) -> None:
+        self._files = files
 
     def read(self, key: tuple[str, str, str]) -> DocumentRecord | None:
         """A record, or None where there is none that can be read."""
         with suppress(OSError, FormatError):
-            found = DocumentRecord.decode(read_record(self.path(key)))
+            found = self._read(_record_name(key))
             if found.key == key:
                 return found
         return None
@@ -162,10 +156,10 @@ class Documents:
     def all(self, label: str | None = None) -> list[DocumentRecord]:
         """Those that can be read, of this label or of all, by label."""
         found = []
-        for path in files_in(self.folder, SUFFIX):
+        for name in self._names():
             with suppress(OSError, FormatError):
-                record = DocumentRecord.decode(read_record(path))
-                if self.path(record.key) == path and label in (None, record.label):
+                record = self._read(name)
+                if _record_name(record.key) == name and label in (None, record.label):
                     found.append(record)
         return sorted(found, key=lambda record: record.key)
 
@@ -190,16 +184,21 @@ class Documents:
             NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
         """
         keys, left = {record.key for record in gone}, set(names)
-        for path in files_in(self.folder, SUFFIX) if left else ():
+        with suppress(FileNotFoundError):
+            self._spare(keys, left)
+        return left
+
+    def _spare(self, keys: Collection[tuple[str, str, str]], left: set[str]) -> None:
+        """Take the passages of all records but these out of `left`. Raises as `only_of`."""
+        for name in self._files.names(DOCUMENT) if left else ():
             try:
-                record = DocumentRecord.decode(read_record(path))
+                record = self._read(name)
             except NewerFormatError:
                 raise
             except (FormatError, FileNotFoundError):
                 continue
             if record.key not in keys:
                 left.difference_update(record.passages)
-        return left
 
     def write(self, records: Sequence[DocumentRecord], room: Callable[[int], AbstractContextManager[object]]) -> None:
         """Keep records in the place of those before, each whole or not at all, and durable. Under the store's lock.
@@ -211,16 +210,16 @@ class Documents:
             OSError: one cannot be written. What `room` raises comes through.
         """
         for record in records:
-            write_record(self.path(record.key), record.encode(), room)
+            self._files.write(DOCUMENT, _record_name(record.key), record.encode(), room)
         if records:
-            fsync(self.folder)
+            self._files.sync(DOCUMENT)
 
     def forget(self, records: Iterable[DocumentRecord]) -> None:
         """Delete records; their passages stay. Under the store's lock. Raises OSError."""
         for record in records:
-            self.path(record.key).unlink(missing_ok=True)
+            self._files.delete(DOCUMENT, _record_name(record.key))
 
-    def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> int:
+    def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
         """Delete records that are damaged, or of which nothing is left. Under the store's lock.
 
         Args:
@@ -228,26 +227,37 @@ class Documents:
             dry_run: whether nothing is deleted.
 
         Returns:
-            How many documents went, or would.
+            The files of the documents that went, or would.
         """
-        there, removed = by_passage(rows).keys(), 0
-        for path in list(files_in(self.folder, SUFFIX)):
+        there, removed = by_passage(rows).keys(), []
+        for name in self._names():
             try:
-                record = DocumentRecord.decode(read_record(path))
+                record = self._read(name)
                 if not there.isdisjoint((*record.passages, *record.leaving)):
                     continue
             except (OSError, NewerFormatError):
                 continue
             except FormatError:
                 pass
-            removed += 1
-            if not dry_run:
-                with suppress(OSError):
-                    path.unlink()
-        for path in [] if dry_run else list(files_in(self.folder, PARTIAL)):
             with suppress(OSError):
-                path.unlink()
+                if self._files.is_own(DOCUMENT, name) if dry_run else self._files.delete(DOCUMENT, name):
+                    removed.append(str(self._files.where(DOCUMENT, name)))
         return removed
+
+    def _names(self) -> list[str]:
+        try:
+            return self._files.names(DOCUMENT)
+        except OSError:
+            return []
+
+    def _read(self, name: str) -> DocumentRecord:
+        """Read a record. Raises OSError or FormatError."""
+        return DocumentRecord.decode(self._files.read(DOCUMENT, name))
+
+
+def _record_name(key: tuple[str, str, str]) -> str:
+    """Return the name of the file of a record (see `DocumentRecord.key`)."""
+    return name_of("\0".join(key)) + RECORD_SUFFIX
 
 
 def changed(

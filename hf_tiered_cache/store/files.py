@@ -7,14 +7,11 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import FileIO
-from pathlib import Path
-
-from filelock import FileLock
 
 from ..errors import FormatError
 
-LOCK_SUFFIX = ".lock"
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _OF_THE_PROCESS = _NO_DESCRIPTORS | {
     *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT),
@@ -33,24 +30,38 @@ def is_of_the_process(error: BaseException) -> bool:
     return isinstance(error, MemoryError | RuntimeError)
 
 
-def open_file(path: str | os.PathLike[str], flags: int) -> FileIO:
+def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
     """Open a file, no folder, new ones for their owner only. It is closed when the last reference goes, if not before.
 
     In one call of C code: a Ctrl-C between `os.open` and what keeps its result would lose the descriptor.
+
+    Args:
+        path: absolute, or relative to `folder`.
+        flags: as for `os.open`.
+        folder: descriptor of a folder.
     """
-    return next(map(FileIO, map(os.open, [path], [flags | os.O_CLOEXEC], [0o600])))
+    opening = os.open if folder is None else partial(os.open, dir_fd=folder)
+    return next(map(FileIO, map(opening, [path], [flags | os.O_CLOEXEC], [0o600])))
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A regular file's descriptor and status. Pipes and devices are not opened, since that may wait or do something.
+def open_regular(
+    path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None
+) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a regular file. Links are not followed, and pipes and devices not opened: that may wait or do something.
+
+    Args:
+        path, flags, folder: as for `open_file`.
+
+    Yields:
+        Descriptor and status.
 
     Raises:
         FormatError: it is no regular file. OSError: it cannot be opened.
     """
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise FormatError(f"{path.name} is no regular file")
-    with open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK) as file:
+    if not stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
+        raise FormatError(f"{os.path.basename(path)} is no regular file")
+    with open_file(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
         yield file.fileno(), os.fstat(file.fileno())
 
 
@@ -80,30 +91,6 @@ def allocate(fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def lock_beside(path: Path) -> FileLock:
-    """The lock of whoever writes `path`: a file of its own, for its owner only. It ends with its holder's life."""
-    return FileLock(f"{path}{LOCK_SUFFIX}", mode=0o600)
-
-
-def publish_name(tmp: Path, final: Path, replace: bool = False) -> None:
-    """Give a file its name. Unlike a rename, a link never goes over one that is there: the first writer wins.
-
-    Args:
-        replace: whether what is there is of no use, and gives way in the same moment.
-    """
-    if not replace:
-        try:
-            return os.link(tmp, final)
-        except OSError as error:
-            if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-    os.rename(tmp, final)  # or a file system without hard links
-
-
-def fsync(path: Path, data_only: bool = False) -> None:
-    """Make a file, or the names in a folder, durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has but the one
-    finally:
-        os.close(fd)
+def fsync(fd: int, data_only: bool = False) -> None:
+    """Make an open file, or the names in an open folder, durable."""
+    (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has but the one

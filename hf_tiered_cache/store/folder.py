@@ -1,9 +1,9 @@
 """Segments as files in a folder of a POSIX file system: the first backend.
 
-<root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>       segments never to evict
-<root>/beside/<id>.<kind> arrays that belong to these    <root>/catalogue.sqlite  rebuilt from headers if lost
-<root>/tmp/               files being written        <root>/conversations/   see conversations.py
-<root>/documents/         see documents.py
+<root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>          segments never to evict
+<root>/beside/<id>.<kind> arrays that belong to these    <root>/catalogue.sqlite   rebuilt from headers if lost
+<root>/tmp/               files being written            <root>/conversations/     see conversations.py
+<root>/documents/         see documents.py               <root>/hf_tiered_cache.json  marks the folder as a store
 """
 
 from __future__ import annotations
@@ -13,34 +13,47 @@ import logging
 import os
 import shutil
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 
-from filelock import FileLock, Timeout
-
-from ..errors import StoreBusyError, StoreError
-from . import conversations, documents
+from ..errors import StoreBusyError
 from .backend import HeadLength, Stored
 from .engines import Engine, EngineFile, ReadOp, ReadReport
-from .files import LOCK_SUFFIX, allocate, fsync, lock_beside, open_file, open_regular, publish_name, read_all, write_all
+from .files import open_regular, read_all, write_all
 from .format import HEADER_BYTES
+from .kinds import (
+    CALIBRATIONS,
+    CONVERSATION,
+    CONVERSATION_LOCK,
+    DOCUMENT,
+    FIXED_FILES,
+    LOCK,
+    LOCK_SUFFIX,
+    PIN,
+    SEGMENT,
+    SEGMENT_SUFFIX,
+    SIDECAR,
+    TEMPORARY,
+    TEMPORARY_LOCK,
+    FileKind,
+)
+from .root import StoreRoot, Temporary, nbytes_of
 
 logger = logging.getLogger("hf_tiered_cache")
 
-SUFFIX = ".kv"
 _LOCK_SECONDS = 30.0
 """How long to wait for the store's lock, which nobody needs for more than a moment; once in vain, then no longer than
 `_LOCK_SECONDS_AFTERWARDS` until it was had again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
-_LOCK_POLL_SECONDS = 0.005
 _OPENINGS = 100
 """Of a file that is replaced each time between two calls."""
 _MOST_UNSYNCED = 1000
 """Files that may wait to be made durable."""
+_UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONVERSATION, CONVERSATION_LOCK, DOCUMENT)
+"""Kinds of files that are neither segments nor sidecars, and take room."""
 
 
 class FolderBackend:
@@ -51,81 +64,69 @@ class FolderBackend:
         engine: reads blocks; closed with the backend.
 
     Raises:
-        StoreError: `root` is not a folder and cannot become one.
+        StoreError: `root` is no store and cannot become one.
     """
 
     def __init__(self, root: Path, engine: Engine) -> None:
-        self.root = root = Path(root).resolve()  # whatever the working directory becomes
-        self.segments_dir, self.beside_dir = root / "segments", root / "beside"
-        self.tmp_dir, self.pins_dir = root / "tmp", root / "pins"
-        self.conversations_dir, self.documents_dir = root / conversations.FOLDER, root / documents.FOLDER
-        self.place = str(root)
-        self.catalogue: Path | None = root / "catalogue.sqlite"
+        self.files = StoreRoot(root)
+        self.root, self.place, self.writable = self.files.path, str(self.files.path), self.files.writable
+        self.catalogue: StoreRoot | None = self.files
         self.engine, self.reads_with = engine, engine.describe()
-        self._lock_path = root / "lock"
         self._lock_seconds = _LOCK_SECONDS
         self._lock = threading.RLock()  # of what is still to be made durable
         self._unsynced: dict[str, None] = {}
-        self.writable = self._make_folders()
-
-    def _make_folders(self) -> bool:
-        if self.root.exists() and not self.root.is_dir():
-            raise StoreError(f"{self.root} is a file; give KVStore the path of a folder")
-        try:
-            mine = self.segments_dir, self.beside_dir, self.tmp_dir, self.pins_dir
-            for folder in (self.root, *mine, self.conversations_dir, self.documents_dir):
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            return True
-        except OSError as error:
-            if not self.root.is_dir():
-                raise StoreError(f"{self.root} cannot be made ({error.strerror}); choose another folder") from error
-            logger.warning("%s cannot be written (%s): nothing new is stored", self.root, error.strerror)
-            return False
 
     def path(self, segment_id: str) -> Path:
-        """The file of a segment, or of what lies beside one."""
-        return self.beside_dir / segment_id if "." in segment_id else self.segments_dir / f"{segment_id}{SUFFIX}"
+        """Return the file of a segment or of a sidecar."""
+        return self.files.where(*_file_of(segment_id))
 
     def where(self, segment_id: str) -> str:
         return str(self.path(segment_id))
 
     def is_reachable(self) -> bool:
-        return self.segments_dir.is_dir()
+        return self.files.is_reachable()
 
     # --- reading
 
     def names(self) -> list[str]:
-        with os.scandir(self.segments_dir) as entries:
-            return [entry.name.removesuffix(SUFFIX) for entry in entries if entry.name.endswith(SUFFIX)]
+        return [name.removesuffix(SEGMENT_SUFFIX) for name in self.files.names(SEGMENT)]
 
     def beside(self) -> dict[str, int]:
         found = {}
-        try:
-            with os.scandir(self.beside_dir) as entries:
-                for entry in entries:
-                    with suppress(FileNotFoundError):  # deleted meanwhile
-                        if "." in entry.name and not entry.is_dir(follow_symlinks=False):
-                            found[entry.name] = _stored(entry.stat(follow_symlinks=False)).nbytes
-        except FileNotFoundError:  # a store of an older version that cannot be written
-            pass
+        with suppress(FileNotFoundError):  # a store of an older version that cannot be written
+            for name in self.files.names(SIDECAR):
+                stored = self.find(name)
+                if stored is not None:  # else deleted meanwhile
+                    found[name] = stored.nbytes
         return found
 
     def find(self, segment_id: str) -> Stored | None:
-        return _find(self.path(segment_id))
+        status = self.files.find(*_file_of(segment_id))
+        return None if status is None or S_ISDIR(status.st_mode) else _stored(status)
+
+    def is_own(self, segment_id: str) -> bool:
+        return self.files.is_own(*_file_of(segment_id))
+
+    def unknown(self, known: Collection[str] = ()) -> list[str]:
+        def is_known(kind: FileKind, name: str) -> bool:
+            return kind is SEGMENT and name.removesuffix(SEGMENT_SUFFIX) in known
+
+        return self.files.unknown(is_known)
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
-        return head_of_file(self.path(segment_id), length)
+        with self.files.open(*_file_of(segment_id)) as (fd, status):
+            return _head(fd, status, length)
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
-        path = self.path(segment_id)
+        path = self.where(segment_id)
         for _ in range(_OPENINGS):
-            with open_regular(path) as (fd, stat):  # while it is open, no other file takes its inode
-                stored, head = _head(fd, stat, length)
-                file, found = self.engine.open(str(path)), _find(path)
-                if found is not None and found.version == stored.version:
-                    return stored, head, file
-        raise OSError(errno.EAGAIN, "it is replaced again and again", str(path))
+            with self.files.open(*_file_of(segment_id)) as (fd, status):  # no other file takes its inode meanwhile
+                stored, head = _head(fd, status, length)
+                file = self.engine.open(path)
+                with suppress(FileNotFoundError):  # engines open by path: it must have led to the same file
+                    if _stored(os.stat(path, follow_symlinks=False)).version == stored.version:
+                        return stored, head, file
+        raise OSError(errno.EAGAIN, "it is replaced again and again", path)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         return self.engine.submit(ops)
@@ -134,20 +135,8 @@ class FolderBackend:
 
     @contextmanager
     def write(self, segment_id: str, nbytes: int) -> Iterator[FolderUpload]:
-        """See `SegmentBackend`.
-
-        The lock beside the temporary file is held while it is written: one whose lock can be had belongs to a process
-        that has died.
-        """
-        tmp = self.tmp_dir / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
-        lock = lock_beside(tmp)
         with ExitStack() as stack:
-            stack.callback(_forget, Path(lock.lock_file))
-            stack.enter_context(lock.acquire(timeout=0))
-            fd = stack.enter_context(open_file(tmp, os.O_RDWR | os.O_CREAT | os.O_EXCL)).fileno()
-            stack.callback(_forget, tmp)
-            allocate(fd, nbytes)
-            upload = FolderUpload(fd, tmp, self.path(segment_id))
+            upload = FolderUpload(self.files, stack.enter_context(self.files.temporary(nbytes)), segment_id)
             try:
                 yield upload
             finally:
@@ -161,144 +150,135 @@ class FolderBackend:
     def delete(self, segment_id: str) -> bool:
         with self._lock:
             self._unsynced.pop(segment_id, None)
-        try:
-            self.path(segment_id).unlink()
-        except FileNotFoundError:
-            return False
-        return True
+        return self.files.delete(*_file_of(segment_id))
 
     def sync(self) -> None:
         """See `SegmentBackend`. Data first, then the names."""
         with self._lock:
             waiting, self._unsynced = list(self._unsynced), {}
-        folders, done = {self.path(name).parent: name for name in waiting}, 0
+        kinds, done = {_file_of(name)[0].folder: name for name in waiting}, 0
         try:
             for name in waiting:
                 with suppress(FileNotFoundError):  # evicted meanwhile
-                    fsync(self.path(name), data_only=True)
+                    self.files.sync(*_file_of(name))
                 done += 1
-            for folder in folders:
-                fsync(folder)
+            for name in kinds.values():
+                self.files.sync(_file_of(name)[0])
         except OSError:
             with self._lock:
                 # a folder's own is asked for with any of its files
-                self._unsynced = dict.fromkeys([*waiting[done:], *folders.values()]) | self._unsynced
+                self._unsynced = dict.fromkeys([*waiting[done:], *kinds.values()]) | self._unsynced
             raise
 
     def pin(self, segment_id: str, pinned: bool) -> None:
-        pin = self.pins_dir / segment_id
         if pinned:
-            pin.touch(mode=0o600)
+            self.files.make_empty(PIN, segment_id)
         else:
-            pin.unlink(missing_ok=True)
+            self.files.delete(PIN, segment_id)
 
     def pinned(self) -> set[str]:
         try:
-            return set(os.listdir(self.pins_dir))
+            return {name for name in self.files.names(PIN) if self._is_pin(name)}
         except FileNotFoundError:
             return set()
+
+    def _is_pin(self, name: str) -> bool:
+        status = self.files.find(PIN, name)
+        return status is not None and S_ISREG(status.st_mode) and not status.st_size
 
     # --- room
 
     def usage(self) -> int:
-        records = [folder for folder in (self.conversations_dir, self.documents_dir) if folder.is_dir()]
-        folders = [self.root, self.tmp_dir, *records]
-        return sum(_disk_bytes(path) for folder in folders for path in folder.iterdir())
+        return self.files.nbytes(*_UNNAMED)
 
     def free(self) -> int | None:
         return shutil.disk_usage(self.root).free
 
-    def clean_up(self, dry_run: bool = False) -> tuple[int, bool]:
+    def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
         try:
-            names = {name.removesuffix(LOCK_SUFFIX) for name in os.listdir(self.tmp_dir)}
+            names = self.files.names(TEMPORARY)
+            names = sorted({*names, *(name.removesuffix(LOCK_SUFFIX) for name in self.files.names(TEMPORARY_LOCK))})
         except OSError:
-            return 0, False
-        orphans = [_remove_if_orphan(self.tmp_dir / name, dry_run) for name in names]
-        return sum(nbytes for nbytes, _ in orphans), any(named for _, named in orphans)
+            return {}, False
+        orphans: dict[str, int] = {}
+        published = False
+        for name in names:
+            with suppress(OSError):
+                published |= self._remove_orphan(name, dry_run, orphans)
+        return orphans, published
+
+    def _remove_orphan(self, name: str, dry_run: bool, orphans: dict[str, int]) -> bool:
+        """Delete a temporary file whose lock is free. Returns whether it has a segment's name, too, which it keeps."""
+        files, lock_name = self.files, name + LOCK_SUFFIX
+        status = files.find(TEMPORARY, name)
+        if files.is_locked(TEMPORARY_LOCK, lock_name) or (status is not None and not files.is_own(TEMPORARY, name)):
+            return False
+        named = status is not None and status.st_nlink > 1
+        if not dry_run:
+            lock = files.lock(TEMPORARY_LOCK, lock_name)
+            if lock is None:
+                return False
+            with lock:
+                files.delete(TEMPORARY, name)
+                files.delete(TEMPORARY_LOCK, lock_name)
+        if status is not None:
+            orphans[str(files.where(TEMPORARY, name))] = 0 if named else nbytes_of(status)
+        return named
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        lock = FileLock(self._lock_path, mode=0o600)
-        try:
-            lock.acquire(timeout=self._lock_seconds, poll_interval=_LOCK_POLL_SECONDS)
-        except Timeout:
-            waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
-            raise StoreBusyError(
-                f"{self._lock_path} was not free within {waited:g} s; end the process that hangs with this store open"
-            ) from None
-        self._lock_seconds = _LOCK_SECONDS
-        try:
+        if not self.writable:  # nothing can be changed, so nothing has to be kept from others
             yield
-        finally:
-            lock.release()
+            return
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.files.locked(LOCK, "lock", self._lock_seconds))
+            except TimeoutError:
+                waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
+                raise StoreBusyError(
+                    f"{self.files.lock_path} was not free within {waited:g} s; "
+                    "end the process that hangs with this store open"
+                ) from None
+            self._lock_seconds = _LOCK_SECONDS
+            yield
 
     def close(self) -> None:
-        self.engine.close()
+        self.engine.close()  # `files` are closed by whoever still has locks to let go of, or with the last reference
 
 
 class FolderUpload:
     """See `Upload`. A temporary file, open for writing."""
 
-    def __init__(self, fd: int, path: Path, final: Path) -> None:
-        self.path, self.published = path, False
-        self._fd, self._final = fd, final
+    def __init__(self, files: StoreRoot, temporary: Temporary, segment_id: str) -> None:
+        self.path, self.published = files.where(TEMPORARY, temporary.name), False
+        self._files, self._temporary, self._id = files, temporary, segment_id
 
     def write(self, data: memoryview, offset: int) -> None:
-        write_all(self._fd, data, offset)
+        write_all(self._temporary.file.fileno(), data, offset)
 
     def nbytes(self) -> int:
-        return os.fstat(self._fd).st_blocks * 512
+        return os.fstat(self._temporary.file.fileno()).st_blocks * 512
 
     def publish(self, replace: bool) -> None:
-        publish_name(self.path, self._final, replace)
+        self._files.publish(self._temporary.name, *_file_of(self._id), replace)
         self.published = True
 
 
+def _file_of(segment_id: str) -> tuple[FileKind, str]:
+    """Return the kind and the name of the file of a segment, or of a sidecar."""
+    return (SIDECAR, segment_id) if "." in segment_id else (SEGMENT, f"{segment_id}{SEGMENT_SUFFIX}")
+
+
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
-    """See `SegmentBackend.head`, of a file anywhere."""
-    with open_regular(path) as (fd, stat):
-        return _head(fd, stat, length)
+    """Read the beginning of a segment's file anywhere. See `SegmentBackend.head`."""
+    with open_regular(path) as (fd, status):
+        return _head(fd, status, length)
 
 
-def _head(fd: int, stat: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
-    stored, page = _stored(stat), read_all(fd, HEADER_BYTES, 0)
+def _head(fd: int, status: os.stat_result, length: HeadLength) -> tuple[Stored, bytes]:
+    stored, page = _stored(status), read_all(fd, HEADER_BYTES, 0)
     return stored, page + read_all(fd, max(0, length(stored, page) - HEADER_BYTES), HEADER_BYTES)
 
 
-def _find(path: Path) -> Stored | None:
-    try:
-        stat = os.lstat(path)
-    except FileNotFoundError:
-        return None
-    return None if S_ISDIR(stat.st_mode) else _stored(stat)  # a folder is not of our making
-
-
-def _stored(stat: os.stat_result) -> Stored:
-    """What is no file takes no room that is ours to reckon."""
-    nbytes = stat.st_blocks * 512 if S_ISREG(stat.st_mode) else 0
-    return Stored((stat.st_dev, stat.st_ino), stat.st_size, nbytes)
-
-
-def _disk_bytes(path: Path) -> int:
-    found = _find(path)
-    return 0 if found is None else found.nbytes
-
-
-def _remove_if_orphan(path: Path, dry_run: bool) -> tuple[int, bool]:
-    """Bytes that it took, and whether it has the name of a segment, too, under which it stays."""
-    lock = lock_beside(path)
-    try:
-        with lock.acquire(timeout=0):
-            Path(lock.lock_file).unlink(missing_ok=True)
-            nbytes, named = _disk_bytes(path), path.exists() and path.stat().st_nlink > 1
-            if not dry_run:
-                path.unlink(missing_ok=True)
-            return 0 if named else nbytes, named
-    except OSError:  # locked: it is being written
-        return 0, False
-
-
-def _forget(path: Path) -> None:
-    """Delete a temporary file, or leave it to the next who cleans up."""
-    with suppress(OSError):
-        path.unlink()
+def _stored(status: os.stat_result) -> Stored:
+    return Stored((status.st_dev, status.st_ino), status.st_size, nbytes_of(status))

@@ -24,9 +24,9 @@ from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from ..shape import SegmentShape, TokenTables
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
 from .digest import DIGEST_DTYPE, Guard, xxh3
+from .kinds import SEGMENT_MAGIC
 
-MAGIC = b"HFTCKV\r\n"
-"""Ends in CR LF, so that a file sent through a text filter is seen to be damaged."""
+MAGIC = SEGMENT_MAGIC
 FORMAT_VERSION = 8
 """Files have the lowest version that can say what is in them, so that older programs read what they can."""
 _PAIRS_VERSION, _TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 7, 6, 5, 4

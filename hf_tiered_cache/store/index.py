@@ -70,19 +70,19 @@ class Index:
         """Whether others see what is entered. A catalogue that could not be opened is tried again now and then."""
         if self._backend.catalogue is None:
             return True  # they look for themselves
-        in_vain = self.catalogue.path is None and self._backend.writable
+        in_vain = not self.catalogue.is_shared and self._backend.writable
         if in_vain and time.monotonic() - self._opened >= _MENDING_SECONDS:
             found = self._open_catalogue()
-            if found.path is not None:
+            if found.is_shared:
                 self.catalogue = found
                 self._compare()
-        return self.catalogue.path is not None
+        return self.catalogue.is_shared
 
     def listed_bytes(self) -> int | None:
         """Bytes on disk of the segments that the catalogue lists; None where it may lack some, as a new one does."""
         before = self._in_line
         listed = self.ask(Catalogue.total_bytes, None)
-        whole = self.catalogue.path is not None and before == self._in_line == self.catalogue.generation
+        whole = self.catalogue.is_shared and before == self._in_line == self.catalogue.generation
         return listed if whole else None
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class Index:
             self._warn("newer", f"{where}: {error}")
         except FormatError as error:
             self._counters.add("damaged_files")
-            self._warn("damaged", f"{where} is no whole segment ({error}); `hf-tiered-cache gc` removes it")
+            self._warn("damaged", f"{where} is no whole segment ({error}); `hf-tiered-cache gc` tells about it")
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:

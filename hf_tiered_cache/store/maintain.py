@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -36,6 +38,8 @@ class VerifyReport:
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Segments besides, that are of another key than the store's, or only one of the two has a key."""
+    unknown: list[str] = field(default_factory=list)
+    """Files in the store's folder that this library did not write. They are left alone, and are no damage."""
 
     @property
     def ok(self) -> bool:
@@ -48,6 +52,7 @@ class VerifyReport:
             "bad": self.bad,
             "removed": self.removed,
             "unread": self.unread,
+            "unknown": self.unknown,
         }
 
 
@@ -64,6 +69,10 @@ class GcReport:
     """Those of which nothing is left."""
     documents: int = 0
     """The same of labels."""
+    deleted: dict[str, str] = field(default_factory=dict)
+    """The files that these are, with what lies beside segments left out, and why each was deleted."""
+    unknown: list[str] = field(default_factory=list)
+    """Files in the store's folder that this library did not write. They are left alone."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -82,9 +91,15 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         StoreError: the folder cannot be listed.
     """
     report, backend = VerifyReport(), store.backend
+    if repair:
+        store.check_writable()
     try:
-        found = {segment_id: backend.find(segment_id) for segment_id in sorted(backend.names())}
+        report.unknown = backend.unknown()
+        foreign = {os.path.join(store.place, path) for path in report.unknown}
+        names = [name for name in sorted(backend.names()) if backend.where(name) not in foreign]
+        found = {segment_id: backend.find(segment_id) for segment_id in names}
         beside = [f"{segment_id}.{kind}" for segment_id, kinds in store.beside.sizes().items() for kind in kinds]
+        beside = [name for name in beside if backend.where(name) not in foreign]
     except OSError as error:
         raise StoreError(f"{store.place} cannot be listed ({error.strerror}); check the disk") from error
     sizes = {segment_id: stored.size for segment_id, stored in found.items() if stored is not None}
@@ -147,8 +162,12 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         StoreError: it is not to be found out what is pinned, or another process does not let go of the store's lock.
     """
     report = GcReport()
+    if not dry_run:
+        store.check_writable()
     with store.backend.locked():
-        report.temporary_bytes = store.clean_up(dry_run) + store.beside.sweep(dry_run)
+        unfinished, orphans = store.clean_up(dry_run), store.beside.sweep(dry_run)
+        report.temporary_bytes = sum(unfinished.values()) + sum(orphans.values())
+        report.deleted |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(orphans, "its segment is gone")
         store.index.scan()
         try:
             pinned = store.pinned()
@@ -157,30 +176,40 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
         rows = {row.id: row for row in store.index.rows()}
         expired = [row.id for row in store.index.ask(lambda c: c.expired(time.time()), []) if row.id not in pinned]
         damaged = [row.id for row in rows.values() if row.valid_hashes == 0 and row.id not in expired]
-        unreadable = [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
-        report.expired, report.damaged = len(expired), len(damaged) + len(unreadable)
+        damaged += [segment_id for segment_id in store.index.unlisted if _is_damaged(store, segment_id)]
+        report.expired, report.damaged = len(expired), len(damaged)
+        report.deleted |= _files(store, expired, "expired") | _files(store, damaged, "damaged")
         if dry_run:
-            beside, gone = store.beside.by_segment(), [*expired, *damaged, *unreadable]
-            freed = report.temporary_bytes + sum(beside.get(name, 0) for name in gone)
-            freed += sum(rows[name].nbytes for name in (*expired, *damaged)) + sum(map(store.nbytes_of, unreadable))
+            beside = store.beside.by_segment()
+            freed = report.temporary_bytes + sum(beside.get(name, 0) for name in (*expired, *damaged))
+            freed += sum(rows[name].nbytes if name in rows else store.nbytes_of(name) for name in (*expired, *damaged))
         else:
             report.expired = store.remove(expired)
-            report.damaged = store.remove([*damaged, *unreadable])
+            report.damaged = store.remove(damaged)
             store.counters.add("expired_segments", report.expired)
             freed = 0
         over = 0 if store.limits.quota is None else store.limits.overflow(store.used_bytes() - freed)
         if over > 0:
             victims = store.victims(over, but={*expired, *damaged})
             report.evicted = len(victims)
+            report.deleted |= _files(store, [name for name, _ in victims], "least recently used")
             if not dry_run:
                 store.evict(victims)
         store.index.scan()
+        with suppress(OSError):
+            report.unknown = store.backend.unknown(rows.keys())
     return report
 
 
+def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, str]:
+    return {store.backend.where(segment_id): reason for segment_id in ids}
+
+
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
-    """Whether what stands there can never be read, rather than not by this version or not now."""
+    """Return whether this is a segment that can never be read, rather than not by this version or not now."""
     try:
+        if not store.backend.is_own(segment_id):
+            return False
         read_head(partial(store.backend.head, segment_id))
     except NotOursError:
         return False

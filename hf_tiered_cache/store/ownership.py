@@ -1,25 +1,23 @@
 """The lock of a conversation: one cache of one process goes on with it. It ends with its holder's life.
 
-No `filelock`, since the file says who has it: older versions of that package empty a file that another holds, and in a
-forked child free its parent's lock. Here closing is all that frees, and a child that closes its copy frees nothing.
+Closing the file is all that frees the lock, and a forked child that closes its copy frees nothing.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import time
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from io import FileIO
-from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import ConversationInUseError
-from .files import open_file, write_all
+from ..errors import ConversationInUseError, FormatError
+from .kinds import CONVERSATION_LOCK
 from .process import ownerships
+from .root import StoreRoot
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -42,11 +40,13 @@ class Ownership:
 
     Args:
         conversation_id: which one.
-        path: of its lock.
+        files: the store's folder.
+        name: of its lock.
     """
 
-    def __init__(self, conversation_id: str, path: Path) -> None:
-        self._id, self._path = conversation_id, path
+    def __init__(self, conversation_id: str, files: StoreRoot, name: str) -> None:
+        self._id, self._files, self._name = conversation_id, files, name
+        self._path = files.where(CONVERSATION_LOCK, name)
         self.held = False
         self.since = 0.0
         self._file: FileIO | None = None  # closing it frees the lock; None where files cannot be locked
@@ -82,74 +82,57 @@ class Ownership:
                 known.pop(self._path, None)
                 if file is not None:
                     with suppress(OSError):  # else it lies about until the next one takes it, or `gc`
-                        self._path.unlink()
+                        self._files.delete(CONVERSATION_LOCK, self._name)
             if file is not None:
                 file.close()
 
     def _lock(self) -> FileIO | None:
         try:
-            file = lock_file(self._path)
+            file = lock_patiently(self._files, self._name)
         except OSError as error:  # a folder that cannot be written stores nothing, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
                 logger.warning("%s cannot be locked, so another process may go on with it, too: %s", self._path, error)
             return None
         if file is None:
-            holder = _read_holder(self._path)
+            holder = _read_holder(self._files, self._name)
             raise ConversationInUseError(self._id, holder.pid, holder.since)
-        with suppress(OSError):  # then it does not say who has it
+        try:
             said = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
-            os.ftruncate(file.fileno(), 0)
-            write_all(file.fileno(), memoryview(said), 0)
+            self._files.rewrite(file, CONVERSATION_LOCK, self._name, said)
+        except OSError as error:  # then it does not say who has it
+            logger.warning("%s is locked, and does not say by whom: %s", self._path, error)
         return file
 
 
-def lock_file(path: Path) -> FileIO | None:
-    """A file, locked for as long as it is open; None if another has the lock. Raises OSError: it cannot be locked."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
+def lock_patiently(files: StoreRoot, name: str) -> FileIO | None:
+    """Lock a conversation for as long as the file is open. Whoever only looks at the lock holds it for a moment.
+
+    Returns:
+        The file, or None if another has the lock.
+
+    Raises:
+        OSError: it cannot be locked.
+    """
     refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
     while refused < _ATTEMPTS and time.monotonic() < deadline:
-        with ExitStack() as stack:
-            file = stack.enter_context(open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW))
-            if not _flock(file, fcntl.LOCK_EX):
-                refused += not _flock(file, fcntl.LOCK_SH)
-            elif _has_name(file, path):  # else whoever had it has deleted the file
-                stack.pop_all()
-                return file
+        file = files.lock(CONVERSATION_LOCK, name)
+        if file is not None:
+            return file
+        refused += files.is_locked(CONVERSATION_LOCK, name)
         time.sleep(_PAUSE_SECONDS)
     return None
 
 
-def _flock(file: FileIO, kind: int) -> bool:
-    """Whether the lock is to be had now. Raises OSError: there are none."""
+def holder_of(files: StoreRoot, name: str) -> Holder | None:
+    """Return who has a lock, if anybody."""
+    return _read_holder(files, name) if files.is_locked(CONVERSATION_LOCK, name) else None
+
+
+def _read_holder(files: StoreRoot, name: str) -> Holder:
     try:
-        fcntl.flock(file.fileno(), kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
-
-
-def _has_name(file: FileIO, path: Path) -> bool:
-    with suppress(FileNotFoundError):
-        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
-    return False
-
-
-def holder_of(path: Path) -> Holder | None:
-    """Who has the lock of a file, if anybody."""
-    try:
-        with open_file(path, os.O_RDONLY | os.O_NOFOLLOW) as file:
-            return None if _flock(file, fcntl.LOCK_SH) else _read_holder(path)
-    except OSError:
-        return None
-
-
-def _read_holder(path: Path) -> Holder:
-    try:
-        said = json.loads(path.read_bytes())
+        said = json.loads(files.read(CONVERSATION_LOCK, name))
         pid, since = said["pid"], said["since"]
-    except (OSError, LookupError, TypeError, ValueError):
+    except (OSError, FormatError, LookupError, TypeError, ValueError):
         return Holder(None, None)
     known = type(pid) is int and type(since) in (int, float) and 0 <= since < 1e12
     return Holder(pid, since) if known else Holder(None, None)

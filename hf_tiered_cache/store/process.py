@@ -57,6 +57,11 @@ def shared_database(path: Path, open_it: Callable[[], Database]) -> Database:
         return database
 
 
+def has_database(path: Path) -> bool:
+    """Return whether this process has the database at a path open. Then only SQLite may open its files."""
+    return path in _process().databases
+
+
 def release_database(database: Database) -> None:
     """One user less."""
     process = _process()

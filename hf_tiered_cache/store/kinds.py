@@ -1,0 +1,213 @@
+"""The kinds of files that a store consists of: where each is kept, how it is named, and how its content is recognised.
+
+This is the whitelist of `root.py`. A file is the store's own if it is a regular file with a name and a content of one
+kind. What is empty or holds only zeros, as a power cut leaves it, counts as own under a name of the store's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+PAGE_BYTES = 4096
+RECORD_BYTES = 16 << 20
+"""Largest record that is read."""
+SEGMENT_MAGIC = b"HFTCKV\r\n"
+"""First bytes of a segment. CR LF shows that a file was sent through a text filter."""
+SIDECAR_MAGIC = b"HFTCBS\r\n"
+SEGMENT_SUFFIX, RECORD_SUFFIX, LOCK_SUFFIX = ".kv", ".json", ".lock"
+CATALOGUE_NAME = "catalogue.sqlite"
+MARKER_NAME = "hf_tiered_cache.json"
+CALIBRATIONS_NAME = "calibrations.json"
+MARKER_FORMAT = "hf_tiered_cache store"
+MARKER_VERSION = 1
+RECORD_BEGINNING = b'{\n "'
+"""First bytes of every record, which `encode_record` writes."""
+_WAL_MAGIC = b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83"
+_JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
+_SHM_VERSION = (3_007_000).to_bytes(4, sys.byteorder)
+_FINGERPRINT = re.compile(r"(?<![0-9a-f])[0-9a-f]{32}(?![0-9a-f])")
+
+
+@dataclass(frozen=True)
+class FileKind:
+    """One kind of file.
+
+    Args:
+        folder: subfolder of the store, or "" for the store's root.
+        names: pattern of the whole name.
+        recognises: says whether a name and the beginning of a content are of this kind.
+        most_bytes: length of the beginning that `recognises` needs.
+    """
+
+    folder: str
+    names: re.Pattern[str]
+    recognises: Callable[[str, bytes], bool]
+    most_bytes: int = PAGE_BYTES
+
+    @property
+    def is_record(self) -> bool:
+        """Whether `recognises` needs the whole content."""
+        return self.most_bytes == RECORD_BYTES
+
+    def is_own(self, name: str, beginning: bytes) -> bool:
+        """Return whether a regular file of this name and with this beginning was written by the library."""
+        return is_blank(beginning) or self.recognises(name, beginning)
+
+
+def name_of(text: str) -> str:
+    """Return 32 hexadecimal digits that stand for a text. Raises UnicodeEncodeError."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def is_blank(beginning: bytes) -> bool:
+    """Return whether a file holds nothing: no bytes, or zeros."""
+    return not beginning.strip(b"\0")
+
+
+def encode_record(facts: Mapping[str, Any]) -> bytes:
+    """Return the JSON of a record, in the one form that `RECORD_BEGINNING` recognises."""
+    return (json.dumps(facts, indent=1) + "\n").encode()
+
+
+def json_object(beginning: bytes) -> dict[str, Any]:
+    """Return a JSON object, or an empty one where there is none."""
+    try:
+        facts = json.loads(beginning)
+    except (ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def _is_container(name: str, beginning: bytes) -> bool:
+    """A damaged magic is made up for by the id, which stands in the header page, too."""
+    return _has_magic(beginning) or name[:32].encode() in beginning
+
+
+def _is_temporary(name: str, beginning: bytes) -> bool:
+    """Content is written from the second page on, and the first page last: until then it is blank."""
+    return _has_magic(beginning) or beginning.startswith(RECORD_BEGINNING)
+
+
+def _has_magic(beginning: bytes) -> bool:
+    return beginning[:8] in (SEGMENT_MAGIC, SIDECAR_MAGIC)
+
+
+def _is_conversation(name: str, beginning: bytes) -> bool:
+    facts = json_object(beginning)
+    return _is_record(facts) and _is_named(name, facts.get("id"))
+
+
+def _is_document(name: str, beginning: bytes) -> bool:
+    facts = json_object(beginning)
+    key = [facts.get(field) for field in ("label", "fingerprint", "made")]
+    return (
+        _is_record(facts) and all(isinstance(text, str) for text in key) and _is_named(name, "\0".join(map(str, key)))
+    )
+
+
+def _is_record(facts: dict[str, Any]) -> bool:
+    return type(facts.get("format")) is int
+
+
+def _is_named(name: str, text: object) -> bool:
+    try:
+        return isinstance(text, str) and name == f"{name_of(text)}{RECORD_SUFFIX}"
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_holder(name: str, beginning: bytes) -> bool:
+    return json_object(beginning).keys() == {"pid", "since"}
+
+
+def _is_calibrations(name: str, beginning: bytes) -> bool:
+    facts = json_object(beginning)
+    return bool(facts) and all(_FINGERPRINT.search(key) for key in facts)
+
+
+def _is_marker(name: str, beginning: bytes) -> bool:
+    return json_object(beginning).get("format") == MARKER_FORMAT
+
+
+def _is_database(name: str, beginning: bytes) -> bool:
+    """A catalogue has its schema in the first page; a database without any table holds nothing."""
+    has_no_cells = beginning.startswith(b"SQLite format 3\0") and beginning[103:105] in (b"", b"\0\0")
+    return has_no_cells or SCHEMA_MARK in beginning
+
+
+def _is_log(name: str, beginning: bytes) -> bool:
+    return beginning[:4] in _WAL_MAGIC
+
+
+def _is_journal(name: str, beginning: bytes) -> bool:
+    return beginning[:8] == _JOURNAL_MAGIC
+
+
+def _is_shared_memory(name: str, beginning: bytes) -> bool:
+    return beginning[:4] == _SHM_VERSION
+
+
+def _is_lock(name: str, beginning: bytes) -> bool:
+    """Nothing reads, writes or deletes the locks of the store and its catalogue, whatever they contain."""
+    return True
+
+
+def _is_empty(name: str, beginning: bytes) -> bool:
+    return not beginning
+
+
+def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], most_bytes: int = PAGE_BYTES) -> FileKind:
+    return FileKind(folder, re.compile(names), recognises, most_bytes)
+
+
+SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
+"""A part of the catalogue's schema since its first version, which SQLite keeps as text."""
+_HEX = "[0-9a-f]{32}"
+_DATABASE = re.escape(CATALOGUE_NAME)
+
+SEGMENT = _kind("segments", rf"{_HEX}\.kv", _is_container)
+SIDECAR = _kind("beside", rf"{_HEX}\.[a-z][a-z0-9_]{{0,31}}", _is_container)
+TEMPORARY = _kind("tmp", r"\d+-\d+-\d+", _is_temporary)
+TEMPORARY_LOCK = _kind("tmp", r"\d+-\d+-\d+\.lock", _is_empty)
+PIN = _kind("pins", _HEX, _is_empty)
+CONVERSATION = _kind("conversations", rf"{_HEX}\.json", _is_conversation, RECORD_BYTES)
+CONVERSATION_LOCK = _kind("conversations", rf"{_HEX}\.lock", _is_holder)
+DOCUMENT = _kind("documents", rf"{_HEX}\.json", _is_document, RECORD_BYTES)
+CALIBRATIONS = _kind("", re.escape(CALIBRATIONS_NAME), _is_calibrations, RECORD_BYTES)
+MARKER = _kind("", re.escape(MARKER_NAME), _is_marker)
+LOCK = _kind("", "lock", _is_lock)
+CATALOGUE_LOCK = _kind("", rf"{_DATABASE}\.lock", _is_lock)
+CATALOGUE = _kind("", _DATABASE, _is_database)
+CATALOGUE_LOG = _kind("", rf"{_DATABASE}-wal", _is_log)
+CATALOGUE_SHARED_MEMORY = _kind("", rf"{_DATABASE}-shm", _is_shared_memory)
+CATALOGUE_JOURNAL = _kind("", rf"{_DATABASE}-journal", _is_journal)
+
+DATABASE_FILES = {
+    f"{CATALOGUE_NAME}-wal": CATALOGUE_LOG,
+    f"{CATALOGUE_NAME}-shm": CATALOGUE_SHARED_MEMORY,
+    f"{CATALOGUE_NAME}-journal": CATALOGUE_JOURNAL,
+    CATALOGUE_NAME: CATALOGUE,
+}
+"""Files that SQLite writes, the log first: nobody may find it next to a new database."""
+FIXED_FILES = {"lock": LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}": CATALOGUE_LOCK, MARKER_NAME: MARKER} | DATABASE_FILES
+"""Files of the root that are written in place or opened by path. One that is no regular file is refused at once."""
+FOLDERS = ("segments", "beside", "tmp", "pins", "conversations", "documents")
+"""Subfolders, in the order in which they are made."""
+KINDS = (
+    *(SEGMENT, SIDECAR, TEMPORARY, TEMPORARY_LOCK, PIN, CONVERSATION, CONVERSATION_LOCK, DOCUMENT),
+    *(CALIBRATIONS, *FIXED_FILES.values()),
+)
+
+
+def kind_of(folder: str, name: str) -> FileKind | None:
+    """Return the kind of file that has such a name in a subfolder, if there is one."""
+    for kind in KINDS:
+        if kind.folder == folder and kind.names.fullmatch(name):
+            return kind
+    return None
