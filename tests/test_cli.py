@@ -24,6 +24,7 @@ from hf_tiered_cache.cli.contents import unique_length
 from hf_tiered_cache.methods import METHODS
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations
 from hf_tiered_cache.store.documents import Documents, changed, passage_name
+from hf_tiered_cache.store.root import StoreRoot
 
 COMMAND = [sys.executable, "-m", "hf_tiered_cache.cli"]
 QWEN = {"name": "Qwen/Qwen2.5-0.5B-Instruct", "class": "Qwen2ForCausalLM", "dtype": "bfloat16"}
@@ -331,7 +332,7 @@ def test_rm_takes_models_by_name_or_fingerprint(run, store):
 def test_rm_all_asks_or_is_told(run, store, monkeypatch):
     root, _ = store
     status, out, err = run("rm", root, "--all")
-    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert (status, len(out.splitlines()), err.count("\n")) == (2, 4, 1)  # what would go is listed first
     assert "--yes" in err
     assert "would delete 3 segments" in run("rm", root, "--all", "--dry-run")[1]
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
@@ -358,7 +359,7 @@ def chats(store):
     headers["d"], chain, blocks = segment(hashes(4, "d"), position=64, model=QWEN)
     opened.publish(headers["d"], chain, blocks)
     opened.close()
-    conversations = Conversations(root)
+    conversations = Conversations(StoreRoot(root))
     for name, segments in {"alice\x1b[31m 42": ["a", "d"], "bob": ["a", "gone"]}.items():
         record = ConversationRecord(
             id=name,
@@ -449,7 +450,7 @@ def corpus(store):
     opened.close()
     for label, passages in {"report\x1b[31m 1": names, "minutes": [names[1], "0" * 32]}.items():
         record = changed(None, (label, "model", "passage 1"), passages, 128, QWEN)
-        Documents(root).write([record], lambda nbytes: nullcontext())
+        Documents(StoreRoot(root)).write([record], lambda nbytes: nullcontext())
     return root, headers
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sqlite3
 import time
-from collections.abc import Iterable
-from contextlib import closing, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..errors import StoreError
 from ..store.catalogue import Catalogue, SegmentRow
+from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
+from ..store.root import StoreRoot, nbytes_of
 from .output import Refused
 
 if TYPE_CHECKING:
@@ -79,8 +81,8 @@ class Contents:
 
 def contents_of(path: Path) -> Contents:
     """From the catalogue, if it is in line with the files; else the store is opened, which reads their headers."""
-    check_is_store(path)
-    found = _catalogued(path)
+    with files_of(path) as files:
+        found = _catalogued(files)
     if found is None:
         with open_store(path) as opened:
             return contents_of_open(opened)
@@ -88,38 +90,50 @@ def contents_of(path: Path) -> Contents:
 
 
 def contents_of_open(store: KVStore) -> Contents:
-    return Contents(store.segments(), store.models(), store.pinned(), _beside(store.path))
+    """Return the contents of a store that is open."""
+    with files_of(store.path) as files:
+        return Contents(store.segments(), store.models(), store.pinned(), _beside(files))
 
 
-def _beside(path: Path) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    with suppress(OSError), os.scandir(path / "beside") as entries:
-        for entry in entries:
-            segment, _, kind = entry.name.partition(".")
-            if kind:
-                found.setdefault(segment, {})[kind] = entry.stat(follow_symlinks=False).st_blocks * 512
-    return found
+def _beside(files: StoreRoot) -> dict[str, dict[str, int]]:
+    sidecars: dict[str, dict[str, int]] = {}
+    with suppress(OSError):
+        for name in files.names(SIDECAR):
+            segment, _, kind = name.partition(".")
+            if (status := files.find(SIDECAR, name)) is not None:
+                sidecars.setdefault(segment, {})[kind] = nbytes_of(status)
+    return sidecars
 
 
-def _catalogued(path: Path) -> Contents | None:
+def _catalogued(files: StoreRoot) -> Contents | None:
     try:
-        with closing(Catalogue(path / "catalogue.sqlite", read_only=True)) as catalogue:
+        with closing(Catalogue(files, read_only=True)) as catalogue:
             rows, models = catalogue.all(), catalogue.models()
-    except sqlite3.Error:
-        return None
-    files = {name.removesuffix(".kv") for name in os.listdir(path / "segments") if name.endswith(".kv")}
-    if {row.id for row in rows} != files:
+        if {row.id + SEGMENT_SUFFIX for row in rows} != set(files.names(SEGMENT)):
+            return None
+    except (sqlite3.Error, OSError):
         return None
     pinned: set[str] = set()
     with suppress(OSError):
-        pinned.update(os.listdir(path / "pins"))
-    return Contents(rows, models, pinned, _beside(path))
+        pinned.update(files.names(PIN))
+    return Contents(rows, models, pinned, _beside(files))
 
 
-def check_is_store(path: Path) -> None:
-    """Raises Refused where there is no store, so that looking for one makes none."""
-    if not (path / "segments").is_dir():
+@contextmanager
+def files_of(path: Path) -> Iterator[StoreRoot]:
+    """Look at the folder of a store. Raises Refused where there is none, so that looking for one makes none."""
+    if not path.is_dir():
         raise Refused(f"there is no store at {path}")
+    try:
+        files = StoreRoot(path, make=False)
+        if files.path.joinpath(SEGMENT.folder).is_dir():
+            with closing(files):
+                yield files
+            return
+        files.close()
+    except StoreError as error:
+        raise Refused(str(error)) from error
+    raise Refused(f"there is no store at {path}")
 
 
 def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | None = None) -> KVStore:
@@ -127,7 +141,8 @@ def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | No
     from ..kvstore import KVStore
     from ..store.cipher import read_key_file
 
-    check_is_store(path)
+    with files_of(path):
+        pass
     return KVStore(path, engine="posix", host_memory=0, disk_quota=disk_quota, key=read_key_file(key_file))
 
 

@@ -10,8 +10,8 @@ import typer
 from ..store.catalogue import SegmentRow
 from ..store.conversations import ConversationInfo, Conversations
 from ..units import format_bytes
-from .contents import contents_of, open_store, unique_length
-from .maintain import DryRun
+from .contents import contents_of, contents_of_open, files_of, open_store, unique_length
+from .maintain import DryRun, show_removed
 from .output import (
     AsJson,
     Refused,
@@ -50,7 +50,8 @@ def conversations(
     if dry_run:
         raise Refused("--dry-run goes with rm")
     contents = contents_of(store)
-    found = Conversations(store).listed(contents.rows)
+    with files_of(store) as files:
+        found = Conversations(files).listed(contents.rows)
     if not action:
         return print_json([info.as_dict() for info in found]) if as_json else _list(found)
     if ids is None or len(ids) != 1:
@@ -115,7 +116,9 @@ def _remove(store: Path, ids: list[str], dry_run: bool, as_json: bool) -> None:
 
     with open_store(store) as opened:
         storage = storage_of(opened)
-        rows = storage.segments_of_conversations(ids)
+        contents, rows = contents_of_open(opened), storage.segments_of_conversations(ids)
+        if not as_json:
+            show_removed(contents, rows)
         if not dry_run:
             storage.remove_conversations(ids)
     nbytes = sum(row.nbytes for row in rows)

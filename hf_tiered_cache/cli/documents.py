@@ -10,8 +10,8 @@ import typer
 from ..store.catalogue import SegmentRow
 from ..store.documents import DocumentInfo, Documents
 from ..units import format_bytes
-from .contents import contents_of, open_store, unique_length
-from .maintain import DryRun
+from .contents import contents_of, contents_of_open, files_of, open_store, unique_length
+from .maintain import DryRun, show_removed
 from .output import (
     AsJson,
     Refused,
@@ -51,11 +51,13 @@ def documents(
         raise Refused("--dry-run goes with rm")
     contents = contents_of(store)
     if not action:
-        found = Documents(store).listed(contents.rows)
+        with files_of(store) as files:
+            found = Documents(files).listed(contents.rows)
         return print_json([info.as_dict() for info in found]) if as_json else _list(found)
     if labels is None or len(labels) != 1:
         raise Refused("name one document: show LABEL")
-    chosen = Documents(store).listed(contents.rows, labels[0])
+    with files_of(store) as files:
+        chosen = Documents(files).listed(contents.rows, labels[0])
     if not chosen:
         raise Refused(f"no document is called {labels[0]!r}; `hf-tiered-cache documents {store}` lists them")
     if as_json:
@@ -119,7 +121,9 @@ def _remove(store: Path, labels: list[str], dry_run: bool, as_json: bool) -> Non
 
     with open_store(store) as opened:
         storage = storage_of(opened)
-        rows = segments_of_documents(storage, labels)
+        contents, rows = contents_of_open(opened), segments_of_documents(storage, labels)
+        if not as_json:
+            show_removed(contents, rows)
         if not dry_run:
             remove_documents(storage, labels)
     nbytes = sum(row.nbytes for row in rows)

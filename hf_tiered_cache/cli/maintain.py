@@ -37,6 +37,7 @@ def verify(
         print(f"{read}{beside}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
+        _show_unknown(report.unknown)
         if not report.ok and not repair:
             print(f"`hf-tiered-cache verify {store} --repair` removes them")
     if report.ok and report.unread:
@@ -57,13 +58,20 @@ def gc(
 
     Expired and damaged segments go, files that dead writers or deleted segments left, and conversations without any.
     With --quota the least recently used segments go too, until the store is well below it. Pinned ones stay.
+
+    What goes is listed first. Files that this library did not write are listed, too, and left alone.
     """
     if quota is not None:
         parse_bytes(quota, "--quota")
     with open_store(store, disk_quota=quota) as opened:
-        report = opened.gc(dry_run=dry_run)
+        report = opened.gc(dry_run=True)
+        if not as_json:
+            for path, reason in report.deleted.items():
+                print(f"{printable(path)}: {reason}", flush=True)
+        report = report if dry_run else opened.gc()
     if as_json:
         return print_json(report.as_dict())
+    _show_unknown(report.unknown)
     print(
         f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
         f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
@@ -84,7 +92,12 @@ def rm(
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete segments. Programs that have them open finish undisturbed."""
+    """Delete segments. Programs that have them open finish undisturbed.
+
+    What goes is listed first, with the segments that continue it: these are not restored without it.
+    """
+    from ..kvstore import storage_of
+
     if bool(segments) + (model is not None) + everything != 1:
         raise Refused("name segments, or give --model or --all: one of them")
     with open_store(store) as opened:
@@ -97,16 +110,30 @@ def rm(
             chosen = list({row.id: row for row in map(contents.one, segments or ())}.values())
         nbytes = sum(row.nbytes + sum(contents.beside.get(row.id, {}).values()) for row in chosen)
         what = f"{count(len(chosen), 'segment')}, {format_bytes(nbytes)}"
+        continuing = storage_of(opened).disk.continuing(chosen)
+        if not as_json:
+            show_removed(contents, chosen)
+            if continuing:
+                print(f"not restored without {'it' if len(chosen) == 1 else 'them'}:")
+                show_removed(contents, continuing)
         if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all of {store} ({what})?"):
             raise Refused("nothing was deleted")
         removed = 0 if dry_run else opened.remove([row.id for row in chosen])
     if as_json:
-        return print_json({"removed": removed, "bytes": nbytes, "ids": [row.id for row in chosen], "dry_run": dry_run})
-    _show_removed(contents, chosen)
+        ids = {"ids": [row.id for row in chosen], "continuing": [row.id for row in continuing]}
+        return print_json({"removed": removed, "bytes": nbytes} | ids | {"dry_run": dry_run})
     print(f"{'would delete' if dry_run else 'deleted'} {what}")
 
 
-def _show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
+def _show_unknown(paths: list[str]) -> None:
+    if paths:
+        print(f"{count(len(paths), 'file')} that this library did not write, left alone:")
+        for path in paths:
+            print(f"  {printable(path)}")
+
+
+def show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
+    """Print the segments that are deleted."""
     letters = unique_length(row.id for row in contents.rows)
     table = figures("segment", "tokens", "size", "model", "label", right=("tokens", "size"), fold=("model", "label"))
     for row in rows:
