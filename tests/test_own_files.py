@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import stat
 import sys
 from contextlib import suppress
 
+import processes
 import pytest
 from families import build, prompt
 from hypothesis import event, example, given, settings
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from hf_tiered_cache import KVStore, TieredCache, cli
 from hf_tiered_cache.errors import StoreError, TieredCacheError
-from hf_tiered_cache.methods import CacheTune, ContiguousKV
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 
 FOLDERS = ["segments", "beside", "tmp", "pins", "conversations", "documents"]
 IN_THE_ROOT = [
@@ -34,6 +37,7 @@ NAMES = {
 }
 """Names of the library's own, and of others."""
 PROMPT = prompt(60)
+LOADED = Exact(recompute=0, decline=False)
 GREEDY = {"do_sample": False, "max_new_tokens": 2}
 
 
@@ -235,3 +239,234 @@ def test_whatever_is_in_the_folder_only_the_stores_own_files_change(model, whole
     assert after == before
     assert root.stat().st_mode & 0o777 == 0o750
     shutil.rmtree(made)
+
+
+# --- which folders are stores
+
+MARKER = "hf_tiered_cache.json"
+
+
+def has(root, model):
+    """How many tokens of the prompt a store restores."""
+    with KVStore(root, engine="posix") as store:
+        cache = TieredCache(model, store, method=LOADED)
+        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        return cache.stats.tokens_restored
+
+
+def test_a_new_store_has_a_marker_with_its_format(tmp_path):
+    KVStore(tmp_path / "store").close()
+    path = tmp_path / "store" / MARKER
+    assert json.loads(path.read_text()) == {"format": "hf_tiered_cache store", "version": 1}
+    assert path.stat().st_mode & 0o777 == 0o600
+    written = path.stat().st_mtime_ns
+    KVStore(tmp_path / "store").close()
+    assert path.stat().st_mtime_ns == written
+
+
+def test_an_empty_folder_becomes_a_store_and_keeps_its_mode(tmp_path):
+    tmp_path.chmod(0o755)
+    KVStore(tmp_path).close()
+    assert (tmp_path / MARKER).exists()
+    assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("name", ["main.py", "tmp/notes.txt", "documents/letter.json", "segments/movie.kv", "empty/"])
+def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, run, name):
+    root = tmp_path / "project"
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).mkdir() if name.endswith("/") else (root / name).write_text("precious")
+    before = look(root)
+    with pytest.raises(StoreError, match="holds files and is no store"):
+        KVStore(root)
+    for words in (["ls"], ["gc"], ["verify", "--repair"], ["rm", "--all", "--yes"]):
+        status, out, err = run(words[0], root, *words[1:])
+        assert (status, out, err) == (2, "", f"hf-tiered-cache: there is no store at {root}\n")
+    assert look(root) == before
+
+
+@pytest.mark.parametrize("left", ["all", "no catalogue", "nothing in it", "folders alone"])
+def test_a_store_of_a_version_without_markers_opens_and_gets_one(whole, model, tmp_path, left):
+    root = tmp_path / "store"
+    shutil.copytree(whole, root)
+    if left in ("no catalogue", "folders alone"):
+        for path in root.glob("catalogue*"):
+            path.unlink()
+    if left == "nothing in it":
+        with KVStore(root, engine="posix") as store:
+            store.clear(disk=True)
+    if left == "folders alone":  # as a process leaves it that is killed when it has made them
+        for path in root.rglob("*"):
+            if path.is_file():
+                path.unlink()
+    (root / MARKER).unlink(missing_ok=True)
+    assert has(root, model) == (48 if left in ("all", "no catalogue") else 0)
+    assert (root / MARKER).exists()
+
+
+def test_a_store_of_a_newer_version_is_refused(tmp_path):
+    KVStore(tmp_path).close()
+    (tmp_path / MARKER).write_text('{"format": "hf_tiered_cache store", "version": 2}')
+    before = look(tmp_path)
+    with pytest.raises(StoreError, match="format 2; upgrade"):
+        KVStore(tmp_path)
+    assert look(tmp_path) == before
+
+
+DYING = """
+import os, signal, sys
+from hf_tiered_cache import KVStore
+steps, last = 0, int(sys.argv[2])
+def dying(real):
+    def call(*args, **kwargs):
+        global steps
+        steps += 1
+        if steps == last: os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+for name in "open mkdir pwrite".split():
+    setattr(os, name, dying(getattr(os, name)))
+store = KVStore(sys.argv[1], engine="posix")
+print(steps, flush=True)
+os._exit(0)
+"""
+
+
+def test_kill_9_while_a_store_is_made_leaves_one_that_opens(tmp_path, model):
+    command = [sys.executable, "-c", DYING]
+    done = processes.run([*command, tmp_path / "whole", "0"], capture_output=True, text=True, check=True)
+    steps = int(done.stdout)
+    assert steps > 8
+    for last in range(1, steps + 1):
+        assert processes.run([*command, tmp_path / f"{last}", f"{last}"]).returncode == -signal.SIGKILL
+        assert has(tmp_path / f"{last}", model) == 0
+        assert has(tmp_path / f"{last}", model) == 48
+
+
+# --- links
+
+
+@pytest.mark.parametrize("name", [name for name in IN_THE_ROOT if name != "calibrations.json"])
+@pytest.mark.parametrize("kind", ["link to a file", "link to nothing", "pipe"])
+def test_a_part_of_the_store_that_is_a_link_is_refused_in_one_sentence(whole, tmp_path, run, name, kind):
+    root, outside = tmp_path / "store", tmp_path / "outside"
+    shutil.copytree(whole, root)
+    outside.mkdir()
+    plant(root, outside, 0, (("", name), kind, b"precious", 0o600))
+    before = look(tmp_path)
+    with pytest.raises(StoreError) as error:
+        KVStore(root)
+    assert str(root / name) in str(error.value) and "\n" not in str(error.value)
+    status, _, err = run("gc", root)
+    assert (status, err.count("\n")) == (2, 1) and str(root / name) in err
+    assert look(tmp_path) == before
+
+
+def test_the_folder_of_a_store_may_be_a_link_and_is_resolved_once(whole, model, tmp_path):
+    shutil.copytree(whole, tmp_path / "store")
+    (tmp_path / "link").symlink_to("store")
+    with KVStore(tmp_path / "link", engine="posix") as store:
+        (tmp_path / "link").unlink()
+        (tmp_path / "link").mkdir()
+        cache = TieredCache(model, store, method=LOADED)
+        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 48
+        fill(store, model)
+    assert not list((tmp_path / "link").iterdir())
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_that_becomes_a_link_under_an_open_store_is_not_followed(whole, model, tmp_path, name):
+    root, outside = tmp_path / "store", tmp_path / "outside"
+    shutil.copytree(whole, root)
+    outside.mkdir()
+    for inner in ("thesis.docx", f"{HEX}.kv", f"{HEX}.json", "1-2-3", HEX):
+        (outside / inner).write_bytes(b"precious")
+    with KVStore(root, engine="posix") as store:
+        shutil.rmtree(root / name)
+        (root / name).symlink_to(outside)
+        before = look(outside)
+        model.generate(prompt(50, seed=9), past_key_values=TieredCache(model, store), **GREEDY)
+        for action in (store.flush, store.gc, lambda: store.verify(repair=True), lambda: store.clear(disk=True)):
+            with suppress(TieredCacheError, OSError):
+                action()
+        with suppress(TieredCacheError, OSError):
+            fill(store, model)
+    assert look(outside) == before
+
+
+# --- files that are ours in name alone, or have a second name
+
+
+def test_a_second_name_of_any_of_its_files_keeps_what_it_had(whole, model, tmp_path):
+    """As a backup made of hard links has them."""
+    root, backup = tmp_path / "store", tmp_path / "backup"
+    shutil.copytree(whole, root)
+    shutil.copytree(root, backup, copy_function=os.link)
+    before = {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()}
+    use(root, model)
+    assert {path: path.read_bytes() for path in backup.rglob("*") if path.is_file()} == before
+    assert has(backup, model) == 48
+
+
+def test_a_catalogue_of_somebody_else_is_left_and_the_store_serves_without(whole, model, tmp_path, caplog):
+    root = tmp_path / "store"
+    shutil.copytree(whole, root)
+    for path in root.glob("catalogue*"):
+        path.unlink()
+    (root / "catalogue.sqlite").write_bytes(b"precious" * 999)
+    before = look(root / "catalogue.sqlite")
+    assert has(root, model) == 48
+    assert "was not written by this library" in caplog.text
+    with KVStore(root, engine="posix") as store:
+        assert store.verify().unknown == store.gc().unknown == ["catalogue.sqlite"]
+    assert look(root / "catalogue.sqlite") == before
+
+
+def test_files_of_others_do_not_count_in_the_quota(whole, model, tmp_path):
+    root = tmp_path / "store"
+    shutil.copytree(whole, root)
+    with KVStore(root, engine="posix") as store:
+        used = store._storage.disk.used_bytes()
+        for name in ("notes.txt", "tmp/thesis.docx", "documents/letter.json", "segments/movie.kv", "beside/notes.txt"):
+            (root / name).write_bytes(b"precious" * 99_999)
+        assert store._storage.disk.used_bytes() - used < 65_536
+        assert len(store.verify().unknown) == 5 and store.verify().ok
+
+
+# --- stores that cannot be written
+
+
+def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tmp_path, monkeypatch, run):
+    root = tmp_path / "store"
+    shutil.copytree(whole, root)
+    before = look(root)
+    monkeypatch.setattr(os, "access", lambda *_, dir_fd=None: dir_fd is None)  # not of the command's own check
+    with KVStore(root, engine="posix") as store:
+        ids = [row.id for row in store.segments()]
+        for action in (
+            store.gc,
+            lambda: store.clear(disk=True),
+            lambda: store.relayout(ContiguousKV(budget=0.5), progress=False),
+            lambda: store.reorder(progress=False),
+            lambda: store.remove(ids),
+            lambda: store.pin(ids),
+            lambda: store.verify(repair=True),
+            lambda: store.remove_conversation("alice"),
+            lambda: store.remove_document("a"),
+            lambda: store.calibrate_prefix(model, tokens=(32,), repeats=1, progress=False),
+        ):
+            with pytest.raises(StoreError, match="cannot be written"):
+                action()
+        assert store.gc(dry_run=True).expired == 0
+        assert store.verify().ok
+        store.clear()
+        cache = TieredCache(model, store, method=LOADED)
+        model.generate(PROMPT, past_key_values=cache, **GREEDY)
+        assert cache.stats.tokens_restored == 48
+    for words in (["gc"], ["rm", "--all", "--yes"], ["verify", "--repair"]):
+        status, _, err = run(words[0], root, *words[1:])
+        assert status == 2 and "Traceback" not in err
+        assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {root} cannot be written"), err
+    kept = {path: seen for path, seen in before.items() if path.is_file()}
+    assert {path: look(path)[path] for path in kept} == kept

@@ -67,9 +67,7 @@ class Database:
     @classmethod
     def shared(cls, files: StoreRoot, set_up: _SetUp) -> Database:
         """Return the process's connection to the catalogue of a folder, to be given back with `release`."""
-        return shared_database(
-            files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(StoreRoot(files.path, make=False), set_up)
-        )
+        return shared_database(files.where(CATALOGUE, CATALOGUE_NAME), lambda: cls(files.again(), set_up))
 
     def release(self) -> None:
         release_database(self)

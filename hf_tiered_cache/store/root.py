@@ -76,18 +76,31 @@ class StoreRoot:
     """
 
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:
-        self.path = Path(path).resolve()
+        self._begin(Path(path).resolve())
+        try:
+            self._make_root(make)
+            self.writable = self._claim(make)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, path: Path) -> None:
+        self.path = path
         self._descriptors: list[int] = []  # closed together, since any thread may be using one
         self._folders: dict[str, tuple[tuple[int, int], int]] = {}
         self._opening = threading.Lock()
         self._closing = weakref.finalize(self, _close, self._descriptors)
         self._closing.atexit = False
-        try:
-            self._open_root(make)
-            self.writable = self._claim(make)
-        except BaseException:
-            self.close()
-            raise
+
+    def again(self) -> StoreRoot:
+        """Open the folder once more, with descriptors of its own. Raises OSError."""
+        other = StoreRoot.__new__(StoreRoot)
+        other._begin(self.path)
+        other.writable = self.writable
+        if not os.path.samestat(os.fstat(other._root), os.fstat(self._root)):
+            other.close()
+            raise OSError(errno.ESTALE, "another folder has its place", str(self.path))
+        return other
 
     def close(self) -> None:
         """Close the folders."""
@@ -96,7 +109,7 @@ class StoreRoot:
 
     # --- opening
 
-    def _open_root(self, make: bool) -> None:
+    def _make_root(self, make: bool) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise StoreError(f"{self.path} is a file; give KVStore the path of a folder")
         if not make and not self.path.is_dir():
@@ -104,29 +117,20 @@ class StoreRoot:
         try:
             if make:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._descriptors.extend(map(os.open, [self.path], [_FOLDER_FLAGS]))  # in C: no Ctrl-C loses it
         except OSError as error:
-            raise StoreError(f"{self.path} cannot be made ({error.strerror}); choose another folder") from error
-        status = os.fstat(self._descriptors[0])
-        self._identity = status.st_dev, status.st_ino
+            if not self.path.is_dir():
+                raise StoreError(f"{self.path} cannot be made ({error.strerror}); choose another folder") from error
 
     def _claim(self, make: bool) -> bool:
-        """Mark the folder as a store, and make what it lacks. Returns whether it can be written."""
-        names = self._list("")
-        is_marked = self._is_marked(names)
-        becomes_store = make and not names
-        if not (is_marked or becomes_store or self._is_store_without_marker(names) or self._is_marked({MARKER_NAME})):
-            if not make:
-                raise StoreError(f"there is no store at {self.path}")
-            raise StoreError(
-                f"{self.path} holds files and is no store; give KVStore the path of a new or an empty folder"
-            )
-        self._check_kinds()
-        if not make:
-            return False
+        """Mark the folder as a store, and make what it lacks. Returns whether it can be written.
+
+        Where that fails, or it cannot be found out whether the folder is a store, nothing in it is changed.
+        """
         try:
-            if not is_marked:
-                self._mark()
+            self._check_is_store(make)
+            if not make:
+                return False
+            self._mark()
             folders = [self._root, *(self._folder(name, make=True) for name in FOLDERS)]
             open_file("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, self._root).close()
             if all(os.access(".", os.W_OK, dir_fd=folder) for folder in folders):
@@ -134,8 +138,22 @@ class StoreRoot:
             reason = os.strerror(errno.EACCES)
         except OSError as error:
             reason = error.strerror or str(error)
+            if not make:
+                raise StoreError(f"{self.path} cannot be read ({reason}); check the disk") from error
         logger.warning("%s cannot be written (%s): nothing new is stored", self.path, reason)
         return False
+
+    def _check_is_store(self, make: bool) -> None:
+        """Raise StoreError if the folder is no store, nor to become one. Raises OSError: that cannot be found out."""
+        names = self._list("")
+        is_store = self._is_marked(names) or self._is_store_without_marker(names) or (make and not names)
+        if not (is_store or self._is_marked({MARKER_NAME})):  # another process may have made the store meanwhile
+            if not make:
+                raise StoreError(f"there is no store at {self.path}")
+            raise StoreError(
+                f"{self.path} holds files and is no store; give KVStore the path of a new or an empty folder"
+            )
+        self._check_kinds()
 
     def _check_kinds(self) -> None:
         """Raise StoreError if a part of the store is a link, or no file or folder as it should be."""
@@ -161,8 +179,8 @@ class StoreRoot:
             content = self.read(MARKER, MARKER_NAME)
         except FileNotFoundError:
             return False
-        except (OSError, FormatError) as error:
-            raise StoreError(f"{self.path / MARKER_NAME} cannot be read: {error}") from error
+        except FormatError as error:
+            raise StoreError(f"{self.path / MARKER_NAME} is a link, or no regular file; remove it") from error
         if is_blank(content):  # its writer was killed, or has just begun
             return False
         facts = json_object(content)
@@ -183,20 +201,21 @@ class StoreRoot:
         """Return whether this is a store of a version without markers, or one whose writer was killed early.
 
         The first thing that was made is the marker, or before there were markers the folder of the segments. A store
-        has a segment or a catalogue, or nothing but its own folders and files, which are empty.
+        has a segment or a catalogue, or nothing but its own folders and files, which are empty. Raises OSError.
         """
         if set(names) == {MARKER_NAME}:
             return True
         if "segments" not in names:
             return False
-        with suppress(OSError, FormatError):
+        with suppress(FormatError, FileNotFoundError):
             if CATALOGUE_NAME in names and SCHEMA_MARK in self.read(CATALOGUE, CATALOGUE_NAME):
                 return True
-        with suppress(OSError, FormatError):
+        with suppress(NotADirectoryError):
             for name in self.names(SEGMENT):
-                content = self.read(SEGMENT, name)
-                if SEGMENT.is_own(name, content) and not is_blank(content):
-                    return True
+                with suppress(FormatError, FileNotFoundError):
+                    content = self.read(SEGMENT, name)
+                    if SEGMENT.is_own(name, content) and not is_blank(content):
+                        return True
         return all(self._is_empty(name) for name in names)
 
     def _is_empty(self, name: str) -> bool:
@@ -211,8 +230,13 @@ class StoreRoot:
 
     @property
     def _root(self) -> int:
-        if not self._descriptors:
+        """Descriptor of the folder. Raises OSError: it is closed, or cannot be opened."""
+        if not self._closing.alive:
             raise OSError(errno.EBADF, "the store is closed", str(self.path))
+        if not self._descriptors:
+            with self._opening:
+                if not self._descriptors:
+                    self._descriptors.extend(map(os.open, [self.path], [_FOLDER_FLAGS]))  # in C: no Ctrl-C loses it
         return self._descriptors[0]
 
     def _folder(self, name: str, make: bool = False) -> int:
@@ -237,8 +261,9 @@ class StoreRoot:
             return known[1]
         if not S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no folder", str(self.path / name))
+        root = self._root
         with self._opening:
-            self._descriptors.extend(map(partial(os.open, dir_fd=self._root), [name], [_FOLDER_FLAGS]))
+            self._descriptors.extend(map(partial(os.open, dir_fd=root), [name], [_FOLDER_FLAGS]))
             opened = self._descriptors[-1]
         status = os.fstat(opened)
         self._folders[name] = (status.st_dev, status.st_ino), opened
@@ -250,8 +275,8 @@ class StoreRoot:
     def is_reachable(self) -> bool:
         """Return whether the folder is where it was, so that what is not found in it is gone."""
         with suppress(OSError):
-            status = os.stat(self.path)
-            return (status.st_dev, status.st_ino) == self._identity and bool(self._folder(SEGMENT.folder))
+            is_here = os.path.samestat(os.stat(self.path), os.fstat(self._root))
+            return is_here and self._folder(SEGMENT.folder) >= 0
         return False
 
     # --- looking
