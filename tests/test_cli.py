@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -704,3 +705,48 @@ def test_public_names_are_the_same_for_people_and_type_checkers():
     assert all(getattr(hf_tiered_cache, name) is not None for name in seen)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = hf_tiered_cache.Nothing
+
+
+# --- what goes is listed first
+
+
+def test_rm_names_what_goes_and_what_continues_it(run, tmp_path):
+    opened = open_store(tmp_path)
+    chains = hashes(4, "one"), hashes(2, "two"), hashes(2, "three"), hashes(2, "other")
+    headers, parent = [], b""
+    for number, chain in enumerate(chains):
+        header, _, blocks = segment(chain, position=64 + 32 * number - 64 * (number == 0) if number < 3 else 0)
+        header = replace(header, parent=parent or header.parent)
+        assert opened.publish(header, chain, blocks)
+        headers.append(header)
+        parent = chain[-1] if number < 2 else b""
+    opened.close()
+    before = files(tmp_path)
+    for dry_run in (["--dry-run"], []):
+        status, out, _ = run("rm", tmp_path, headers[0].id, *dry_run)
+        assert status == 0
+        going, continuing = out.split("not restored without it:")
+        assert headers[0].id[:8] in going and headers[0].id[:8] not in continuing
+        assert all(header.id[:8] in continuing for header in headers[1:3])
+        assert headers[3].id[:8] not in out
+        assert len(files(tmp_path)) == len(before) - (not dry_run)
+    found = json.loads(run("rm", tmp_path, headers[1].id, "--dry-run", "--json")[1])
+    assert (found["ids"], found["continuing"]) == ([headers[1].id], [headers[2].id])
+
+
+def test_gc_lists_what_goes_first(run, tmp_path):
+    opened = open_store(tmp_path)
+    expired, kept = segment(hashes(2, "old"), expires=time.time() - 1), segment(hashes(2, "new"))
+    assert opened.publish(*expired) and opened.publish(*kept)
+    opened.close()
+    (tmp_path / "tmp" / "1-2-3").write_bytes(bytes(5000))
+    (tmp_path / "tmp" / "notes.txt").write_text("precious")
+    for dry_run in (["--dry-run"], []):
+        lines = run("gc", tmp_path, *dry_run)[1].splitlines()
+        assert f"{tmp_path}/segments/{expired[0].id}.kv: expired" in lines
+        assert f"{tmp_path}/tmp/1-2-3: unfinished" in lines
+        assert "1 file that this library did not write, left alone:" in lines and "  tmp/notes.txt" in lines
+        assert lines[-1].startswith("would delete 1 expired" if dry_run else "deleted 1 expired")
+        assert kept[0].id not in "".join(lines)
+    assert (tmp_path / "tmp" / "notes.txt").exists() and not (tmp_path / "tmp" / "1-2-3").exists()
+    assert json.loads(run("verify", tmp_path, "--json")[1])["unknown"] == ["tmp/notes.txt"]
