@@ -100,7 +100,7 @@ class Storage:
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
             self.passage_index = PassageIndex(disk.index)
-            close = partial(_close, self.rewriter, disk, residency.scores)
+            close = partial(_close, self.rewriter, disk, residency.scores, self.conversations)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
             self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
@@ -413,8 +413,7 @@ class Storage:
             self._close()
             self.writer.close()
             self.residency.clear()
-            self.conversations.release_all()
-            self.files.close()
+            self.conversations.release_all()  # if the writer is stuck, and has not done it
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
@@ -445,8 +444,9 @@ def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
     return False not in [recorder.finish() for recorder in found]  # none is left out
 
 
-def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable) -> None:
+def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable, conversations: Conversations) -> None:
     rewriter.close()
     rewriter.keep_importance()
     _keep_scores(disk, scores)
+    conversations.release_all()
     disk.close()

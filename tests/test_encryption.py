@@ -335,7 +335,10 @@ def test_large_block_groups_are_encrypted_in_pieces(tmp_path, monkeypatch):
 def test_devices_are_filled_by_way_of_the_host(tmp_path, monkeypatch):
     """The CPU decrypts, so GPUDirect Storage has nothing to fill."""
     fake_kvikio.install(monkeypatch, gds=True)
-    with KVStore(tmp_path / "plain", engine="kvikio") as plain, KVStore(tmp_path, engine="kvikio", key=KEY) as store:
+    with (
+        KVStore(tmp_path / "plain", engine="kvikio") as plain,
+        KVStore(tmp_path / "key", engine="kvikio", key=KEY) as store,
+    ):
         assert plain._storage.residency._direct
         assert not store._storage.residency._direct
 

@@ -338,7 +338,7 @@ def test_a_request_that_comes_meanwhile_is_not_disturbed(model, tmp_path, monkey
         asked(model, store, ids, METHOD)
         store.flush()
         assert caches and shape_of(store)[1] == before
-        assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []
+        assert list((store.path / "tmp").iterdir()) == []
         caches[0] = None
         gc.collect()
         store.flush()

@@ -445,4 +445,4 @@ def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, mo
             store.flush()
         assert caplog.records
         assert store._storage.disk.path(row.id).exists()
-        assert list(store._storage.disk.backend.tmp_dir.iterdir()) == []
+        assert list((store.path / "tmp").iterdir()) == []

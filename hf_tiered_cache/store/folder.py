@@ -243,7 +243,8 @@ class FolderBackend:
             yield
 
     def close(self) -> None:
-        self.engine.close()  # `files` are closed by whoever still has locks to let go of, or with the last reference
+        self.engine.close()
+        self.files.close()
 
 
 class FolderUpload:

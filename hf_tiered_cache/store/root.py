@@ -344,9 +344,12 @@ class StoreRoot:
     def nbytes(self, *kinds: FileKind) -> int:
         """Return the room that all files of these kinds take. Raises OSError."""
         total = 0
-        for kind in kinds:
+        for folder in {kind.folder for kind in kinds}:
             with suppress(FileNotFoundError):
-                total += sum(nbytes_of(status) for name in self.names(kind) if (status := self.find(kind, name)))
+                for name in self._list(folder):
+                    kind = kind_of(folder, name)
+                    if kind is not None and kind in kinds and (status := self.find(kind, name)) is not None:
+                        total += nbytes_of(status)
         return total
 
     # --- writing
