@@ -331,8 +331,9 @@ class Description:
             self.words.append(file_digest(code.co_filename))
         for value in function.__defaults__ or ():
             self._refer(where, value, origin)
-        for name, value in (function.__kwdefaults__ or {}).items():
-            self.watch.item(function.__kwdefaults__, name)
+        keywords = function.__kwdefaults__ or {}
+        for name, value in keywords.items():
+            self.watch.item(keywords, name)
             self.words.append(name)
             self._refer(where, value, origin)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
