@@ -19,6 +19,8 @@ from .watch import active_mode, computing_state
 from .weights import WeightDigests
 
 _FOLLOWING = frozenset({"weights", "modules"})
+_MOST_CHANGES = 12
+"""Looks in a row that find a change, before the model counts as one that changes at every pass."""
 _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapter"})
 """Facts with which the following ones differ, too."""
 
@@ -60,6 +62,8 @@ class Fingerprinter:
         self._model = model
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
+        self._statics: dict[tuple[int, str], Any] = {}
+        self._changes, self._unsteady = 0, ""  # looks in a row that found a change; what changes at each of them
         self._describe()
 
     def look(self, tag: str = "", closely: bool = True) -> Identity:
@@ -72,8 +76,8 @@ class Fingerprinter:
         Raises:
             UnsupportedModelError: some weights cannot be read.
         """
-        if not self._description.watch.holds() or adapter_state(self.tuned) != self._adapters:
-            self._describe()
+        if not self._unsteady:
+            self._watch()
         if self._weights.moved():
             self._weights = WeightDigests(self._description.named_tensors)
             self._identities.clear()
@@ -89,7 +93,9 @@ class Fingerprinter:
         return self.look().fingerprint
 
     def refresh(self) -> None:
-        """Read all weights again, now."""
+        """Describe the model, and read all weights, again, now."""
+        self._changes, self._unsteady = 0, ""
+        self._describe()
         if self._weights.refresh():
             self._identities.clear()
 
@@ -102,9 +108,20 @@ class Fingerprinter:
         """Layers that an adapter wraps."""
         return self._description.tuned
 
+    def _watch(self) -> None:
+        """Describe the model again if something is another object than before."""
+        watch = self._description.watch
+        if watch.holds() and adapter_state(self.tuned) == self._adapters:
+            self._changes = 0
+            return
+        self._changes += 1
+        if self._changes == _MOST_CHANGES:  # a counter, say: to describe the model at each token would take too long
+            self._unsteady = watch.changed_name() or "something"
+        self._describe()
+
     def _describe(self) -> None:
         """Describe the model again; its weights are read again only if there are other tensors."""
-        self._description = description = ModelDescription(self._model)
+        self._description = description = ModelDescription(self._model, statics=self._statics)
         self._adapters = adapter_state(description.tuned)
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
         if not self._weights.are_of(description.named_tensors):
@@ -125,7 +142,7 @@ class Fingerprinter:
             "config": _digest(config),
             "RoPE": _digest(rope),
             "attention": str(text._attn_implementation),
-            "modules": _digest(description.words),
+            "modules": "" if self._unsteady else _digest(description.words),
             "quantization": _digest(_settings({"": getattr(model.config, "quantization_config", None)})),
             "adapter": _digest([list(map(str, state)) for state in self._adapters]),
             "precision": " ".join(state),
@@ -135,7 +152,8 @@ class Fingerprinter:
             "tag": tag,
         }
         described = {fact: value for fact, value in facts.items() if fact != "name"}
-        problem = "" if tag else mode or description.problem
+        changing = f"the attribute {self._unsteady}, which is another at every pass," if self._unsteady else ""
+        problem = "" if tag else mode or changing or description.problem
         return Identity(
             _digest(described),
             facts,

@@ -23,7 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.scope import Replacement
 from .adapters import active_adapters, is_tuner, merged_adapters
-from .description import _LEAF, Description, Undescribable
+from .code import LEAF, CodeDescription
+from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .rope import varying_rope
 
@@ -72,16 +73,19 @@ _WATCHED = frozenset(
 _CALLED = frozenset({"forward", "__call__"})
 
 
-class ModelDescription(Description):
+class ModelDescription(CodeDescription):
     """The words for a model, its tensors, and a watch over both.
 
     Args:
         model: is described at once.
         lenient: whether what cannot be described is given by its type, since the user has named the model.
+        statics: as for `CodeDescription`.
     """
 
-    def __init__(self, model: PreTrainedModel, lenient: bool = False) -> None:
-        super().__init__(lenient)
+    def __init__(
+        self, model: PreTrainedModel, lenient: bool = False, statics: dict[tuple[int, str], Any] | None = None
+    ) -> None:
+        super().__init__(lenient, statics=statics)
         self.problem = ""
         """Why the model cannot be told from others, or ""."""
         self.tuned: list[Any] = []
@@ -103,7 +107,7 @@ class ModelDescription(Description):
             self._add_hooks("all modules", getattr(torch_module, name))
         for kind in (torch.Tensor, nn.Parameter):
             self.watch.size(kind.__dict__)
-            self._depth = _LEAF
+            self._depth = LEAF
             self._guard(self.add_members, kind.__name__, kind, frozenset(kind.__dict__))
             self._depth = 0
         self._guard(self.add, "", model)
@@ -136,7 +140,7 @@ class ModelDescription(Description):
             self.watch.type_of(value)
             self.watch.item(value._modules, "base_layer")
             self._add_runners(where, value)
-            aside = Description(watch=self.watch)
+            aside = CodeDescription(watch=self.watch, statics=self._statics)
             self._guard(aside.add_members, where, type(value), _CALLED)
             return self.original(where, value._modules["base_layer"])
         return value
@@ -155,7 +159,7 @@ class ModelDescription(Description):
         inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
         self._add_attributes(where, module, inner_idle)
         for parts in (module._parameters, module._buffers, module._modules):
-            self.watch.size(parts)
+            self.watch.content(parts)  # their order, too, which is the order of a list of modules
             for name, part in parts.items():
                 if name in idle or (self._varies and name.endswith("inv_freq")):
                     continue
@@ -297,7 +301,7 @@ class ModelDescription(Description):
             self.watch.item(hook.__dict__, name)
             if name in hook.__dict__:
                 self.problem = self.problem or f"the accelerate hook of {where}"
-        aside = Description(watch=self.watch)
+        aside = CodeDescription(watch=self.watch, statics=self._statics)
         self._guard(aside.add_members, where, type(hook), frozenset({"pre_forward", "post_forward"}))
         for inner in getattr(hook, "hooks", ()):
             self._check_hook(where, inner)

@@ -83,6 +83,14 @@ def referenced_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*nested)
 
 
+@functools.lru_cache(maxsize=16384)
+def text_names(code: types.CodeType) -> frozenset[str]:
+    """Return all texts in a code object, and the ones nested in it, that could be names."""
+    found = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
+    nested = (text_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found).union(*nested)
+
+
 @functools.lru_cache(maxsize=4096)
 def file_digest(file: str) -> str:
     """Return a digest of a source file, "" if it cannot be read."""

@@ -124,6 +124,11 @@ class Watch:
         except (AttributeError, RuntimeError):  # an attribute is gone, or a container is changed meanwhile
             return False
 
+    def changed_name(self) -> str:
+        """Return the name under which another object is now, "" if it has none."""
+        places = zip(*self._item_places, self._values[0], strict=True)
+        return next((str(key) for container, key, value in places if dict.get(container, key) is not value), "")
+
     @property
     def places(self) -> int:
         """Number of places that are compared."""

@@ -1,0 +1,296 @@
+"""Describing code: functions by what they refer to, classes by the members that reached code names."""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import sys
+import types
+from collections import deque
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..patches.scope import Replacement
+from .description import BUILTIN, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
+from .origin import (
+    INSTALLED,
+    PYTHON,
+    USER,
+    code_digest,
+    file_digest,
+    origin_of,
+    origin_of_class,
+    origin_of_file,
+    referenced_names,
+    text_names,
+)
+from .watch import Watch
+
+_CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
+_UNCALLED = _CONSTRUCTORS | {"__init_subclass__", "__class_getitem__", "__del__", "__repr__", "__str__", "__dir__"}
+_NO_MEMBER = frozenset(
+    {
+        *("loss_function", "loss_type"),
+        *("__doc__", "__module__", "__dict__", "__weakref__", "__annotations__", "__abstractmethods__", "_abc_impl"),
+        *("__firstlineno__", "__static_attributes__", "__parameters__", "__orig_bases__", "__annotate_func__"),
+        *("__annotations_cache__", "__slotnames__", "__qualname__"),
+    }
+)
+_FOREIGN_DEPTH = 1
+"""Calls within torch and other installed packages are followed so far; what they call beyond is theirs."""
+LEAF = 1 << 10
+_NOTHING: frozenset[str] = frozenset()
+_STATIC_ITEMS = 64
+_DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
+"""Builtins by which code reaches what its names do not say."""
+
+
+class CodeDescription(Description):
+    """A description that follows functions and classes into what they refer to.
+
+    Args:
+        lenient, watch: as for `Description`.
+        statics: for globals of packages that cannot be described, the object that was found first; one of its own by
+            default. Another object in its place is a problem.
+    """
+
+    def __init__(
+        self,
+        lenient: bool = False,
+        watch: Watch | None = None,
+        statics: dict[tuple[int, str], Any] | None = None,
+    ) -> None:
+        super().__init__(lenient, watch)
+        self._statics = {} if statics is None else statics
+        self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
+        self._members: dict[type, set[str]] = {}
+        self._globals: set[tuple[int, str, bool]] = set()  # those that are described
+        self._names: set[str] = set()  # that code of the user's refers to
+        self._held: dict[int, tuple[str, types.ModuleType]] = {}  # modules of Python that objects hold
+        self._depth = 0  # of calls within foreign packages
+
+    def add_code(self, where: str, value: types.FunctionType | type) -> None:
+        """Describe a function or a class, when all values are added."""
+        self._later.append((where, value, self._depth))
+
+    def add_namespace(self, where: str, module: types.ModuleType) -> None:
+        """Describe what code of the user's may refer to in a module of Python that an object holds."""
+        self._held[id(module)] = where, module
+
+    def finish(self) -> None:
+        """Describe the functions and classes that values refer to. Call it when all values are added."""
+        names = -1
+        while self._later or len(self._names) > names:
+            while self._later:
+                where, value, self._depth = self._later.popleft()
+                if isinstance(value, type):
+                    self._describe_class(where, value)
+                else:
+                    self._describe_function(where, value)
+            names = len(self._names)
+            for where, module in list(self._held.values()):
+                self._add_modules(where, [module], frozenset(self._names), USER)
+        self._depth = 0
+
+    # --- functions
+
+    def _describe_function(self, where: str, function: types.FunctionType) -> None:
+        code, origin = function.__code__, origin_of(function)
+        self.watch.function(function)
+        self.words.append(f"def {function.__qualname__} {code_digest(code)}")
+        if origin == INSTALLED:
+            self.words.append(file_digest(code.co_filename))
+        for value in function.__defaults__ or ():
+            self._refer(where, value, origin)
+        keywords = function.__kwdefaults__ or {}
+        for name, value in keywords.items():
+            self.watch.item(keywords, name)
+            self.words.append(name)
+            self._refer(where, value, origin)
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            self.watch.cell(cell)
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                self.words.append(f"{name} unset")
+                continue
+            self._refer(f"{where} ({name})", content, origin)
+        if origin in ("torch", INSTALLED) and not (function.__name__ == "forward" and origin == "torch"):
+            self._depth += 1  # a module of torch only hands on what it holds
+        elif origin == USER:
+            self._depth = 0
+        if origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
+            names = referenced_names(code)
+            if origin == USER:
+                names |= text_names(code)  # as for `getattr`
+                self._names |= names
+            self._add_globals(where, function.__globals__, names, origin)
+
+    def _add_globals(self, where: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
+        """Describe the globals among `names`, those of the modules among these globals included."""
+        for name in sorted(names):
+            if name in namespace:
+                self._add_global(where, namespace, name, origin)
+            elif name in builtins.__dict__:
+                if origin == USER and name in _DYNAMIC:
+                    raise Undescribable(f"{where}, which calls {name}(),")
+                self.watch.item(namespace, name)
+                self._add_global(where, builtins.__dict__, name, PYTHON)
+        package = str(namespace.get("__package__") or "")
+        modules = [namespace.get(name) for name in sorted(names)]
+        modules += [sys.modules.get(name) for name in sorted(names)]  # imported within the function
+        modules += [sys.modules.get(f"{package}.{name}") for name in sorted(names)]
+        self._add_modules(where, [module for module in modules if isinstance(module, types.ModuleType)], names, origin)
+
+    def _add_modules(self, where: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
+        """Describe those of `names` that are in modules of Python, and in modules within these."""
+        visited: set[int] = set()
+        while modules:
+            module = modules.pop(0)
+            if id(module) in visited:
+                continue
+            visited.add(id(module))
+            own = origin if origin == USER else _origin_of_module(module)
+            for name in sorted(names & module.__dict__.keys()):
+                self._add_global(f"{where}, module {module.__name__}", module.__dict__, name, own)
+                if isinstance(value := module.__dict__[name], types.ModuleType):
+                    modules.append(value)
+
+    def _add_global(self, where: str, namespace: dict[str, Any], name: str, origin: str) -> None:
+        self.watch.item(namespace, name)
+        key = id(namespace), name, origin == USER
+        if key not in self._globals:
+            self._globals.add(key)
+            self.words.append(name)
+            value = namespace[name]
+            if isinstance(value, types.ModuleType):  # what code refers to in it is described by name
+                self.words.append(f"module {value.__name__}")
+                return
+            opaque = origin != USER and _is_opaque(value, type(value))
+            if opaque and self._statics.setdefault((id(namespace), name), value) is not value:
+                raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was exchanged,")
+            self._refer(f"{where}, global {name}", value, origin)
+
+    def _refer(self, where: str, value: Any, origin: str) -> None:
+        """Describe what code of some origin refers to."""
+        if origin == USER:
+            self.add(where, value)
+        else:
+            self._add_static(where, value, 0)
+
+    def _add_static(self, where: str, value: Any, depth: int) -> None:
+        """Describe what a package keeps for itself: functions, classes and plain values; other objects by their type.
+
+        A user's object that was put in its place is described in full.
+        """
+        kind = type(value)
+        if value is ALL_ATTENTION_FUNCTIONS:  # the entry that is used is described with the model
+            self.words.append("attention functions")
+        elif kind in (list, tuple, dict, set, frozenset):
+            items = (*value.items(),) if isinstance(value, dict) else (*value,)
+            self.words.append(f"{kind.__name__} of {len(items)}")
+            if len(items) <= _STATIC_ITEMS and depth < 2 and not isinstance(value, set | frozenset):
+                for key in value if isinstance(value, dict) else ():
+                    if callable(value[key]):
+                        self.watch.item(value, key)
+                for item in items:
+                    self._add_static(where, item, depth + 1)
+        elif _is_opaque(value, kind):
+            self.words.append(f"some {kind.__qualname__}")
+        else:
+            self.add(where, value)
+
+    # --- classes
+
+    def _describe_class(self, where: str, kind: type) -> None:
+        if origin_of_class(kind) != USER:  # a package's own: what its constructors call is theirs
+            self._depth = LEAF
+        constructed = not issubclass(kind, BaseException | enum.Enum | nn.Module | torch.Tensor)
+        self.add_members(where, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
+
+    def add_members(self, where: str, kind: type, names: frozenset[str], special: bool = True) -> None:
+        """Describe the members of a class that have one of `names`, and those that their code refers to in turn.
+
+        All members of a class that the user wrote are described.
+
+        Args:
+            where: as for `add`.
+            kind: the class.
+            names: of members.
+            special: whether special methods are described, too, since no name refers to them.
+        """
+        bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
+        pending = set(names)
+        if kind not in self._members:
+            self._members[kind] = set()
+            self.words.append(" ".join(f"{base.__module__}.{base.__qualname__}" for base in bases))
+            for base in bases:
+                self.watch.size(base.__dict__)
+                written = origin_of_class(base) == USER
+                pending |= {name for name in base.__dict__ if written or (special and _is_special(name))}
+        done = self._members[kind]
+        pending -= done | _NO_MEMBER
+        while pending:
+            done |= pending
+            referenced: set[str] = set()
+            for base in bases:
+                origin = origin_of_class(base)
+                for name in sorted(pending & base.__dict__.keys()):
+                    self.watch.member(base, name)
+                    self.words.append(f"{base.__qualname__}.{name}")
+                    member = base.__dict__[name]
+                    self._refer(f"{where}.{name}", member, origin)
+                    for function in _functions_of(member, []):
+                        referenced |= referenced_names(function.__code__)
+            pending = referenced - done - _NO_MEMBER
+
+
+_HEAP_TYPE = 1 << 9
+"""Flag of classes that are not built into the interpreter or an extension."""
+
+
+def _is_special(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__") and name not in _UNCALLED
+
+
+def _functions_of(member: Any, found: list[types.FunctionType]) -> list[types.FunctionType]:
+    """Add to `found` the functions that a member of a class runs, those within decorators included."""
+    if isinstance(member, Replacement):
+        _functions_of(member.original, found)
+    elif isinstance(member, property):
+        _functions_of(member.fget, found)
+        _functions_of(member.fset, found)
+    elif isinstance(member, staticmethod | classmethod | types.MethodType):
+        _functions_of(member.__func__, found)
+    elif isinstance(member, functools.partial | functools.partialmethod | functools.cached_property):
+        _functions_of(member.func, found)
+    elif isinstance(member, functools._lru_cache_wrapper):
+        found += cached_functions(member)
+    elif isinstance(member, types.FunctionType) and member not in found:
+        found.append(member)
+        for cell in member.__closure__ or ():
+            with suppress(ValueError):  # nothing was assigned to it yet
+                _functions_of(cell.cell_contents, found)
+    return found
+
+
+def _origin_of_module(module: types.ModuleType) -> str:
+    file = getattr(module, "__file__", None)
+    return PYTHON if file is None else origin_of_file(file)
+
+
+def _is_opaque(value: Any, kind: type) -> bool:
+    """Return whether an object is a package's own, neither code nor plain data."""
+    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial | Replacement | torch.Tensor):
+        return False
+    if isinstance(value, nn.Module | property | staticmethod | classmethod | functools._lru_cache_wrapper):
+        return False
+    if kind in PLAIN or isinstance(value, (*PLAIN_TORCH, *BUILTIN, np.generic, enum.Enum)):
+        return False
+    return not (kind.__flags__ & _HEAP_TYPE) or origin_of_class(kind) != USER
