@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..patches.scope import Replacement
-from .description import BUILTIN, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
+from .description import BUILTIN, HEAP_TYPE, PLAIN, PLAIN_TORCH, Description, Undescribable, cached_functions
 from .origin import (
     INSTALLED,
     PYTHON,
@@ -225,7 +225,7 @@ class CodeDescription(Description):
             names: of members.
             special: whether special methods are described, too, since no name refers to them.
         """
-        bases = [base for base in kind.__mro__ if base.__flags__ & _HEAP_TYPE]
+        bases = [base for base in kind.__mro__ if base.__flags__ & HEAP_TYPE]
         pending = set(names)
         if kind not in self._members:
             self._members[kind] = set()
@@ -249,10 +249,6 @@ class CodeDescription(Description):
                     for function in _functions_of(member, []):
                         referenced |= referenced_names(function.__code__)
             pending = referenced - done - _NO_MEMBER
-
-
-_HEAP_TYPE = 1 << 9
-"""Flag of classes that are not built into the interpreter or an extension."""
 
 
 def _is_special(name: str) -> bool:
@@ -293,4 +289,4 @@ def _is_opaque(value: Any, kind: type) -> bool:
         return False
     if kind in PLAIN or isinstance(value, (*PLAIN_TORCH, *BUILTIN, np.generic, enum.Enum)):
         return False
-    return not (kind.__flags__ & _HEAP_TYPE) or origin_of_class(kind) != USER
+    return not (kind.__flags__ & HEAP_TYPE) or origin_of_class(kind) != USER

@@ -40,6 +40,17 @@ BUILTIN = (
 )
 _SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict, types.MappingProxyType)
+_NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
+_NATIVE = (object, *_NUMBERS_AND_TEXTS, tuple, frozenset, list, dict, set, collections.OrderedDict)
+"""Built-in types whose subclasses can be described: by their items, or by the number or text that they are."""
+_NATIVE_MEMBERS = (
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+)
+HEAP_TYPE = 1 << 9
+"""Flag of classes that are not built into the interpreter or an extension."""
 _INERT = (logging.Logger, logging.LoggerAdapter)
 """Types whose instances compute nothing."""
 _MOST_PARTS = 200_000
@@ -184,29 +195,30 @@ class Description:
 
     def _add_instance(self, where: str, value: Any, kind: type) -> None:
         """Describe an instance of a Python class: its class, and its whole state."""
-        try:
-            _, arguments, state, items, pairs = _reduced(value)
-        except Exception:
+        unseen = [base for base in kind.__mro__ if base not in _NATIVE and not _is_python_class(base)]
+        if unseen:  # it has state that Python code does not see, such as that of a lock or a file
             if not self.lenient:
-                raise Undescribable(f"{where}, a {kind.__qualname__},") from None
+                raise Undescribable(f"{where}, a {kind.__qualname__},")
             self.words.append(f"some {kind.__qualname__}")
             return
         self.watch.type_of(value)
         self.add(where, kind)
         self.add_members(where, kind, frozenset())
-        self._add_items(where, arguments[1:], tuple)
-        states = state if type(state) is tuple else (state,)
-        if states[0]:
-            self._add_state(where, value, states[0])
-        for name, item in sorted(states[1].items()) if len(states) > 1 and states[1] else ():
-            self.watch.slot(value, name)
-            self.words.append(name)
-            self.add(f"{where}.{name}", item)
-        if items is not None:
-            self.watch.content(value)
-            self._add_items(where, list(items), list)
-        if pairs is not None:
+        if isinstance(value, (*_NUMBERS_AND_TEXTS, tuple, frozenset)):
+            native: Any = next(base for base in kind.__mro__ if base in _NATIVE)
+            self.add(where, native(value))
+        elif isinstance(value, dict):
             self._add_mapping(where, value, dict)
+        elif isinstance(value, list | set):
+            self._add_items(where, value, list)
+        if hasattr(value, "__dict__"):
+            self._add_state(where, value, value.__dict__)
+        for base in kind.__mro__:
+            for name, slot in vars(base).items():
+                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
+                    self.watch.slot(value, name)
+                    self.words.append(name)
+                    self.add(f"{where}.{name}", getattr(value, name))
 
     def _add_state(self, where: str, value: Any, state: dict[str, Any]) -> None:
         self.watch.state_of(value)
@@ -238,7 +250,7 @@ class Description:
         if isinstance(value, types.MappingProxyType):
             value = dict(value)
         self.watch.content(value)
-        for key, item in value.items():
+        for key, item in dict.items(value):
             self.watch.item(value, key)
             self.add(f"{where} key", key)
             self.add(f"{where}[{key!r}]", item)
@@ -297,14 +309,17 @@ class Description:
         raise NotImplementedError
 
 
-def _reduced(value: Any) -> tuple[Any, ...]:
-    """Return how an object is made again from its state.
-
-    Raises:
-        TypeError: it has state that Python code does not see, such as that of a lock or a file.
-    """
-    reduced = object.__reduce_ex__(value, 2)
-    return (*reduced, *(None,) * (5 - len(reduced)))
+def _is_python_class(kind: type) -> bool:
+    """Return whether a class was made by Python code, so that its instances hold no more than attributes and slots."""
+    if not kind.__flags__ & HEAP_TYPE:
+        return False
+    slots = vars(kind).get("__slots__", ())
+    slots = {slots} if isinstance(slots, str) else set(slots)
+    own = ("__dict__", "__weakref__", *slots)
+    return not any(
+        isinstance(member, _NATIVE_MEMBERS) and member.__objclass__ is kind and not name.endswith(own)
+        for name, member in vars(kind).items()
+    )
 
 
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:
