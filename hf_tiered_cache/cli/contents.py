@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..errors import StoreError
 from ..store.catalogue import Catalogue, SegmentRow
 from ..store.kinds import PIN, SEGMENT, SEGMENT_SUFFIX, SIDECAR
-from ..store.root import StoreRoot, nbytes_of
+from ..store.root import StoreRoot
+from ..store.tree import nbytes_of
 from .output import Refused
 
 if TYPE_CHECKING:

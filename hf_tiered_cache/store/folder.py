@@ -40,7 +40,8 @@ from .kinds import (
     TEMPORARY_LOCK,
     FileKind,
 )
-from .root import StoreRoot, Temporary, nbytes_of
+from .root import StoreRoot, Temporary
+from .tree import nbytes_of
 
 logger = logging.getLogger("hf_tiered_cache")
 
