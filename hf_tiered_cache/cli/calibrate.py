@@ -9,7 +9,7 @@ import typer
 
 from ..errors import TieredCacheError
 from ..units import parse_bytes
-from .output import AsJson, KeyFile, Refused, figures, print_json, show
+from .output import AsJson, KeyFile, Refused, figures, print_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +86,7 @@ def calibrate(
     for ratio, seconds in sorted(found.seconds.items()):
         notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
         table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "taken" if ratio == found.ratio else notes)
-    show(table)
+    table.show()
     print(
         f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
         f"(computing and loading balance at {found.balanced:.3f})"
@@ -112,7 +112,7 @@ def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
         times = [one.compute, *(one.restore.get(tier) for tier in tiers)]
         shown = ["" if seconds is None else f"{1e3 * seconds * one.tokens:.0f} ms" for seconds in times]
         table.add_row(f"{one.tokens:,}", *shown, "about " + "; ".join(parts) if parts else "")
-    show(table)
+    table.show()
     print("kept for this model and device; Exact(recompute=0, decline=False) restores all the same")
 
 

@@ -25,7 +25,6 @@ from .output import (
     model_name,
     print_json,
     printable,
-    show,
 )
 
 
@@ -72,7 +71,7 @@ def _list(found: list[ConversationInfo]) -> None:
         cells = f"{info.turns:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.used)
         table.add_row(*named, *cells, *[note] * len(fold))
     if found:
-        show(table)
+        table.show()
         print()
     print(f"total: {count(len(found), 'conversation')}, {sum(info.tokens_there for info in found):,} tokens")
 
@@ -99,7 +98,7 @@ def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
     table.add_row("created", date(info.created))
     table.add_row("last used", ago(info.used))
     table.add_row("notes", _notes(info) or "none")
-    show(table)
+    table.show()
     print()
     there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
     segments = figures("segment", "tokens", "from", "size", "notes", right=("tokens", "from", "size"))
@@ -108,7 +107,7 @@ def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
             segments.add_row(name[:letters], "", "", "", "evicted")
         else:
             segments.add_row(name[:letters], f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), "")
-    show(segments)
+    segments.show()
 
 
 def _remove(store: Path, ids: list[str], dry_run: bool, as_json: bool) -> None:

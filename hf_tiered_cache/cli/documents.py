@@ -25,7 +25,6 @@ from .output import (
     model_name,
     print_json,
     printable,
-    show,
 )
 
 
@@ -75,7 +74,7 @@ def _list(found: list[DocumentInfo]) -> None:
         cells = f"{info.passages:,}", f"{info.tokens_there:,}", format_bytes(info.bytes), ago(info.changed)
         table.add_row(printable(info.label), model_name(info.model, info.fingerprint), *cells, *[note] * len(fold))
     if found:
-        show(table)
+        table.show()
         print()
     passages = sum(info.passages for info in found)
     tokens = sum(info.tokens_there for info in found)
@@ -105,14 +104,14 @@ def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
     table.add_row("created", date(info.created))
     table.add_row("changed", date(info.changed))
     table.add_row("notes", _notes(info) or "none")
-    show(table)
+    table.show()
     print()
     there, letters = {row.id: row for row in rows}, unique_length(row.id for row in rows)
     segments = figures("segment", "tokens", "size", "last used", "uses", right=("tokens", "size", "last used", "uses"))
     for name in info.segments:
         row = there[name]
         segments.add_row(name[:letters], f"{row.tokens:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
-    show(segments)
+    segments.show()
 
 
 def _remove(store: Path, labels: list[str], dry_run: bool, as_json: bool) -> None:

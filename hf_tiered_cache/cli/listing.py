@@ -13,7 +13,7 @@ from ..store import EXACT
 from ..store.catalogue import SegmentRow
 from ..units import format_bytes
 from .contents import Contents, contents_of, unique_length
-from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable, show
+from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable
 
 if TYPE_CHECKING:
     from ..geometry import BlockGroup, LayerKV
@@ -53,7 +53,7 @@ def _show_rows(contents: Contents, rows: list[SegmentRow], letters: int) -> None
     for number, row in enumerate(rows):
         cells = (f"{row.tokens:,}", f"{row.position:,}", format_bytes(row.nbytes), ago(row.used), f"{row.uses:,}")
         table.add_row(row.id[:letters], *cells, *(texts[number] for texts in words.values()))
-    show(table)
+    table.show()
     if len(contents.fingerprints()) > 1:
         print(_totals(rows))
 
@@ -120,7 +120,7 @@ def stat(
     for fingerprint in contents.fingerprints():
         rows = [row for row in contents.rows if row.fingerprint == fingerprint]
         table.add_row("model", f"{_name(contents, fingerprint)}: {_totals(rows)}")
-    show(table)
+    table.show()
 
 
 def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: bool) -> None:
@@ -171,19 +171,19 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
     table.add_row("notes", ", ".join(_notes(described)) or "none")
     table.add_row("cut into", _cut(shape))
     table.add_row("layers", "; ".join(_layers(shape)))
-    show(table)
+    table.show()
     print()
     groups_table = figures("group", "layers", "holds", "blocks", "of", right=("group", "blocks", "of"))
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
         blocks = str(shape.chunks_in(block_group))
         groups_table.add_row(str(block_group.index), _ranges(block_group.layers), _held(block_group), blocks, size)
-    show(groups_table)
+    groups_table.show()
     print()
     places_table = figures("section", "offset", "size", right=("offset", "size"))
     for name, section in sections(header).items():
         places_table.add_row(name, f"{section.offset:,}", format_bytes(section.nbytes))
-    show(places_table)
+    places_table.show()
 
 
 def _held(block_group: BlockGroup) -> str:

@@ -9,7 +9,7 @@ import typer
 from ..store.catalogue import SegmentRow
 from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
-from .output import AsJson, KeyFile, Refused, StorePath, confirm, count, figures, print_json, printable, show
+from .output import AsJson, KeyFile, Refused, StorePath, confirm, count, figures, print_json, printable
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be deleted.")]
 
@@ -141,4 +141,4 @@ def show_removed(contents: Contents, rows: list[SegmentRow]) -> None:
         size = format_bytes(row.nbytes)
         table.add_row(row.id[:letters], f"{row.tokens:,}", size, printable(name), printable(row.label))
     if rows:
-        show(table)
+        table.show()

@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 import humanize
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from ..errors import TieredCacheError
 from ..store import KEY_FILE_VARIABLE
+from .table import Table
 
 KeyFile = Annotated[
     Path | None,
@@ -29,40 +28,19 @@ KeyFile = Annotated[
 StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
 
-_UNLIMITED = 100_000
-
 
 class Refused(TieredCacheError):
     """The command line asks for what is not there, or not wise."""
 
 
 def figures(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
-    """A table without lines. Its columns are never cut; those of `fold` may go on in a second line."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=name not in fold, overflow="fold")
-    return table
+    """Return an empty table. Its columns are never cut; those of `fold` may go on in a second line."""
+    return Table(columns, right, fold)
 
 
 def facts() -> Table:
-    """A table of names and what they are."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold")
-    return table
-
-
-def show(table: Table) -> None:
-    """Print to the terminal's width; in a pipe, nothing is folded."""
-    console = Console(markup=False, highlight=False, emoji=False)
-    if console.is_terminal:
-        console.print(table)
-        return
-    console = Console(markup=False, highlight=False, emoji=False, color_system=None, width=_UNLIMITED)
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        print(line.rstrip())
+    """Return an empty table of names and what they are."""
+    return Table(("name", "fact"), fold=("fact",), has_heading=False)
 
 
 def print_json(document: Any) -> None:

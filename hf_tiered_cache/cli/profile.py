@@ -10,7 +10,7 @@ import typer
 
 from ..units import parse_bytes
 from .calibrate import load_model
-from .output import AsJson, KeyFile, Refused, figures, print_json, show
+from .output import AsJson, KeyFile, Refused, figures, print_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -92,7 +92,7 @@ def profile(
     table = figures("layer", *heads, right=("layer", *heads))
     for layer, of_heads in zip(found.layers, sizes.tolist(), strict=True):
         table.add_row(str(layer), *(f"×{size}" for size in of_heads))
-    show(table)
+    table.show()
     print(
         f"kept for this model and {chooses.index}, budget {chooses.budget:g}, chunks of {chooses.chunk_tokens} tokens: "
         f"in the memory of windows ×{window:g} these had {shares[0]:.1%} of what was attended to, one size for "
