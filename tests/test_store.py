@@ -11,6 +11,7 @@ import struct
 import sys
 import threading
 import time
+from contextlib import closing
 
 import processes
 import pytest
@@ -18,8 +19,9 @@ import torch
 from segments import hashes, open_store, read_back, segment, written_at_once
 
 from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
-from hf_tiered_cache.store import folder, maintain, root
+from hf_tiered_cache.store import database, folder, maintain, root
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
+from hf_tiered_cache.store.kinds import PAGE_BYTES, SCHEMA_MARK
 from hf_tiered_cache.store.root import StoreRoot
 
 ORPHAN = "1-2-3"
@@ -183,6 +185,81 @@ def test_rows_survive_a_round_trip(tmp_path):
     catalogue.limit("id", 1)
     catalogue.limit("id", 5)
     assert catalogue.get("id").valid_hashes == 1
+
+
+def catalogue_of_kinds(path):
+    """A catalogue of segments of two models, several provenances and keys, and the distinct ones of these."""
+    catalogue, kinds = Catalogue(StoreRoot(path)), set()
+    for number in range(60):
+        kind = "ab"[number % 2], ("exact", "int8", "behind")[number % 3], ("", "key")[number % 5 == 0 and number % 2]
+        row = SegmentRow(str(number), *kind[:2], b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32, key=kind[2])
+        catalogue.add(row)
+        kinds.add(kind)
+    return catalogue, kinds
+
+
+def check_kinds(catalogue, kinds):
+    """Compare what the catalogue says of keys and provenances with a set."""
+    assert catalogue.keys() == {key for _, _, key in kinds} == {"", "key"}
+    for fingerprint in ("a", "b", "c", ""):
+        assert catalogue.keys(fingerprint) == {key for model, _, key in kinds if model == fingerprint}
+        assert catalogue.provenances(fingerprint) == sorted({made for model, made, _ in kinds if model == fingerprint})
+
+
+def test_keys_and_provenances_are_the_distinct_ones_of_a_model(tmp_path):
+    catalogue, kinds = catalogue_of_kinds(tmp_path)
+    check_kinds(catalogue, kinds)
+    catalogue.close()
+
+
+def test_a_miss_reads_no_more_of_a_large_catalogue(tmp_path):
+    """What a look-up that finds nothing asks takes as many steps of SQLite for 60 segments as for 2,060."""
+    catalogue, _ = catalogue_of_kinds(tmp_path)
+
+    def steps():
+        counted = []
+        catalogue._run(lambda db: db.set_progress_handler(lambda: counted.append(1), 1))
+        catalogue.models(), catalogue.keys("a"), catalogue.provenances("a")
+        catalogue._run(lambda db: db.set_progress_handler(None, 1))
+        return len(counted)
+
+    few = steps()
+    rows = [
+        SegmentRow(f"{number} more", "a", "exact", b"1" * 16, 2, 32, 16, 4096, 1.5, None, 2.5, 3, b"1" * 32)
+        for number in range(2000)
+    ]
+    catalogue.add_all([(row, {"name": "a"}) for row in rows])
+    assert steps() <= 2 * few
+    catalogue.close()
+
+
+def test_a_catalogue_without_the_index_is_read_as_it_is_and_gets_it_when_opened(tmp_path, monkeypatch):
+    catalogue, kinds = catalogue_of_kinds(tmp_path)
+    catalogue.close()
+    indexes = "SELECT count(*) FROM sqlite_master WHERE name = 'by_kind'"
+    with closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as db:
+        db.execute("DROP INDEX by_kind")
+    with closing(Catalogue(StoreRoot(tmp_path), read_only=True)) as catalogue:
+        check_kinds(catalogue, kinds)
+        assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (0,)
+    with monkeypatch.context() as patch, closing(sqlite3.connect(tmp_path / "catalogue.sqlite")) as writing:
+        patch.setattr(database, "_BUSY_SECONDS", 0.1)
+        writing.execute("BEGIN IMMEDIATE")  # another process is at it all the time
+        with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
+            check_kinds(catalogue, kinds)
+            assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (0,)
+    with closing(Catalogue(StoreRoot(tmp_path))) as catalogue:
+        check_kinds(catalogue, kinds)
+        assert catalogue._run(lambda db: db.execute(indexes).fetchone()) == (1,)
+        assert catalogue.generation == 0  # it was not rebuilt
+
+
+def test_a_new_catalogue_has_its_schema_in_the_first_page(tmp_path):
+    """By it a catalogue is told from a foreign database."""
+    Catalogue(StoreRoot(tmp_path)).close()
+    with open(tmp_path / "catalogue.sqlite", "rb") as file:
+        page = file.read(PAGE_BYTES)
+    assert SCHEMA_MARK in page and b"INDEX by_kind" in page
 
 
 def test_the_catalogue_names_the_models_whose_segments_are_stored(tmp_path):
