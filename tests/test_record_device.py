@@ -42,7 +42,7 @@ def model():
 def record(model, path, stream, monkeypatch, **options):
     """Store a batch whose rows share a beginning, one of them padded, and some generated tokens."""
     monkeypatch.setattr(record_module, "copy_stream", lambda device: stream)
-    monkeypatch.setattr(record_module, "time", SimpleNamespace(time=lambda: 1.0))
+    monkeypatch.setattr(record_module, "time", SimpleNamespace(time=lambda: 1.0, monotonic=time.monotonic))
     ids = torch.cat([prompt(50), prompt(50)])
     ids[1, 20:] = prompt(30, seed=7)
     mask = torch.ones_like(ids)
