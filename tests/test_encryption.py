@@ -719,8 +719,9 @@ def test_a_row_that_says_what_its_file_does_not_is_set_right(root, model):
     """Also in a store without a key: the catalogue is not to be believed."""
     fill(root.parent / "plain", model)
     for path, options in ((root, {"key": KEY}), (root.parent / "plain", {})):
-        (first, second) = files(path)
         with sqlite3.connect(path / "catalogue.sqlite") as db:
+            names = [row[0] for row in db.execute("SELECT id FROM segments ORDER BY number")]  # IDS, OTHER
+            first, second = (path / "segments" / f"{name}.kv" for name in names)
             chain = db.execute("SELECT chain FROM segments WHERE id = ?", (second.stem,)).fetchone()[0]
             db.execute("UPDATE segments SET chain = ?, first = ? WHERE id = ?", (chain, chain[:HASH_BYTES], first.stem))
             db.execute("DELETE FROM segments WHERE id = ?", (second.stem,))
