@@ -353,3 +353,64 @@ def test_who_waits_for_the_weights_to_be_read_is_told(tmp_path, monkeypatch):
         store.flush()
         assert (cache.stats.tokens_stored, store.stats.dropped_writes) == (0, 1)
         assert reasons.WEIGHTS_CHANGED in cache.stats.reasons
+
+
+# --- code that leaves no trace, and code in its place
+
+
+def capturing(model):
+    """Hooks of transformers' own, which stay after a call."""
+    model(IDS, output_hidden_states=True, output_attentions=False)
+
+
+def test_hooks_of_transformers_leave_no_trace():
+    model = build("llama")
+    capturing(model)
+    identity = Fingerprinter(model).look()
+    assert not identity.problem and identity.fingerprint == fingerprint(build("llama"))
+
+
+def test_a_hook_of_the_users_within_one_of_transformers_is_refused():
+    from transformers.utils import can_return_tuple
+
+    model = build("llama")
+    model.model.layers[1].register_forward_hook(can_return_tuple(lambda module, args, output: output * 3))
+    assert "a hook on model.layers.1" in problem_of(model)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_patched_hook_of_accelerate_is_refused(monkeypatch, when):
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    model = build("llama")
+    for layer in model.model.layers:
+        add_hook_to_module(layer, AlignDevicesHook(execution_device="cpu"))
+    name = None if when == "before" else Fingerprinter(model)
+    assert name is None or not name.look().problem
+    monkeypatch.setattr(AlignDevicesHook, "post_forward", lambda self, module, output: output * 3)
+    assert "accelerate hook" in (name or Fingerprinter(model)).look().problem
+
+
+class Custom(modeling_llama.LlamaForCausalLM):
+    """A model whose code came with its weights."""
+
+    scale = 1.0
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+def test_a_model_of_the_users_code_has_a_name_that_its_path_and_generation_settings_do_not_change():
+    def made():
+        torch.manual_seed(0)
+        return Custom(build("llama").config).eval()
+
+    model = made()
+    name = Fingerprinter(model)
+    before = name.look()
+    assert not before.problem and fingerprint(made()) == before.fingerprint != fingerprint(build("llama"))
+    model.generation_config.temperature = 0.3
+    model.name_or_path = "elsewhere"
+    assert name.look().fingerprint == before.fingerprint
+    model.__class__ = type("Custom", (Custom,), {"scale": 3.0})
+    assert name.look().fingerprint != before.fingerprint

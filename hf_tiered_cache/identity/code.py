@@ -45,7 +45,7 @@ _NO_MEMBER = frozenset(
 _FOREIGN_DEPTH = 1
 """Calls within torch and other installed packages are followed so far; what they call beyond is theirs."""
 LEAF = 1 << 10
-_NOTHING: frozenset[str] = frozenset()
+"""A depth from which no call is followed."""
 _STATIC_ITEMS = 64
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
 """Builtins by which code reaches what its names do not say."""
@@ -71,6 +71,8 @@ class CodeDescription(Description):
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
         self._members: dict[type, set[str]] = {}
         self._globals: set[tuple[int, str, bool]] = set()  # those that are described
+        self.has_user_code = False
+        """Whether a function that the user wrote is among what was described."""
         self._names: set[str] = set()  # that code of the user's refers to
         self._held: dict[int, tuple[str, types.ModuleType]] = {}  # modules of Python that objects hold
         self._depth = 0  # of calls within foreign packages
@@ -104,6 +106,7 @@ class CodeDescription(Description):
         code, origin = function.__code__, origin_of(function)
         self.watch.function(function)
         self.words.append(f"def {function.__qualname__} {code_digest(code)}")
+        self.has_user_code |= origin == USER
         if origin == INSTALLED:
             self.words.append(file_digest(code.co_filename))
         for value in function.__defaults__ or ():

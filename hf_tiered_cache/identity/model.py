@@ -41,6 +41,7 @@ IRRELEVANT = frozenset(
 """Settings of a configuration that change no key and no value."""
 _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 """Methods that run a module, and that an attribute of the module may replace."""
+_DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", *_METHODS})
 _UNRELATED = frozenset(
     {
         *(
@@ -59,13 +60,13 @@ _UNRELATED = frozenset(
         *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
     }
 )
-"""Attributes of torch's, transformers' and peft's own modules that change no key and no value, are described
-otherwise, or follow the prompt."""
+"""Attributes of torch, transformers, accelerate and peft that change no key and no value, or follow the prompt."""
 _ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
 """Attributes of adapter layers that `adapter_state` describes."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
-_OBSERVERS = frozenset({"accelerate", "hf_tiered_cache", "transformers"})
+_OURS = "hf_tiered_cache"
+_OBSERVERS = frozenset({"accelerate", "transformers"})
 """Packages whose hooks move tensors, or watch them, and change none."""
 _WATCHED = frozenset(
     {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
@@ -93,6 +94,7 @@ class ModelDescription(CodeDescription):
         self._text = model.config.get_text_config(decoder=True)
         self._varies = varying_rope(self._text) is not None
         self._head = model.get_output_embeddings()
+        self._checked: dict[type, bool] = {}  # classes that leave no trace: whether they run code of the user's
         self._idle = _NONE  # adapters that the parts of the next module may be of, and are switched off
         self._add_model(model)
         self.watch.complete()
@@ -140,8 +142,7 @@ class ModelDescription(CodeDescription):
             self.watch.type_of(value)
             self.watch.item(value._modules, "base_layer")
             self._add_runners(where, value)
-            aside = CodeDescription(watch=self.watch, statics=self._statics)
-            self._guard(aside.add_members, where, type(value), _CALLED)
+            self._check_class(f"the code of {where}", type(value), _CALLED)
             return self.original(where, value._modules["base_layer"])
         return value
 
@@ -188,10 +189,9 @@ class ModelDescription(CodeDescription):
     def _add_attributes(self, where: str, module: nn.Module, idle: frozenset[str]) -> None:
         """Describe the attributes of a module, without what they hold for adapters that are switched off."""
         kind, state = type(module), module.__dict__
-        trusted = origin_of_class(kind) != USER
         for name in sorted(state.keys() - _INTERNAL):
             value = state[name]
-            if isinstance(value, Replacement) or (trusted and self._is_unrelated(module, name)):
+            if isinstance(value, Replacement) or self._is_unrelated(module, name):
                 continue
             varies = self._varies and kind.__name__.endswith("RotaryEmbedding")
             if varies and isinstance(value, torch.Tensor):
@@ -213,6 +213,11 @@ class ModelDescription(CodeDescription):
                     self.add_tensor(f"{where}.{name}", tensor)
 
     def _is_unrelated(self, module: nn.Module, name: str) -> bool:
+        """Return whether an attribute is described otherwise, or one of the packages' that computes nothing."""
+        if name in _DESCRIBED_OTHERWISE:
+            return True
+        if origin_of_class(type(module)) == USER and name in self._members[type(module)]:  # the user's code may use it
+            return False
         if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
             return True
         return isinstance(module, PreTrainedModel) and name.startswith("_")
@@ -261,9 +266,12 @@ class ModelDescription(CodeDescription):
         self.watch.size(hooks)
         for key, hook in hooks.items():
             self.watch.item(hooks, key)
-            if not _is_trusted(hook):
+            home = _home(hook)
+            if home not in TRUSTED:
                 self.problem = self.problem or f"a hook on {where}"
-            elif _home(hook) not in _OBSERVERS:
+            elif home in _OBSERVERS:
+                self._check(f"a hook on {where}", hook)
+            elif home != _OURS:
                 self._guard(self.add, f"a hook on {where}", hook)
 
     def _add_method(self, where: str, module: nn.Module, name: str) -> None:
@@ -301,10 +309,27 @@ class ModelDescription(CodeDescription):
             self.watch.item(hook.__dict__, name)
             if name in hook.__dict__:
                 self.problem = self.problem or f"the accelerate hook of {where}"
-        aside = CodeDescription(watch=self.watch, statics=self._statics)
-        self._guard(aside.add_members, where, type(hook), frozenset({"pre_forward", "post_forward"}))
+        self._check_class(f"the accelerate hook of {where}", type(hook), frozenset({"pre_forward", "post_forward"}))
         for inner in getattr(hook, "hooks", ()):
             self._check_hook(where, inner)
+
+    def _check(self, where: str, function: Any) -> None:
+        """Watch a function that leaves no trace, and refuse one that runs code of the user's."""
+        aside = CodeDescription(watch=self.watch, statics=self._statics)
+        self._guard(aside.add, where, function)
+        self._guard(aside.finish)
+        if aside.has_user_code:
+            self.problem = self.problem or where
+
+    def _check_class(self, where: str, kind: type, names: frozenset[str]) -> None:
+        """Watch members of a class that leaves no trace, and refuse one that runs code of the user's."""
+        if kind not in self._checked:
+            aside = CodeDescription(watch=self.watch, statics=self._statics)
+            self._guard(aside.add_members, where, kind, names)
+            self._guard(aside.finish)
+            self._checked[kind] = aside.has_user_code
+        if self._checked[kind]:
+            self.problem = self.problem or where
 
     def _check_order(self, model: PreTrainedModel) -> None:
         """Refuse layers that run in another order than their caches."""
