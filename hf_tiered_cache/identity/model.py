@@ -44,15 +44,7 @@ _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
 _DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", *_METHODS})
 _UNRELATED = frozenset(
     {
-        *(
-            "_is_hf_initialized",
-            "_is_torch_compile",
-            "_hf_hook",
-            "_old_forward",
-            "_hf_tiered_cache",
-            "__reduce_ex__",
-            *_METHODS,
-        ),
+        *("_is_hf_initialized", "_is_torch_compile"),
         *("generation_config", "name_or_path", "loss_type", "kernel_config", "all_tied_weights_keys"),
         *("gradient_checkpointing", "rope_deltas", "max_seq_len_cached", "generate", "generate_batch"),
         *("prepare_inputs_for_generation", "quantization_method", "is_quantized", "is_loaded_in_4bit", "hf_quantizer"),
