@@ -32,10 +32,12 @@ class Site:
     Args:
         name: for messages.
         change: changes it in a model, and says how to undo that.
+        kind: groups the sites of one way to change something.
     """
 
     name: str
     change: Callable[[PreTrainedModel], Undo]
+    kind: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -226,24 +228,26 @@ def _state_sites(model: PreTrainedModel) -> Iterator[Site]:
 def _value_sites(path: tuple, found: Any) -> Iterator[Site]:
     other, name = _other(found), ".".join(str(step) for step in path)
     parent, last = path[:-1], path[-1]
+    kind = "configuration" if "config" in path else "attribute"
 
     def assign(model: PreTrainedModel, value: Any) -> Undo:
         where = _reach(model, parent)
         return _item(where, last[0], value) if isinstance(last, list) else _set(where, last, value)
 
     if other is not None:
-        yield Site(f"{name} = {other!r}", lambda model: assign(model, other))
+        yield Site(f"{name} = {other!r}", lambda model: assign(model, other), kind)
     if isinstance(found, torch.Tensor):
-        yield Site(f"{name}.mul_(3)", lambda model: _scaled(_reach(model, path)))
+        yield Site(f"{name}.mul_(3)", lambda model: _scaled(_reach(model, path)), kind)
     if isinstance(found, np.ndarray):
-        yield Site(f"{name}[:] *= 3", lambda model: _item(_reach(model, path), slice(None), np.full(3, 3.0)))
+        yield Site(f"{name}[:] *= 3", lambda model: _item(_reach(model, path), slice(None), np.full(3, 3.0)), kind)
     if isinstance(found, nn.Module) and path[-1] == [0]:
-        yield Site(f"{name}.weight.mul_(3)", lambda model: _scaled(_reach(model, path).weight))
+        yield Site(f"{name}.weight.mul_(3)", lambda model: _scaled(_reach(model, path).weight), kind)
     if callable(found) and not isinstance(found, nn.Module | type):
         for number in range(3):
             yield Site(
                 f"{name} = stand-in {number}",
                 lambda model, number=number: assign(model, list(stand_ins(_reach(model, path)))[number][1]),
+                "stand-in",
             )
 
 
@@ -254,7 +258,7 @@ def _scaled(tensor: torch.Tensor, data: bool = False) -> Undo:
 
     def undo() -> None:
         with torch.no_grad():
-            tensor.copy_(before)
+            (tensor.data if data else tensor).copy_(before)
 
     return undo
 
@@ -265,18 +269,47 @@ def _module_sites(model: PreTrainedModel) -> Iterator[Site]:
         if not path or "lm_head" in path:
             continue
         steps = tuple([int(part)] if part.isdigit() else part for part in path.split("."))
-        yield Site(f"{path}.forward", lambda model, steps=steps: _replace_forward(_reach(model, steps)))
-        yield Site(f"{path}._call_impl", lambda model, steps=steps: _replace_call(_reach(model, steps)))
-        yield Site(f"a hook on {path}", lambda model, steps=steps: _hook(_reach(model, steps)))
-        yield Site(f"the class of {path}", lambda model, steps=steps: _replace_class(_reach(model, steps)))
+        yield Site(f"{path}.forward", _at(steps, _replace_forward), "forward")
+        yield Site(f"{path}._call_impl", _at(steps, _replace_call), "forward")
+        yield Site(f"a hook on {path}", _at(steps, _hook), "hook")
+        yield Site(f"the class of {path}", _at(steps, _replace_class), "class")
+        if isinstance(getattr(module, "weight", None), nn.Parameter) or not list(module.parameters()):
+            yield Site(f"{path} in a module", _at(steps[:-1], _wrap, path.rpartition(".")[2]), "module")
         for name, parameter in module.named_parameters(recurse=False):
-            whole = (*steps, name)
-            yield Site(f"{path}.{name}.mul_(3)", lambda model, whole=whole: _scaled(_reach(model, whole)))
-            yield Site(
-                f"{path}.{name}.data.mul_(3)", lambda model, whole=whole: _scaled(_reach(model, whole), data=True)
-            )
+            tensor = (*steps, name)
+            yield Site(f"{path}.{name}.mul_(3)", _at(tensor, _scaled), "weight")
+            yield Site(f"{path}.{name}.data.mul_(3)", _at(tensor, _scaled, True), "data of a weight")
             if parameter.ndim == 2:
-                yield Site(f"{path}.{name} reversed", lambda model, whole=whole: _reversed(_reach(model, whole)))
+                yield Site(f"{path}.{name} reversed", _at(tensor, _reversed), "memory of a weight")
+
+
+def _at(path: tuple, change: Callable[..., Undo], *arguments: Any) -> Callable[[PreTrainedModel], Undo]:
+    """Return a change of what is at a path."""
+    return lambda model: change(_reach(model, path), *arguments)
+
+
+class Wrapping(nn.Module):
+    """A module that changes the results of another."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a changed result of the module within."""
+        return _changed(self.inner(*args, **kwargs))
+
+
+def _wrap(parent: nn.Module, name: str) -> Undo:
+    inner = parent._modules[name]
+    parent._modules[name] = Wrapping(inner)
+    return lambda: parent._modules.__setitem__(name, inner)
 
 
 def _replace_forward(module: nn.Module) -> Undo:
@@ -388,9 +421,14 @@ def _assign(where: Any, name: str, value: Any) -> Undo:
     return lambda: setattr(where, name, before)
 
 
+def sites_within(model: PreTrainedModel) -> list[Site]:
+    """Return the sites of any model that belong to it alone, and to no other of its family."""
+    return [*_state_sites(model), *_module_sites(model)]
+
+
 @functools.lru_cache
 def inventory() -> tuple[Site, ...]:
     """All sites of the model that `rich` makes."""
     model = rich()
-    groups = _state_sites(model), _module_sites(model), _class_sites(model), _global_sites(), _function_sites()
+    groups = sites_within(model), _class_sites(model), _global_sites(), _function_sites()
     return tuple(site for group in groups for site in group)

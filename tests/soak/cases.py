@@ -32,6 +32,10 @@ class Turn:
         """What is wrong with an answer of `generate(**GREEDY)`, or ""."""
         if not torch.equal(out.sequences, self.sequence):
             return f"tokens {out.sequences[0, self.ids.shape[1] :].tolist()}, not {self.answer.tolist()}"
+        return self.logits_differ(out)
+
+    def logits_differ(self, out: Any) -> str:
+        """Return what is wrong with the first logits of an answer, or ""."""
         off = float((out.logits[0] - self.logits).abs().max() / self.logits.abs().max())
         return "" if off <= TOLERANCE else f"the first logits are off by {off:.2g}"
 
@@ -75,9 +79,15 @@ def make_cases(family: str) -> list[Case]:
 
 
 def _turn(model: PreTrainedModel, ids: torch.Tensor) -> Turn | None:
+    turn, decided = answer_of(model, ids)
+    return turn if decided else None
+
+
+def answer_of(model: PreTrainedModel, ids: torch.Tensor) -> tuple[Turn, bool]:
+    """Return what a model answers without a store, and whether other rounding would not change the tokens."""
     out = model.generate(ids, past_key_values=DynamicCache(config=model.config), **GREEDY)
+    decided = True
     for logits in out.logits:
         best, second = logits[0].topk(2).values.tolist()
-        if best - second < _MARGIN * float(logits.abs().max()):
-            return None
-    return Turn(ids, out.sequences, out.logits[0])
+        decided &= best - second >= _MARGIN * float(logits.abs().max())
+    return Turn(ids, out.sequences, out.logits[0]), decided

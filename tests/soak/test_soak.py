@@ -21,4 +21,6 @@ def test_everything_at_once_for_a_few_seconds(tmp_path, monkeypatch):
     (run,) = json.loads((tmp_path / "soak.json").read_text())["runs"]
     assert run["wrong"] == []
     assert run["counts"]["requests"] > 0
+    assert run["counts"]["changes"] > 0
+    assert run["counts"]["requests_under_change"] > 0
     assert "| requests compared with DynamicCache |" in (tmp_path / "soak.md").read_text()

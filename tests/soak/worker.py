@@ -5,6 +5,7 @@ It is told by SIGTERM, and tells what it has done in lines of JSON on its standa
 
 from __future__ import annotations
 
+import copy
 import faulthandler
 import gc
 import json
@@ -27,9 +28,11 @@ sys.path.append(str(Path(__file__).parent.parent))
 
 import numpy as np
 import torch
-from cases import GREEDY, Case, model_of
+from cases import GREEDY, Case, Turn, answer_of, model_of
+from changes import Site, Undo, sites_within
 from drawn_faults import Faults
 from families import prompt
+from transformers import PreTrainedModel
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, StoreClosedError, StoreError
@@ -91,6 +94,9 @@ class Worker:
         self.limits, self.threads, self.seed = plan["limits"], plan["threads"], seed
         self.cases: list[Case] = torch.load(self.folder / "cases.pt", weights_only=False)
         self.models = {family: model_of(family) for family in {case.family for case in self.cases}}
+        self.originals = copy.deepcopy(self.models)  # never run
+        self.changeable: dict[tuple[int, str], PreTrainedModel] = {}  # copies, by thread and family
+        self.sites = {family: _by_kind(sites_within(model)) for family, model in self.originals.items()}
         self.counts: Counter[str] = Counter()
         self.longest: dict[str, float] = {}
         self.lock = threading.Lock()
@@ -146,6 +152,59 @@ class Worker:
         self.counts["tokens_restored"] += cache.stats.tokens_restored - before
         if differs := turn.differs(out):
             self.wrong(f"{name}, {turn.ids.shape[1]} tokens, {cache.stats.as_dict()}: {differs}")
+
+    def under_change(self, choose: random.Random, store: KVStore) -> None:
+        """Ask a copy of a model that is changed, and ask it again when the change is undone.
+
+        A copy that an exception leaves changed is not used again.
+        """
+        case, thread = choose.choice(self.cases), threading.get_ident()
+        turn, family = choose.choice(case.turns), case.family
+        model = self.changeable.pop((thread, family), None) or copy.deepcopy(self.originals[family])
+        cache = TieredCache(model, store)
+        if choose.random() < 0.5:
+            self.ask(cache, case.turns[0], family)
+        site, undo, expected, decided = self.change(choose, model, family, turn.ids)
+        if choose.random() < 0.5:  # the KV of two models: nobody expects an answer
+            with suppress(Exception):
+                model.generate(case.turns[1].ids, past_key_values=cache, **GREEDY)
+        with suppress(ConfigError):  # it has another number of layers
+            for _ in range(2):
+                cache = TieredCache(model, store)
+                self.ask_changed(cache, expected, decided, f"{family}, {site}")
+        undo()
+        if choose.random() < 0.5:
+            with suppress(Exception):
+                model.generate(case.turns[1].ids, past_key_values=cache, **GREEDY)
+        self.ask(TieredCache(model, store), turn, f"{family}, {site} undone")
+        self.changeable[thread, family] = model
+
+    def change(
+        self, choose: random.Random, model: PreTrainedModel, family: str, ids: torch.Tensor
+    ) -> tuple[Site, Undo, Turn, bool]:
+        """Change a model in a way that lets it answer.
+
+        Returns:
+            The place of the change, what undoes it, the answer to `ids` without a store, and whether other rounding
+            would not change its tokens.
+        """
+        while True:
+            site = choose.choice(choose.choice(self.sites[family]))
+            undo = site.change(model)
+            with suppress(Exception):  # another shape, for example
+                expected, decided = answer_of(model, ids)
+                if expected.logits.isfinite().all():
+                    self.counts["changes"] += 1
+                    self.counts[f"changes: {site.kind}"] += 1
+                    return site, undo, expected, decided
+            undo()
+
+    def ask_changed(self, cache: TieredCache, expected: Turn, decided: bool, name: str) -> None:
+        out = cache.model.generate(expected.ids, past_key_values=cache, **GREEDY)
+        self.counts["requests_under_change"] += 1
+        self.counts["tokens_restored_under_change"] += cache.stats.tokens_restored
+        if differs := expected.differs(out) if decided else expected.logits_differ(out):
+            self.wrong(f"{name}, {expected.ids.shape[1]} tokens, {cache.stats.as_dict()}: {differs}")
 
     def within_a_budget(self, choose: random.Random, store: KVStore) -> None:
         case, method = choose.choice(self.cases), make_method(choose.choice(BUDGETED))
@@ -222,6 +281,7 @@ class Worker:
 
     VERBS = (
         (60, request),
+        (10, under_change),
         (8, within_a_budget),
         (4, passages),
         (5, precompute),
@@ -247,8 +307,8 @@ class Worker:
             self.stores.append(store)
         return store
 
-    def one_thing(self, choose: random.Random) -> None:
-        verb = choose.choices([verb for _, verb in self.VERBS], [weight for weight, _ in self.VERBS])[0]
+    def one_thing(self, choose: random.Random, verb: Callable[..., None] | None = None) -> None:
+        verb = verb or choose.choices([verb for _, verb in self.VERBS], [weight for weight, _ in self.VERBS])[0]
         name, failing, store = verb.__name__, self.failing, None
         with self.clock.busy(name) as taken:
             try:
@@ -260,7 +320,7 @@ class Worker:
                 if store is None or store.usable:
                     self.wrong(f"{name}: {traceback.format_exc()}")
             except (StoreError, OSError) as error:
-                told = verb.__name__ not in ("request", "within_a_budget", "passages")
+                told = verb.__name__ not in ("request", "under_change", "within_a_budget", "passages")
                 if not told or (isinstance(error, OSError) and failing == self.failing and not failing % 2):
                     self.wrong(f"{name}: {traceback.format_exc()}")
                 self.counts["refused"] += 1
@@ -273,6 +333,7 @@ class Worker:
 
     def go_on(self, number: int) -> None:
         choose = random.Random(f"{self.seed}/{number}")
+        self.one_thing(choose, Worker.under_change)
         while not self.stopping.is_set():
             self.one_thing(choose)
 
@@ -352,6 +413,13 @@ class Worker:
                 if target.startswith(str(self.root)):
                     left.append(target)
         return left
+
+
+def _by_kind(sites: list[Site]) -> list[list[Site]]:
+    kinds: dict[str, list[Site]] = {}
+    for site in sites:
+        kinds.setdefault(site.kind, []).append(site)
+    return list(kinds.values())
 
 
 def main() -> None:
