@@ -41,14 +41,37 @@ def test_torchao_restores_every_bit_and_notices_other_weights(store, config):
     assert "weights" in ask(model, store)[1].reason
 
 
-def test_quanto_is_exact_or_runs_plain_with_a_reason(store):
+@pytest.mark.parametrize("weights", ["qint8", "qint4", "qfloat8"])
+def test_quanto_weights_restore_every_bit_and_are_noticed(store, weights):
     quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    model = build("llama")
-    quanto.quantize(model, weights=quanto.qint8)
-    quanto.freeze(model)
+    model = quantized(quanto, weights)
+    ask(model, store)
+    logits, stats = ask(model, store)
+    assert torch.equal(logits, after_prefix(model))
+    assert stats.tokens_restored == ask(quantized(quanto, weights), store)[1].tokens_restored == 64
+    assert ask(build("llama"), store)[1].tokens_restored == 0
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight._scale.mul_(2)
+    assert "weights" in ask(model, store)[1].reason
+
+
+def test_quanto_activations_run_plain_with_a_reason(store):
+    """Hooks of quanto quantize what passes between layers."""
+    quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    model = quantized(quanto, "qint8", activations=quanto.qint8)
     for _ in range(2):
         logits, stats = ask(model, store)
-        whole = after_prefix(model)
-        assert torch.equal(logits, whole) if stats.tokens_restored else stats.reason
-        assert torch.allclose(logits, whole, atol=1e-5)
-    assert ask(build("llama"), store)[1].tokens_restored == 0
+        assert torch.equal(logits, model(prompt(70)).logits[:, -1:])
+        assert stats.tokens_restored == 0
+        assert "a hook on" in stats.reason
+
+
+def quantized(quanto, weights, **options):
+    """Return a model that quanto has quantized."""
+    model = build("llama")
+    quanto.quantize(model, weights=getattr(quanto, weights), **options)
+    if options:
+        with quanto.Calibration(), torch.no_grad():
+            model(prompt(70))
+    quanto.freeze(model)
+    return model

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
 from ..patches.scope import Replacement
+from .state import state_of
 from .watch import Watch
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), type(NotImplemented), range, slice)
@@ -40,18 +41,9 @@ BUILTIN = (
 )
 _SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict, types.MappingProxyType)
-_NUMBERS_AND_TEXTS = (int, float, complex, str, bytes)
-_NATIVE = (object, *_NUMBERS_AND_TEXTS, tuple, frozenset, list, dict, set, collections.OrderedDict)
-"""Built-in types whose subclasses can be described: by their items, or by the number or text that they are."""
-_NATIVE_MEMBERS = (
-    types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.GetSetDescriptorType,
-    types.MemberDescriptorType,
-)
 HEAP_TYPE = 1 << 9
 """Flag of classes that are not built into the interpreter or an extension."""
-_INERT = (logging.Logger, logging.LoggerAdapter)
+_INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
 """Types whose instances compute nothing."""
 _MOST_PARTS = 200_000
 
@@ -195,30 +187,25 @@ class Description:
 
     def _add_instance(self, where: str, value: Any, kind: type) -> None:
         """Describe an instance of a Python class: its class, and its whole state."""
-        unseen = [base for base in kind.__mro__ if base not in _NATIVE and not _is_python_class(base)]
-        if unseen:  # it has state that Python code does not see, such as that of a lock or a file
+        try:
+            state = state_of(value)
+        except TypeError:
             if not self.lenient:
-                raise Undescribable(f"{where}, a {kind.__qualname__},")
+                raise Undescribable(f"{where}, a {kind.__qualname__},") from None
             self.words.append(f"some {kind.__qualname__}")
             return
         self.watch.type_of(value)
         self.add(where, kind)
         self.add_members(where, kind, frozenset())
-        if isinstance(value, (*_NUMBERS_AND_TEXTS, tuple, frozenset)):
-            native: Any = next(base for base in kind.__mro__ if base in _NATIVE)
-            self.add(where, native(value))
-        elif isinstance(value, dict):
-            self._add_mapping(where, value, dict)
-        elif isinstance(value, list | set):
-            self._add_items(where, value, list)
-        if hasattr(value, "__dict__"):
-            self._add_state(where, value, value.__dict__)
-        for base in kind.__mro__:
-            for name, slot in vars(base).items():
-                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                    self.watch.slot(value, name)
-                    self.words.append(name)
-                    self.add(f"{where}.{name}", getattr(value, name))
+        self._add_items(where, state.values, tuple)
+        if state.attributes is not None:
+            self._add_state(where, value, state.attributes)
+        for name, item in state.slots.items():
+            self.watch.slot(value, name)
+            self.words.append(name)
+            self.add(f"{where}.{name}", item)
+        if state.base is not None:
+            self._add_container(where, value, state.base)
 
     def _add_state(self, where: str, value: Any, state: dict[str, Any]) -> None:
         self.watch.state_of(value)
@@ -238,6 +225,8 @@ class Description:
 
     def _add_items(self, where: str, value: Any, kind: type) -> None:
         self.words.append(f"{kind.__name__} of {len(value)}")
+        if isinstance(value, deque):
+            self.words.append(f"at most {value.maxlen}")
         if isinstance(value, list | set | deque):
             self.watch.content(value)
         if isinstance(value, set | frozenset):
@@ -255,6 +244,7 @@ class Description:
             self.add(f"{where} key", key)
             self.add(f"{where}[{key!r}]", item)
         if isinstance(value, collections.defaultdict):
+            self.watch.slot(value, "default_factory")
             self.add(where, value.default_factory)
 
     # --- tensors
@@ -307,19 +297,6 @@ class Description:
     def add_config(self, where: str, config: PreTrainedConfig) -> None:
         """Describe a configuration."""
         raise NotImplementedError
-
-
-def _is_python_class(kind: type) -> bool:
-    """Return whether a class was made by Python code, so that its instances hold no more than attributes and slots."""
-    if not kind.__flags__ & HEAP_TYPE:
-        return False
-    slots = vars(kind).get("__slots__", ())
-    slots = {slots} if isinstance(slots, str) else set(slots)
-    own = ("__dict__", "__weakref__", *slots)
-    return not any(
-        isinstance(member, _NATIVE_MEMBERS) and member.__objclass__ is kind and not name.endswith(own)
-        for name, member in vars(kind).items()
-    )
 
 
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:

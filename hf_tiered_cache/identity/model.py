@@ -106,19 +106,22 @@ class ModelDescription(CodeDescription):
             self._depth = 0
         self._guard(self.add, "", model)
         self._guard(self.add, "the configuration", self._text)
-        self._guard(self.finish)
+        self._guard(lambda where: self.finish(), "the code of the model")
         self._check_order(model)
 
     def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
         """Describe something; the first thing that cannot be is the problem."""
         try:
             describe(*arguments)
+            return
         except Undescribable as error:
-            self.problem = self.problem or str(error)
-            self._open.clear()
-        except RecursionError:
-            self._open.clear()
-            self.problem = self.problem or "an attribute that is nested too deeply"
+            problem = str(error)
+        except UnsupportedModelError:
+            raise
+        except Exception as error:  # a property or a method of the user's that raises, or nesting without an end
+            problem = f"{arguments[0] or 'the model'}, of which looking at it raises {type(error).__name__},"
+        self.problem = self.problem or problem
+        self._open.clear()
 
     # --- modules
 
@@ -309,7 +312,7 @@ class ModelDescription(CodeDescription):
         """Watch a function that leaves no trace, and refuse one that runs code of the user's."""
         aside = CodeDescription(watch=self.watch, statics=self._statics)
         self._guard(aside.add, where, function)
-        self._guard(aside.finish)
+        self._guard(lambda where: aside.finish(), where)
         if aside.has_user_code:
             self.problem = self.problem or where
 
@@ -318,7 +321,7 @@ class ModelDescription(CodeDescription):
         if kind not in self._checked:
             aside = CodeDescription(watch=self.watch, statics=self._statics)
             self._guard(aside.add_members, where, kind, names)
-            self._guard(aside.finish)
+            self._guard(lambda where: aside.finish(), where)
             self._checked[kind] = aside.has_user_code
         if self._checked[kind]:
             self.problem = self.problem or where

@@ -1,0 +1,95 @@
+"""The state of objects: all that an instance holds, whatever it tells `copy` and `pickle` about itself."""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import functools
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_VALUES = (int, float, complex, str, bytes, tuple, frozenset)
+"""Built-in types of values that do not change. Subclasses add state to such a value."""
+_CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, set, collections.deque)
+_CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
+_TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
+
+
+@dataclass(frozen=True)
+class State:
+    """What an object holds.
+
+    Args:
+        values: parts that never change.
+        attributes: the `__dict__` of the object, None if it has none.
+        slots: the contents of its slots.
+        base: built-in container that the object is, or None.
+    """
+
+    values: tuple[Any, ...] = ()
+    attributes: dict[str, Any] | None = None
+    slots: Mapping[str, Any] = field(default_factory=dict)
+    base: type | None = None
+
+
+def state_of(value: Any) -> State:
+    """Return the whole state of an object.
+
+    Methods such as `__reduce__` and `__getstate__` are not asked: they may leave out what the object computes with.
+
+    Raises:
+        TypeError: it has state that Python code does not see, such as that of a lock or a file.
+    """
+    kind = type(value)
+    if kind in _CALLS:
+        return State(value.__reduce__())
+    if kind in _TYPES:
+        return State((repr(value), *typing.get_args(value)))
+    base = _builtin_base(kind)
+    if _has_hidden_state(kind, base):  # type: ignore[arg-type]  # classes are hashable
+        return State((_member_name(value, kind),))
+    slots = {name: getattr(value, name) for name in sorted(copyreg._slotnames(kind)) if hasattr(value, name)}  # type: ignore[attr-defined]
+    return State(
+        (_plain(value, base),) if base in _VALUES else (),
+        value.__dict__ if kind.__dictoffset__ else None,
+        slots,
+        base if base in _CONTAINERS else None,
+    )
+
+
+def _builtin_base(kind: type) -> Any:
+    return next(base for base in kind.__mro__ if base in (*_VALUES, *_CONTAINERS, object))
+
+
+def _plain(value: Any, base: Any) -> Any:
+    """Return a value of a subclass as one of the built-in type."""
+    if base in (tuple, frozenset):
+        return base(base.__iter__(value))
+    return base.__getnewargs__(value)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_hidden_state(kind: type, base: type) -> bool:
+    """Return whether instances are larger than those of a Python class with the same attributes and slots."""
+    if base.__itemsize__:  # such a subclass has no slots
+        return kind.__basicsize__ > type("Reference", (base,), {}).__basicsize__
+    names = [f"slot{number}" for number in range(len(copyreg._slotnames(kind)))]  # type: ignore[attr-defined]
+    names += ["__dict__"] if kind.__dictoffset__ and not base.__dictoffset__ else []
+    names += ["__weakref__"] if kind.__weakrefoffset__ and not base.__weakrefoffset__ else []
+    return kind.__basicsize__ > type("Reference", (base,), {"__slots__": names}).__basicsize__
+
+
+def _member_name(value: Any, kind: type) -> str:
+    """Return the name of a member of an enumeration that an extension defines, as PyTorch does with pybind11.
+
+    Raises:
+        TypeError: the object is none.
+    """
+    members, name = getattr(kind, "__members__", None), getattr(value, "name", None)
+    if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:
+        return name
+    raise TypeError(f"an instance of {kind.__qualname__} has state that Python code does not see")
