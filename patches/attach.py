@@ -256,9 +256,12 @@ class _Generate(_Wrapper):
                     kwargs["prefill_chunk_size"] = None
             token = _generating.set(self.attachment)
             try:
-                return self.original(*args, **kwargs)
+                output = self.original(*args, **kwargs)
             finally:
                 _generating.reset(token)
+            if isinstance(cache, ServedCache) and _generating.get() is not self.attachment:
+                cache.end_generation()
+            return output
 
     def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:
         """Enclose the call in the session in force, unless it is part of another call or brings a cache of ours."""

@@ -47,6 +47,12 @@ _FOREIGN_DEPTH = 1
 LEAF = 1 << 10
 """A depth from which no call is followed."""
 _STATIC_ITEMS = 64
+_DESCRIBED = (
+    *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
+    *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),
+    *(*PLAIN_TORCH, *BUILTIN),
+)
+"""Types of packages' own objects that are described, and not given by their type alone."""
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
 """Builtins by which code reaches what its names do not say."""
 
@@ -70,6 +76,7 @@ class CodeDescription(Description):
         self._statics = {} if statics is None else statics
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
         self._members: dict[type, set[str]] = {}
+        self._with_special: set[type] = set()  # classes whose special methods are described
         self._globals: set[tuple[int, str, bool]] = set()  # those that are described
         self.has_user_code = False
         """Whether a function that the user wrote is among what was described."""
@@ -146,10 +153,10 @@ class CodeDescription(Description):
                 self.watch.item(namespace, name)
                 self._add_global(where, builtins.__dict__, name, PYTHON)
         package = str(namespace.get("__package__") or "")
-        modules = [namespace.get(name) for name in sorted(names)]
-        modules += [sys.modules.get(name) for name in sorted(names)]  # imported within the function
-        modules += [sys.modules.get(f"{package}.{name}") for name in sorted(names)]
-        self._add_modules(where, [module for module in modules if isinstance(module, types.ModuleType)], names, origin)
+        found = [namespace.get(name) for name in sorted(names)]
+        for name in sorted(names - namespace.keys()):  # they may be imported within the function
+            found += [sys.modules.get(name), sys.modules.get(f"{package}.{name}")]
+        self._add_modules(where, [module for module in found if isinstance(module, types.ModuleType)], names, origin)
 
     def _add_modules(self, where: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe those of `names` that are in modules of Python, and in modules within these."""
@@ -198,7 +205,7 @@ class CodeDescription(Description):
         elif kind in (list, tuple, dict, set, frozenset):
             items = (*value.items(),) if isinstance(value, dict) else (*value,)
             self.words.append(f"{kind.__name__} of {len(items)}")
-            if len(items) <= _STATIC_ITEMS and depth < 2 and not isinstance(value, set | frozenset):
+            if len(items) <= _STATIC_ITEMS and depth < 2 and not isinstance(value, (set, frozenset)):
                 for key in value if isinstance(value, dict) else ():
                     if callable(value[key]):
                         self.watch.item(value, key)
@@ -228,16 +235,21 @@ class CodeDescription(Description):
             names: of members.
             special: whether special methods are described, too, since no name refers to them.
         """
+        done = self._members.get(kind)
+        if done is not None and names <= done and not (special and kind not in self._with_special):
+            return
         bases = [base for base in kind.__mro__ if base.__flags__ & HEAP_TYPE]
         pending = set(names)
-        if kind not in self._members:
-            self._members[kind] = set()
+        if done is None:
+            done = self._members[kind] = set()
             self.words.append(" ".join(f"{base.__module__}.{base.__qualname__}" for base in bases))
             for base in bases:
                 self.watch.size(base.__dict__)
-                written = origin_of_class(base) == USER
-                pending |= {name for name in base.__dict__ if written or (special and _is_special(name))}
-        done = self._members[kind]
+                if origin_of_class(base) == USER:
+                    pending |= base.__dict__.keys()
+        if special and kind not in self._with_special:
+            self._with_special.add(kind)
+            pending |= {name for base in bases for name in base.__dict__ if _is_special(name)}
         pending -= done | _NO_MEMBER
         while pending:
             done |= pending
@@ -265,9 +277,9 @@ def _functions_of(member: Any, found: list[types.FunctionType]) -> list[types.Fu
     elif isinstance(member, property):
         _functions_of(member.fget, found)
         _functions_of(member.fset, found)
-    elif isinstance(member, staticmethod | classmethod | types.MethodType):
+    elif isinstance(member, (staticmethod, classmethod, types.MethodType)):
         _functions_of(member.__func__, found)
-    elif isinstance(member, functools.partial | functools.partialmethod | functools.cached_property):
+    elif isinstance(member, (functools.partial, functools.partialmethod, functools.cached_property)):
         _functions_of(member.func, found)
     elif isinstance(member, functools._lru_cache_wrapper):
         found += cached_functions(member)
@@ -286,10 +298,6 @@ def _origin_of_module(module: types.ModuleType) -> str:
 
 def _is_opaque(value: Any, kind: type) -> bool:
     """Return whether an object is a package's own, neither code nor plain data."""
-    if isinstance(value, type | types.FunctionType | types.MethodType | functools.partial | Replacement | torch.Tensor):
-        return False
-    if isinstance(value, nn.Module | property | staticmethod | classmethod | functools._lru_cache_wrapper):
-        return False
-    if kind in PLAIN or isinstance(value, (*PLAIN_TORCH, *BUILTIN, np.generic, enum.Enum)):
+    if kind in PLAIN or isinstance(value, _DESCRIBED):
         return False
     return not (kind.__flags__ & HEAP_TYPE) or origin_of_class(kind) != USER

@@ -91,7 +91,7 @@ class Description:
         kind = type(value)
         if kind in PLAIN or isinstance(value, PLAIN_TORCH):
             self.words.append(repr(value))
-        elif isinstance(value, np.generic | np.dtype):
+        elif isinstance(value, (np.generic, np.dtype)):
             self.words.append(
                 f"{value.dtype.str} {value.tobytes().hex()}" if isinstance(value, np.generic) else str(value)
             )
@@ -122,7 +122,7 @@ class Description:
             self.add_module(where, value)
         elif isinstance(value, PreTrainedConfig):
             self.add_config(where, value)
-        elif isinstance(value, type | types.FunctionType):
+        elif isinstance(value, (type, types.FunctionType)):
             self.words.append(f"{type(value).__name__} {value.__qualname__}")
             self.add_code(where, value)
         elif isinstance(value, types.ModuleType):
@@ -158,7 +158,7 @@ class Description:
             self.words.append("property")
             for accessor in (value.fget, value.fset):
                 self.add(where, accessor)
-        elif isinstance(value, staticmethod | classmethod):
+        elif isinstance(value, (staticmethod, classmethod)):
             self.words.append(kind.__name__)
             self.add(where, value.__func__)
         elif isinstance(value, functools._lru_cache_wrapper):
@@ -227,9 +227,9 @@ class Description:
         self.words.append(f"{kind.__name__} of {len(value)}")
         if isinstance(value, deque):
             self.words.append(f"at most {value.maxlen}")
-        if isinstance(value, list | set | deque):
+        if isinstance(value, (list, set, deque)):
             self.watch.content(value)
-        if isinstance(value, set | frozenset):
+        if isinstance(value, (set, frozenset)):
             value = sorted(value, key=lambda item: (type(item).__name__, repr(item)))
         for number, item in enumerate(value):
             self.add(f"{where}[{number}]", item)

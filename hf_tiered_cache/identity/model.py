@@ -132,7 +132,7 @@ class ModelDescription(CodeDescription):
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
             return self.original(where, value._modules["_orig_mod"])
-        if is_tuner(value) and not (active_adapters(value) or merged_adapters(value)):
+        if isinstance(value, nn.Module) and is_tuner(value) and not (active_adapters(value) or merged_adapters(value)):
             self.tuned.append(value)
             self.watch.type_of(value)
             self.watch.item(value._modules, "base_layer")
