@@ -48,9 +48,14 @@ class SpotChecks:
         """Fingerprints under which something wrong was stored."""
         self._lock = threading.Lock()
         self._random = random.Random()
-        self._seconds: float | None = None
+        self._seconds: float | None = None  # paid for; None before the first request
         self._tokens = float(HASH_TOKENS)
         self._cost = 0.0
+
+    @staticmethod
+    def first_credit() -> float:
+        """Return the share of a check that counts as paid for at the beginning."""
+        return random.random()
 
     def is_due(self, tokens: int, seconds: float, restoring_seconds: float) -> bool:
         """Note a request, and return whether to check something of it.
@@ -65,7 +70,7 @@ class SpotChecks:
         with self._lock:
             self._cost = self._cost or restoring_seconds
             if self._seconds is None:
-                self._seconds = self._random.random() * self._cost
+                self._seconds = self.first_credit() * self._cost
             self._tokens = min(self._tokens + self.share * tokens, 64.0 * HASH_TOKENS)
             self._seconds = min(self._seconds + self.share * seconds, 4 * self._cost)
             return self.share == 1 or (self._tokens >= HASH_TOKENS and self._seconds >= self._cost)

@@ -46,6 +46,14 @@ def _quiet_and_reproducible():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(autouse=True)
+def _no_check_by_chance(monkeypatch):
+    """Spot checks come when requests have paid for them, and not by the random credit that they begin with."""
+    from hf_tiered_cache.spot_check import SpotChecks
+
+    monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(lambda: 0.0))
+
+
 @pytest.fixture
 def store(tmp_path):
     """An empty one; tests that want another define their own."""

@@ -303,7 +303,7 @@ def test_no_segment_gives_way_to_its_own_arrays(tmp_path):
     reader, other = publish(store), publish(store, "other")
     store.index.touch([other.id])  # so that the other one would go last
     room = store.limits.quota - store.used_bytes()
-    assert store.beside.keep(reader, "index", {"of": torch.ones((room + 8192) // 4)}, {})
+    assert store.beside.keep(reader, "index", {"of": torch.ones((room + 4096) // 4)}, {})
     assert store.index.catalogue.ids() == {reader.id}
 
 

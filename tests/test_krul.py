@@ -301,10 +301,10 @@ def test_gamma_goes_by_the_conversations_of_the_model(root):
     with KVStore(root, engine="posix") as store:
         storage, rng = storage_of(store), np.random.default_rng(0)
         for number in range(70):
-            found = note_initial_recent(storage, "model", rng.random(6))
+            found = note_initial_recent(storage, "0" * 32, rng.random(6))
             assert len(found) == min(number + 1, 64)
-        assert len(note_initial_recent(storage, "another", rng.random(6))) == 1
-        assert len(note_initial_recent(storage, "model", rng.random(5))) == 1  # other layers: it has changed
+        assert len(note_initial_recent(storage, "1" * 32, rng.random(6))) == 1
+        assert len(note_initial_recent(storage, "0" * 32, rng.random(5))) == 1  # other layers: it has changed
 
 
 def test_calibrations_that_are_noted_at_once_are_all_kept(root):
@@ -313,11 +313,11 @@ def test_calibrations_that_are_noted_at_once_are_all_kept(root):
         def note(number):
             storage = storage_of(one if number % 2 else other)
             for _ in range(5):
-                note_initial_recent(storage, f"model {number}", np.ones(4))
+                note_initial_recent(storage, f"{number:032x}", np.ones(4))
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(note, range(8)))
-        found = [len(note_initial_recent(storage_of(one), f"model {number}", np.ones(4))) for number in range(8)]
+        found = [len(note_initial_recent(storage_of(one), f"{number:032x}", np.ones(4))) for number in range(8)]
     assert found == [6] * 8
 
 

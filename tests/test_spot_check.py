@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import random
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from families import build, prompt
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
@@ -111,9 +113,34 @@ def test_they_take_their_share_of_the_time_and_no_more():
         assert 0.9 * share <= spent / (10_000 * 0.5) <= 1.001 * share
 
 
-def test_short_processes_check_as_often_as_long_ones():
+def test_short_processes_check_as_often_as_long_ones(monkeypatch):
     made = 0
+    monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(random.Random(3).random))
     for _ in range(4000):
         checks = SpotChecks(0.01)
         made += checks.is_due(4096, 0.5, 0.1)
     assert 0.03 <= made / 4000 <= 0.07  # 0.5 s x 1 % / 0.1 s
+
+
+@pytest.mark.parametrize("way", ["host", "disk"])
+def test_offloaded_models_are_checked(tmp_path, way):
+    model = build("llama")
+    if way == "host":
+        cpu_offload(model, execution_device=torch.device("cpu"))
+    else:
+        disk_offload(model, str(tmp_path / "weights"), execution_device=torch.device("cpu"))
+    with KVStore(tmp_path / "kv", spot_checks=1) as store:
+        store.precompute(model, IDS, progress=False)
+        assert asks(model, store).tokens_restored == 192
+        assert (store.stats.spot_checks, store.stats.failed_spot_checks) == (1, 0)
+
+
+def test_a_check_that_cannot_be_made_fails_no_request(tmp_path, monkeypatch, caplog):
+    model = build("llama")
+    expected = model.generate(IDS, **GREEDY)
+    with KVStore(tmp_path, spot_checks=1) as store:
+        store.precompute(model, IDS, progress=False)
+        monkeypatch.setattr("hf_tiered_cache.stored_cache.deviation", lambda *_: 1 / 0)
+        cache = TieredCache(model, store, record=False)
+        assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), expected)
+        assert "ZeroDivisionError" in caplog.text

@@ -185,7 +185,8 @@ class HostMemory:
         self._beginnings = b"".join(self._windows)
 
     def unchanged(self) -> bool:
-        return self._digests_in_threads(np.arange(len(self._rows))) == self.digests.tolist()
+        # by the thread that asks: the writer's may ask when the interpreter ends and no other thread can be started
+        return self._digests_of(range(len(self._rows))) == self.digests.tolist()
 
     def _digests_in_threads(self, rows: np.ndarray) -> list[int]:
         runs = np.array_split(rows, len(rows) // _RUN_ROWS + 1)
