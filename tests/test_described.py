@@ -49,10 +49,11 @@ def by_enum(x):
 
 
 def by_text(x):
-    return x * getattr(sys.modules[__name__], "FACTOR")  # noqa: B009
+    return x * getattr(HERE, "FACTOR")  # noqa: B009
 
 
 FACTOR = 1.0
+HERE = sys.modules[__name__]
 
 
 class Descriptor:
@@ -137,7 +138,7 @@ def edits():
         monkeypatch.setattr(Kind.ONE, "_value_", 3.0)
 
     def named_in_a_text(monkeypatch, model):
-        monkeypatch.setattr(sys.modules[__name__], "FACTOR", 3.0)
+        monkeypatch.setattr(HERE, "FACTOR", 3.0)
 
     def partially(monkeypatch, model):
         for layer in model.model.layers:

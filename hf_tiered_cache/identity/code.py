@@ -24,6 +24,7 @@ from .origin import (
     USER,
     code_digest,
     file_digest,
+    imported_names,
     origin_of,
     origin_of_class,
     origin_of_file,
@@ -53,8 +54,19 @@ _DESCRIBED = (
     *(*PLAIN_TORCH, *BUILTIN),
 )
 """Types of packages' own objects that are described, and not given by their type alone."""
+_LOADED = frozenset(
+    {
+        *("torch", "torch.nn", "torch.nn.functional", "torch._C", "torch._C._nn", "torch._C._linalg"),
+        *("torch.linalg", "torch.special", "torch.fft", "torch.autograd", "torch.utils", "torch.backends"),
+    }
+)
+"""Modules within others that are there whenever torch is: which others are there differs between processes."""
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
 """Builtins by which code reaches what its names do not say."""
+
+
+Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
+"""For entries of dictionaries of packages, by the id of the dictionary and the key: the dictionary and what it held."""
 
 
 class CodeDescription(Description):
@@ -70,10 +82,10 @@ class CodeDescription(Description):
         self,
         lenient: bool = False,
         watch: Watch | None = None,
-        statics: dict[tuple[int, str], Any] | None = None,
+        statics: Statics | None = None,
     ) -> None:
         super().__init__(lenient, watch)
-        self._statics = {} if statics is None else statics
+        self._statics: Statics = {} if statics is None else statics
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes whose special methods are described
@@ -140,6 +152,7 @@ class CodeDescription(Description):
             if origin == USER:
                 names |= text_names(code)  # as for `getattr`
                 self._names |= names
+                self._add_imports(where, code, function.__globals__, names)
             self._add_globals(where, function.__globals__, names, origin)
 
     def _add_globals(self, where: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
@@ -152,11 +165,17 @@ class CodeDescription(Description):
                     raise Undescribable(f"{where}, which calls {name}(),")
                 self.watch.item(namespace, name)
                 self._add_global(where, builtins.__dict__, name, PYTHON)
-        package = str(namespace.get("__package__") or "")
         found = [namespace.get(name) for name in sorted(names)]
-        for name in sorted(names - namespace.keys()):  # they may be imported within the function
-            found += [sys.modules.get(name), sys.modules.get(f"{package}.{name}")]
         self._add_modules(where, [module for module in found if isinstance(module, types.ModuleType)], names, origin)
+
+    def _add_imports(self, where: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]) -> None:
+        """Describe what code of the user's refers to in modules that it imports itself."""
+        for name in sorted(imported_names(code)):
+            full = next((each for each in (name, f"{namespace.get('__package__')}.{name}") if each in sys.modules), "")
+            self.watch.item(sys.modules, full or name)
+            if not full:
+                raise Undescribable(f"{where}, which imports {name},")
+            self._add_modules(where, [sys.modules[full]], names, USER)
 
     def _add_modules(self, where: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
         """Describe those of `names` that are in modules of Python, and in modules within these."""
@@ -168,8 +187,10 @@ class CodeDescription(Description):
             visited.add(id(module))
             own = origin if origin == USER else _origin_of_module(module)
             for name in sorted(names & module.__dict__.keys()):
-                self._add_global(f"{where}, module {module.__name__}", module.__dict__, name, own)
-                if isinstance(value := module.__dict__[name], types.ModuleType):
+                value = module.__dict__[name]
+                if not isinstance(value, types.ModuleType):
+                    self._add_global(f"{where}, module {module.__name__}", module.__dict__, name, own)
+                elif origin == USER or value.__name__ in _LOADED:
                     modules.append(value)
 
     def _add_global(self, where: str, namespace: dict[str, Any], name: str, origin: str) -> None:
@@ -180,10 +201,9 @@ class CodeDescription(Description):
             self.words.append(name)
             value = namespace[name]
             if isinstance(value, types.ModuleType):  # what code refers to in it is described by name
-                self.words.append(f"module {value.__name__}")
                 return
             opaque = origin != USER and _is_opaque(value, type(value))
-            if opaque and self._statics.setdefault((id(namespace), name), value) is not value:
+            if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
                 raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was exchanged,")
             self._refer(f"{where}, global {name}", value, origin)
 
@@ -202,15 +222,17 @@ class CodeDescription(Description):
         kind = type(value)
         if value is ALL_ATTENTION_FUNCTIONS:  # the entry that is used is described with the model
             self.words.append("attention functions")
-        elif kind in (list, tuple, dict, set, frozenset):
-            items = (*value.items(),) if isinstance(value, dict) else (*value,)
-            self.words.append(f"{kind.__name__} of {len(items)}")
-            if len(items) <= _STATIC_ITEMS and depth < 2 and not isinstance(value, (set, frozenset)):
-                for key in value if isinstance(value, dict) else ():
-                    if callable(value[key]):
-                        self.watch.item(value, key)
-                for item in items:
-                    self._add_static(where, item, depth + 1)
+        elif kind is tuple:
+            self.words.append(f"tuple of {len(value)}")
+            for item in value if len(value) <= _STATIC_ITEMS and depth < 2 else ():
+                self._add_static(where, item, depth + 1)
+        elif kind is dict:  # a table, which grows as modules are loaded: its functions stay what they are
+            self.words.append("dict")
+            for key, item in list(value.items())[:_STATIC_ITEMS]:
+                if callable(item) and isinstance(key, str):
+                    self.watch.item(value, key)
+                    if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
+                        raise Undescribable(f"{where}, of which {key!r} was exchanged,")
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
         else:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .adapters import adapter_state, rows_have_adapters
+from .code import Statics
 from .model import IRRELEVANT, ModelDescription
 from .watch import active_mode, computing_state
 from .weights import WeightDigests
@@ -62,7 +63,7 @@ class Fingerprinter:
         self._model = model
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
-        self._statics: dict[tuple[int, str], Any] = {}
+        self._statics: Statics = {}
         self._changes, self._unsteady = 0, ""  # looks in a row that found a change; what changes at each of them
         self._describe()
 

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..errors import UnsupportedModelError
 from ..patches.scope import Replacement
 from .adapters import active_adapters, is_tuner, merged_adapters
-from .code import LEAF, CodeDescription
+from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
 from .rope import varying_rope
@@ -75,9 +75,7 @@ class ModelDescription(CodeDescription):
         statics: as for `CodeDescription`.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, lenient: bool = False, statics: dict[tuple[int, str], Any] | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, lenient: bool = False, statics: Statics | None = None) -> None:
         super().__init__(lenient, statics=statics)
         self.problem = ""
         """Why the model cannot be told from others, or ""."""

@@ -6,6 +6,7 @@ anybody can set.
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import os
@@ -88,6 +89,14 @@ def text_names(code: types.CodeType) -> frozenset[str]:
     """Return all texts in a code object, and the ones nested in it, that could be names."""
     found = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     nested = (text_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(found).union(*nested)
+
+
+@functools.lru_cache(maxsize=16384)
+def imported_names(code: types.CodeType) -> frozenset[str]:
+    """Return the modules that a code object, and the ones nested in it, import."""
+    found = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
+    nested = (imported_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(found).union(*nested)
 
 
