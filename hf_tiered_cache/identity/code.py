@@ -34,7 +34,21 @@ from .origin import (
 from .watch import Watch
 
 _CONSTRUCTORS = frozenset({"__init__", "__new__", "__post_init__"})
-_UNCALLED = _CONSTRUCTORS | {"__init_subclass__", "__class_getitem__", "__del__", "__repr__", "__str__", "__dir__"}
+_UNCALLED = _CONSTRUCTORS | {
+    *(
+        "__init_subclass__",
+        "__class_getitem__",
+        "__set_name__",
+        "__del__",
+        "__repr__",
+        "__str__",
+        "__format__",
+        "__dir__",
+    ),
+    *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
+    *("__copy__", "__deepcopy__", "__sizeof__"),
+}
+"""Special methods that no pass calls: of making, printing, copying and pickling. torch.compile replaces some."""
 _NO_MEMBER = frozenset(
     {
         *("loss_function", "loss_type"),
