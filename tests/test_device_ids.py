@@ -82,7 +82,7 @@ def test_a_session_serves_ids_on_the_device(tmp_path):
     model.model.embed_tokens.__class__ = Moving
     with KVStore(tmp_path) as store, tiered(model, store) as session, torch.no_grad():
         for restored in (0, 96):
-            cache = session._fresh()
+            cache = session._new_cache()
             for more in (ids, prompt(1, seed=5)):
                 model(input_ids=on_device(more), past_key_values=cache, use_cache=True, logits_to_keep=1)
             assert cache.stats.tokens_restored == restored
