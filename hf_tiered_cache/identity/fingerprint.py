@@ -115,10 +115,11 @@ class Fingerprinter:
         if watch.holds() and adapter_state(self.tuned) == self._adapters:
             self._changes = 0
             return
-        self._changes += 1
-        if self._changes == _MOST_CHANGES:  # a counter, say: to describe the model at each token would take too long
-            self._unsteady = watch.changed_name() or "something"
+        name, words = watch.changed_name(), self._description.words
         self._describe()
+        self._changes = self._changes + 1 if self._description.words != words else 0
+        if self._changes == _MOST_CHANGES:  # a counter, say: to describe the model at each token would take too long
+            self._unsteady = name or "something"
 
     def _describe(self) -> None:
         """Describe the model again; its weights are read again only if there are other tensors."""
