@@ -89,7 +89,7 @@ class Serving:
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None
-        """What the last prompt's pass restored, for a spot check."""
+        """Segments that the last prompt's pass restored, for a spot check."""
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
 

@@ -97,7 +97,7 @@ class SpotChecks:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """What a pass restored of its first row.
+    """Segments that a pass restored of its first row.
 
     Args:
         pieces: of segments, exact ones alone.

@@ -375,7 +375,7 @@ class StoreStats:
     spot_checks: int = 0
     """Times that restored tokens were computed again and compared."""
     failed_spot_checks: int = 0
-    """Of these, how often they differed by more than rounding."""
+    """Spot checks that found a difference beyond rounding."""
     catalogue_errors: int = 0
     evicted_blocks: int = 0
     evicted_indexes: int = 0

@@ -87,25 +87,24 @@ class CodeDescription(Description):
     """A description that follows functions and classes into what they refer to.
 
     Args:
-        lenient, watch: as for `Description`.
+        watch: as for `Description`.
         statics: for globals of packages that cannot be described, the object that was found first; one of its own by
             default. Another object in its place is a problem.
     """
 
     def __init__(
         self,
-        lenient: bool = False,
         watch: Watch | None = None,
         statics: Statics | None = None,
     ) -> None:
-        super().__init__(lenient, watch)
+        super().__init__(watch)
         self._statics: Statics = {} if statics is None else statics
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
         self._members: dict[type, set[str]] = {}
         self._with_special: set[type] = set()  # classes whose special methods are described
         self._globals: set[tuple[int, str, bool]] = set()  # those that are described
         self.has_user_code = False
-        """Whether a function that the user wrote is among what was described."""
+        """True if a function that the user wrote is among what was described."""
         self._names: set[str] = set()  # that code of the user's refers to
         self._held: dict[int, tuple[str, types.ModuleType]] = {}  # modules of Python that objects hold
         self._depth = 0  # of calls within foreign packages

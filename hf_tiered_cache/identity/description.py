@@ -56,20 +56,17 @@ class Description:
     """The words for a graph of objects, the tensors in it, and a watch over it.
 
     Args:
-        lenient: whether what cannot be described is given by its type, since the user has named the model.
         watch: notes the places that were looked at; one of its own by default.
         tensors: takes the tensors that are found, with their names.
     """
 
     def __init__(
         self,
-        lenient: bool = False,
         watch: Watch | None = None,
         tensors: dict[int, tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         self.watch = Watch() if watch is None else watch
         self.tensors: dict[int, tuple[str, torch.Tensor]] = {} if tensors is None else tensors
-        self.lenient = lenient
         self.words: list[str] = []
         self._seen: dict[int, tuple[int, Any]] = {}
         self._open: set[int] = set()  # containers that are being described
@@ -190,10 +187,7 @@ class Description:
         try:
             state = state_of(value)
         except TypeError:
-            if not self.lenient:
-                raise Undescribable(f"{where}, a {kind.__qualname__},") from None
-            self.words.append(f"some {kind.__qualname__}")
-            return
+            raise Undescribable(f"{where}, a {kind.__qualname__},") from None
         self.watch.type_of(value)
         self.add(where, kind)
         self.add_members(where, kind, frozenset())

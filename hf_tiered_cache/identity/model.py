@@ -72,12 +72,11 @@ class ModelDescription(CodeDescription):
 
     Args:
         model: is described at once.
-        lenient: whether what cannot be described is given by its type, since the user has named the model.
         statics: as for `CodeDescription`.
     """
 
-    def __init__(self, model: PreTrainedModel, lenient: bool = False, statics: Statics | None = None) -> None:
-        super().__init__(lenient, statics=statics)
+    def __init__(self, model: PreTrainedModel, statics: Statics | None = None) -> None:
+        super().__init__(statics=statics)
         self.problem = ""
         """Why the model cannot be told from others, or ""."""
         self.tuned: list[Any] = []

@@ -21,7 +21,7 @@ _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
 
 @dataclass(frozen=True)
 class State:
-    """What an object holds.
+    """State of an object.
 
     Args:
         values: parts that never change.
