@@ -5,7 +5,7 @@
 
 N processes ask for the same prompts at once, in orders of their own, with one thread each. *Own copies*: each keeps all
 in host memory of its own. *Page cache*: `KVStore(engine="page_cache", host_memory=0)`. *Disk*: nobody keeps anything.
-Processes are started anew for each turn, and a first round, which fills memory, does not count. Memory is what the
+Processes are new ones in each turn, and a first round, which fills memory, does not count. Memory is what the
 processes have grown by since they had a model, and what the kernel caches of the store's files. Weights are random.
 """
 
@@ -84,7 +84,8 @@ class Bench:
     def turn(self, way: str) -> dict[str, Any]:
         """What N processes measured."""
         forget_page_cache(self.folder)
-        spawning = multiprocessing.get_context("spawn")
+        spawning = multiprocessing.get_context("forkserver")  # modules are imported once, and not for each process
+        spawning.set_forkserver_preload([__name__, "hf_tiered_cache", "transformers"])
         gate, answers = spawning.Barrier(self.arguments.processes), spawning.Queue()
         workers = [
             spawning.Process(target=work, args=(self, way, number, gate, answers))

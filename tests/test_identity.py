@@ -213,7 +213,7 @@ def decode(model, cache, ids):
             model(input_ids=token, past_key_values=cache)
 
 
-property_settings = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+property_settings = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @property_settings
