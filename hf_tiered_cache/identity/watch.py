@@ -91,7 +91,8 @@ class Watch:
         self._member_places = [proxy for proxy, _, _ in members], [name for _, name, _ in members]
         self._values = [value for _, _, value in items], [value for _, _, value in members]
         self._lists = [list(group.values()) for group in (self._objects, self._states, self._functions, self._sized)]
-        self._cell_list, self._container_list = list(self._cells.values()), list(self._containers.values())
+        self._cell_list = list(self._cells.values())
+        self._container_list = list(filter(len, self._containers.values()))  # of empty ones the size says all
         slots = list(self._slots.values())
         self._slot_places = [value for value, _ in slots], [name for _, name in slots]
         self._slot_values = list(map(getattr, *self._slot_places))
