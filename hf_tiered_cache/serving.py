@@ -278,6 +278,7 @@ class Serving:
         if fingerprinter.rows_have_adapters():
             return reasons.ROW_ADAPTERS
         identity = fingerprinter.look(self.options.tag, closely)
+        attachment.keep_tables_of(identity.fingerprint)
         if identity.training:
             return reasons.TRAINING
         if identity.looks_ahead:

@@ -93,7 +93,8 @@ class Attachment:
         """How many layers it had when it was attached."""
         self._devices: list[torch.device] = []
         self.kept_tables = rotary.KeptTables()
-        """Of rotations, for all passes."""
+        """Rotary tables for all passes of the model as it is."""
+        self._tables_of = ""
         self.opaque_layers: set[int] = set()
         """Those whose queries could not be predicted."""
         self._tables = rotary.watch_tables(model)
@@ -111,6 +112,11 @@ class Attachment:
                 "restored prefix its answers may differ from those of one pass over the whole prompt",
                 type(model).__name__,
             )
+
+    def keep_tables_of(self, fingerprint: str) -> None:
+        """Forget rotary tables that were made when the model had another fingerprint."""
+        if fingerprint != self._tables_of:
+            self.kept_tables, self._tables_of = rotary.KeptTables(), fingerprint
 
     def refresh(self) -> None:
         """Look at the model anew, at once: its methods, and every byte of its weights."""

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnsupportedModelError
+from .rotary import RotaryTap
 from .scope import Scope, current, picked
 
 _TAKEN = frozenset(
@@ -97,13 +98,13 @@ def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> t
     """A layer's arguments, of the hidden states that it keeps."""
     if layer not in scope.rows:
         return args, kwargs
-    rows = scope.tap.rows = scope.rows[layer]
+    rows = scope.rows[layer]
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if layer in scope.kept:
         hidden_states = picked(hidden_states, scope.kept[layer], 1)
     # all but the hidden states is made once for the first layer's queries, and handed to every layer
     masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
-    changed = {name: _sliced(name, value, rows, masks) for name, value in kwargs.items()}
+    changed = {name: _sliced(name, value, rows, masks, scope.tap) for name, value in kwargs.items()}
     if args:
         return (hidden_states, *args[1:]), changed
     return args, changed | {"hidden_states": hidden_states}
@@ -131,13 +132,13 @@ def again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}
 
 
-def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...]) -> Any:
+def _sliced(name: str, value: Any, rows: torch.Tensor, masks: tuple[str, ...], tap: RotaryTap) -> Any:
     if value is None:
         return None
     if name == "position_ids":
         return picked(value, rows, 1)
     if name == "position_embeddings":
-        return tuple(picked(table, rows, 1) for table in value)
+        return tap.pick(value, rows)
     if name in masks and isinstance(value, torch.Tensor) and value.ndim == 4:
         return picked(value, rows, 2)
     return value

@@ -173,8 +173,7 @@ class RotaryTap:
     last: RotaryCall | None = None
     rotates: bool = False
     """Whether any layer of this pass was seen to rotate."""
-    rows: torch.Tensor | None = None
-    """Which queries of the pass the present layer has, if not all, `[n]` or `[batch, n]` (see `layers`)."""
+    _picked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
@@ -186,7 +185,7 @@ class RotaryTap:
         if call is None:
             return PreRopeKV(keys, values, position_independent=self.rotates)
         self.rotates, before, rotated = True, call["k"], call.rotated
-        call.table = self._table_with(call["cos"])
+        call.table = self._table_with(call["cos"], call["sin"])
         if call.table is None or rotated.data_ptr() == before.data_ptr():
             return PreRopeKV(keys, values, position_independent=False)  # tables from elsewhere, or rotated in place
         dims = before.shape[-1]
@@ -239,22 +238,31 @@ class RotaryTap:
             self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 
-    def _table_with(self, cos: torch.Tensor) -> RotaryTable | None:
-        """The table that a rotation was given; it may be a copy on another device, or rows of it."""
-        if len(self.tables) == 1:
-            (table,) = self.tables
-            batch, rows, dims = table.cos.shape
-            if self.rows is not None:
-                batch, rows = (batch, len(self.rows)) if self.rows.ndim == 1 else self.rows.shape
-            return table if cos.shape == (batch, rows, dims) else None
+    def pick(self, tables: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of cos and sin tables that a layer's queries need, and note what they are rows of."""
+        some = tuple(picked(table, rows, 1) for table in tables)
+        self._picked = some, tables
+        return some
+
+    def _table_with(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
+        """Return the table that a rotation was given, or None if it got other values than a module made.
+
+        Code between a module and the rotation may scale what the module made: then the module cannot give the tables
+        of other positions. A copy, such as one on another device, is compared.
+        """
+        some, whole = self._picked
+        if len(some) == 2 and some[0] is cos and some[1] is sin:
+            cos, sin = whole
         for table in self.tables:
-            if table.cos is cos:
+            if table.cos is cos and table.sin is sin:
                 return table
-        for table in self.tables:
-            seen = table.cos if self.rows is None else picked(table.cos, self.rows, 1)
-            if seen.shape == cos.shape and torch.equal(on(cos.device, seen), cos):
-                return table
-        return None
+        return next((table for table in self.tables if _equal(table.cos, cos) and _equal(table.sin, sin)), None)
+
+
+def _equal(made: torch.Tensor, given: torch.Tensor) -> bool:
+    if made is given:
+        return True
+    return made.shape == given.shape and made.dtype == given.dtype and torch.equal(on(given.device, made), given)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -193,11 +193,11 @@ def _reach(model: PreTrainedModel, path: tuple) -> Any:
 
 
 def _values_in(path: tuple, value: Any, depth: int = 0) -> Iterator[tuple[tuple, Any]]:
-    """The paths of everything within plain state, and what is there."""
+    """The paths of everything within plain state that can be assigned to, and what is there."""
     yield path, value
     if depth > 4:
         return
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         for number, item in enumerate(value):
             yield from _values_in((*path, [number]), item, depth + 1)
     elif isinstance(value, dict):

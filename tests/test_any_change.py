@@ -8,7 +8,7 @@ import pytest
 import torch
 from changes import inventory, rich
 from families import prompt
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache
@@ -93,6 +93,20 @@ def test_before_it_is_stored(tmp_path_factory, model, site):
             undo()
         asks(copy.deepcopy(model), store)
         asks(model, store)
+
+
+@property_settings
+@given(site=any_site)
+@example(site=next(site for site in inventory() if site.name == "model.rotary_emb in a module"))
+def test_stored_and_asked_under_it(tmp_path_factory, model, site):
+    """What was stored under a change is exact for the model under this change, if it is restored."""
+    with KVStore(tmp_path_factory.mktemp("kv"), spot_checks=0) as store:
+        undo = site.change(model)
+        try:
+            records(model, store)
+            asks(model, store)
+        finally:
+            undo()
 
 
 @property_settings
