@@ -17,6 +17,10 @@ import numpy as np
 import processes
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from hf_tiered_cache import KVStore, TieredCache, detach
+from hf_tiered_cache.methods import ContiguousKV
 
 BENCH = Path(__file__).parent.parent / "bench"
 sys.path.append(str(BENCH))
@@ -713,3 +717,43 @@ def test_sharing(tmp_path, monkeypatch):
     ways = json.loads((tmp_path / "sharing-tiny-float32-cpu.json").read_text())["ways"]
     assert ways["page cache"][0]["page_cache_bytes"] > 0 < ways["own copies"][0]["first_token_s"]
     assert "One copy for 2 processes" in (tmp_path / "sharing-tiny-float32-cpu.md").read_text()
+
+
+def test_choices(tmp_path, monkeypatch):
+    import choices
+
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"sentence": f"number {number} is a long sentence", "label": number % 2} for number in range(60)]
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--model", str(BENCH.parent / "eval" / "reference" / "xs"), "--tasks", "sst2"]
+    options += ["--data", str(tmp_path), "--tokens", "128", "--limit", "10", "--shares", "0.1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["choices.py", *options])
+    choices.main()
+    rows = json.loads((tmp_path / "choices-xs-128.json").read_text())["tasks"]["sst2"]
+    assert {row["way"] for row in rows if row["later"]} == set(choices.WAYS)
+    assert all(row["kl"] > -1e-4 for row in rows)
+    assert "later questions" in (tmp_path / "choices-xs-128.md").read_text()
+
+
+def test_a_simulated_choice_is_the_methods(tmp_path):
+    """What is simulated of ContiguousKV gives the logits of ContiguousKV."""
+    import choices
+
+    model = AutoModelForCausalLM.from_pretrained(BENCH.parent / "eval" / "reference" / "xs", dtype=torch.float32).eval()
+    ids = torch.randint(3, model.config.vocab_size, (1, 180), generator=torch.Generator().manual_seed(3))
+    with KVStore(tmp_path) as store:
+        method = ContiguousKV(0.25, identify="keys")
+        store.precompute(model, ids[:, :160], method=method, progress=False)
+        cache = TieredCache(model, store, method=method, record=False)
+        with torch.inference_mode():
+            ours = model(ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].log_softmax(-1)
+        assert cache.stats.tokens_restored == 160
+        detach(model)
+    simulation = choices.Simulation(model)
+    prefix = simulation.prefix(ids[0, :160].tolist())
+    way = choices.WAYS["chunks of 8, all heads, 2 layers"]
+    simulated = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(way, 0.25, prefix))
+    torch.testing.assert_close(ours, simulated, rtol=0, atol=1e-3)
+    full = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(None, 1.0, prefix))
+    assert (full - simulated).abs().max() > 1e-2  # so that the choice matters

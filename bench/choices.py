@@ -1,0 +1,322 @@
+"""Simulate which tokens a budget buys: the loss of the first token by how KV is cut, shared and ordered.
+
+    PYTHONPATH=. python bench/choices.py --model MODEL --data DATA       # SST-2, RTE and running text, 1,000 tokens
+    PYTHONPATH=. python bench/choices.py --model MODEL --data DATA --tasks text --tokens 4000 --half 1
+
+The prefix is computed once. Then the last queries of each layer choose what the question attends to, as in
+`ContiguousKV`. The first token is compared with that of full KV: KL divergence in nats, and whether the likeliest token
+is the same. Nothing is stored or read.
+
+A way says which tokens come together (a unit), which heads and layers share a choice, and in which order tokens are cut
+into units: by position; by clusters of keys (spherical k-means), known when a prompt is stored; or by the attention of
+earlier questions about the same prefix, known from the second question on. Ways that need an earlier question are
+compared with the others on the questions that have one ("later questions").
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import machine, save, table
+from torch.nn.functional import normalize, pad
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from eval.data import Data
+from eval.encode import encode
+from eval.tasks import Draw, find_tasks
+from hf_tiered_cache.select.mass import head_mass
+
+QUERIES = 8
+"""Last tokens of a question that choose, as in `ContiguousKV`."""
+CLUSTER_TOKENS, ITERATIONS = 16, 8
+_NAME = "simulated_choice"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How tokens are chosen.
+
+    Args:
+        unit: tokens that come together.
+        heads: who makes a choice: each "query" head, each "kv" head, or "all" heads together.
+        layers: layers that share a choice.
+        solo: the first layers that choose for themselves.
+        order: by which tokens are cut into units: "position", "clusters" or "questions".
+    """
+
+    unit: int
+    heads: str = "kv"
+    layers: int = 1
+    solo: int = 0
+    order: str = "position"
+
+
+WAYS = {
+    "tokens, per query head": Way(1, "query"),
+    "tokens, per kv head": Way(1),
+    "chunks of 4, per kv head": Way(4),
+    "chunks of 8, per kv head": Way(8),
+    "chunks of 8, all heads, 2 layers": Way(8, "all", 2, solo=1),
+    "chunks of 16, all heads, 8 layers": Way(16, "all", 8),
+    "clusters cut by 4, per kv head": Way(4, order="clusters"),
+    "clusters cut by 8, per kv head": Way(8, order="clusters"),
+    "earlier questions, cut by 8, per kv head": Way(8, order="questions"),
+    "earlier questions, cut by 16, per kv head": Way(16, order="questions"),
+}
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prefix whose KV is known.
+
+    Args:
+        layers: for each layer rotated keys and values, `[1, kv_heads, tokens, dim]`.
+        seen: for each layer the attention that earlier questions paid, float `[kv_heads, tokens]`.
+    """
+
+    layers: list[tuple[torch.Tensor, torch.Tensor]]
+    seen: dict[int, torch.Tensor] = field(default_factory=dict)
+    _clusters: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        return self.layers[0][0].shape[2]
+
+    def order(self, name: str, layer: int) -> torch.Tensor:
+        """Return the tokens of each kv head in an order, int64 `[kv_heads, tokens]`."""
+        if name == "questions":
+            return self.seen[layer].argsort(dim=1, descending=True)
+        if layer not in self._clusters:
+            self._clusters[layer] = torch.stack([by_clusters(keys) for keys in self.layers[layer][0][0].float()])
+        return self._clusters[layer]
+
+
+def by_clusters(keys: torch.Tensor) -> torch.Tensor:
+    """Return the tokens of one head, whose keys are `[tokens, dim]`, cluster by cluster: int64 `[tokens]`."""
+    points = normalize(keys - keys.mean(0), dim=1)
+    centres = points[torch.linspace(0, len(points) - 1, max(1, len(points) // CLUSTER_TOKENS)).long()]
+    for _ in range(ITERATIONS):
+        nearest = (points @ centres.T).argmax(dim=1)
+        centres = normalize(torch.zeros_like(centres).index_add_(0, nearest, points), dim=1)
+    return nearest.argsort(stable=True)
+
+
+@dataclass(eq=False)
+class Choice:
+    """The choices of one pass over a question.
+
+    Args:
+        way: how they are made; None attends to all, and notes the attention in `paid`.
+        share: of the prefix's units.
+        prefix: what is chosen from.
+    """
+
+    way: Way | None
+    share: float
+    prefix: Prefix
+    paid: dict[int, torch.Tensor] = field(default_factory=dict)
+    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def visible(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor | None:
+        """Return which restored tokens each query head attends to, bool `[heads, tokens]`; None for all.
+
+        Args:
+            layer: that asks.
+            query: `[heads, n, dim]`, rotated.
+            keys: `[kv_heads, tokens + n, dim]`, rotated.
+            scaling: of the logits.
+        """
+        tokens, heads = self.prefix.tokens, len(query)
+        restored, own = keys[:, :tokens], keys[:, tokens:]
+        if self.way is None:
+            paid = head_mass(query[:, -QUERIES:], restored, own, scaling)  # [kv_heads, tokens]
+            self.paid[layer] = paid / paid.sum(1, keepdim=True)
+            return None
+        first = layer - max(0, layer - self.way.solo) % self.way.layers
+        if first not in self._made:
+            single = self.way.heads == "query"
+            group = heads // len(keys)
+            wide = [some.repeat_interleave(group, 0) if single else some for some in (restored, own)]
+            mass = head_mass(query[:, -QUERIES:], *wide, scaling)  # [heads or kv_heads, tokens]
+            if self.way.heads == "all":
+                mass = mass.sum(0, keepdim=True)
+            self._made[first] = self._best(layer, mass)
+        return self._made[first].repeat_interleave(heads // len(self._made[first]), 0)
+
+    def _best(self, layer: int, mass: torch.Tensor) -> torch.Tensor:
+        """Return the tokens of the best units, bool `[choices, tokens]`."""
+        unit, tokens = self.way.unit, mass.shape[1]
+        order = None if self.way.order == "position" else self.prefix.order(self.way.order, layer)
+        if order is not None:
+            mass = mass.gather(1, order)
+        units = pad(mass, (0, -tokens % unit)).unflatten(1, (-1, unit)).sum(2)
+        best = units.topk(max(1, int(self.share * math.ceil(tokens / unit) + 1e-9)), dim=1).indices
+        chosen = (
+            torch.zeros_like(units, dtype=torch.bool).scatter_(1, best, True).repeat_interleave(unit, 1)[:, :tokens]
+        )
+        return chosen if order is None else torch.zeros_like(chosen).scatter_(1, order, chosen)
+
+
+class Simulation:
+    """A model whose attention leaves out what was not chosen.
+
+    Args:
+        model: a causal LM with one kind of attention layer.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._choice, self._plain = model, None, model.config._attn_implementation
+        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
+
+    @torch.inference_mode()
+    def prefix(self, ids: list[int]) -> Prefix:
+        """Compute a prefix."""
+        self._model.set_attn_implementation(self._plain)
+        cache = DynamicCache()
+        self._model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
+        return Prefix([(layer.keys, layer.values) for layer in cache.layers])
+
+    @torch.inference_mode()
+    def first_token(self, ids: list[int], choice: Choice) -> torch.Tensor:
+        """Return the log-probabilities of the token after a question, float32 `[vocabulary]`."""
+        cache = DynamicCache()
+        for layer, kept in enumerate(choice.prefix.layers):
+            cache.update(*kept, layer)
+        self._choice = choice
+        self._model.set_attn_implementation(_NAME)
+        return self._model(torch.tensor([ids]), past_key_values=cache).logits[0, -1].float().log_softmax(-1)
+
+    def _attend(
+        self,
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **ignored: Any,
+    ) -> tuple[torch.Tensor, None]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        new, columns = query.shape[2], key.shape[2]
+        seen = torch.arange(columns) <= torch.arange(columns - new, columns)[:, None]  # [new, columns]
+        chosen = self._choice.visible(module.layer_idx, query[0], key[0], scale)
+        if chosen is not None:
+            seen = seen.expand(query.shape[1], -1, -1).clone()
+            seen[:, :, : chosen.shape[1]] &= chosen[:, None]
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+
+def questions(arguments: argparse.Namespace, tokenizer: Any, task_name: str) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield prefixes and questions, those of one prefix together."""
+    (task,) = find_tasks(task_name)
+    draw = Draw(Data(arguments.data), arguments.limit, arguments.seed, arguments.tokens, tokenizer)
+    prompts = [encode(example, task, tokenizer, 1 << 20) for example in task.examples(draw)]
+    if arguments.half is not None:
+        prompts = prompts[arguments.half :: 2]
+    yield from sorted((list(prompt.prefix), list(prompt.question)) for prompt in prompts)
+
+
+def measure(simulation: Simulation, prompts: list[tuple[list[int], list[int]]], shares: list[float]) -> list[dict]:
+    """Return a row for each question, share and way: KL, agreement, and whether an earlier question was asked."""
+    rows, prefix, last = [], None, None
+    for number, (ids, question) in enumerate(tqdm(prompts, unit="question")):
+        if ids != last:
+            prefix, last = simulation.prefix(ids), ids
+        later, everything = bool(prefix.seen), Choice(None, 1.0, prefix)
+        full = simulation.first_token(question, everything)
+        for share in shares:
+            for name, way in WAYS.items():
+                if way.order == "questions" and not later:
+                    continue
+                found = simulation.first_token(question, Choice(way, share, prefix))
+                kl = float((full.exp() * (full - found)).sum())
+                same = bool(found.argmax() == full.argmax())
+                rows.append({"question": number, "share": share, "way": name, "kl": kl, "same": same, "later": later})
+        for layer, paid in everything.paid.items():
+            prefix.seen[layer] = prefix.seen.get(layer, 0) + paid
+    return rows
+
+
+def summary(rows: list[dict[str, Any]], share: float, way: str, later: bool) -> str:
+    """Return the mean KL with a 95 % interval by bootstrap, and the agreement."""
+    mine = [row for row in rows if (row["share"], row["way"]) == (share, way) and (row["later"] or not later)]
+    if not mine:
+        return "–"
+    losses = np.array([row["kl"] for row in mine])
+    means = losses[np.random.default_rng(0).integers(0, len(losses), (1000, len(losses)))].mean(1)
+    low, high = np.quantile(means, (0.025, 0.975))
+    return f"{losses.mean():.3f} [{low:.3f}, {high:.3f}] / {100 * np.mean([row['same'] for row in mine]):.0f}"
+
+
+def report(document: dict[str, Any]) -> str:
+    """Return the tables in Markdown."""
+    arguments, parts = document["arguments"], ["# Which tokens a budget buys: simulated choices\n"]
+    parts.append(
+        f"{arguments['model']}, float32, behind about {arguments['tokens']:,} tokens. Mean KL divergence of the first "
+        "token from full KV in nats, with a 95 % interval by bootstrap, and how often the likeliest token is the same, "
+        "in per cent. Columns: share of the prefix's KV that each layer and head attends to; no index is counted.\n"
+    )
+    for task, rows in document["tasks"].items():
+        for later in (False, True):
+            asked = {row["question"] for row in rows if row["later"] or not later}
+            if later and not asked:
+                continue
+            which = "later questions" if later else "all questions"
+            lines = [
+                [name, *(summary(rows, share, name, later) for share in arguments["shares"])]
+                for name, way in WAYS.items()
+                if later or way.order != "questions"
+            ]
+            headings = ["", *(f"{share:.0%}" for share in arguments["shares"])]
+            parts.append(f"## {task}, {which} ({len(asked)})\n\n" + table(headings, lines))
+    return "\n".join(parts)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a model of the hub, or a folder")
+    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
+    parser.add_argument("--tasks", default="sst2,rte,text")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
+    parser.add_argument("--limit", type=int, default=64, help="questions of each task")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="every second question, from this on")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.05, 0.1, 0.25])
+    parser.add_argument("--seed", type=int, default=47)
+    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    simulation, name = Simulation(model), Path(arguments.model).name
+    document: dict[str, Any] = {
+        "arguments": {**vars(arguments), "model": name, "data": None, "out": None},
+        "machine": machine(torch.device("cpu"), Path(__file__).parent),
+        "tasks": {},
+    }
+    for task in arguments.tasks.split(","):
+        prompts = list(questions(arguments, tokenizer, task))
+        document["tasks"][task] = measure(simulation, prompts, arguments.shares)
+    text = report(document)
+    print(text)
+    if arguments.out is not None:
+        save(arguments.out, f"choices-{name}-{arguments.tokens}", json.loads(json.dumps(document)), text)
+
+
+if __name__ == "__main__":
+    main()
