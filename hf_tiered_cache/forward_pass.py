@@ -228,7 +228,7 @@ class RestoringForward(ForwardPass):
     ) -> None:
         super().__init__(cache, sources, attachment, collector, recorder, first)
         self.plan, self.method, self._only = plan, method, only
-        self._ascends, self._last_layer = plan.under_way is None, 0  # else layers may run twice
+        self._ascends, self._last_layer = plan.under_way is None, -1  # else layers may run twice
         self._captures = True
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -340,7 +340,7 @@ class RestoringForward(ForwardPass):
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass`."""
-        if self._ascends and layer < self._last_layer:  # its blocks went when the later layer was done
+        if self._ascends and layer <= self._last_layer:  # its blocks went when that layer was done
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
         self._last_layer, started = layer, time.perf_counter()
         try:

@@ -271,9 +271,18 @@ def test_what_changes_at_every_pass_is_said_and_does_not_slow_each_token(tmp_pat
         assert cache.stats.tokens_restored == 48
 
 
-def test_layers_that_run_in_another_order_are_a_miss(tmp_path):
-    model = build("llama")
+def in_reverse(model):
     model.model.layers = nn.ModuleList(list(model.model.layers)[::-1])
+
+
+def sharing_a_cache(model):
+    model.model.layers[3].self_attn.layer_idx = 4
+
+
+@pytest.mark.parametrize("change", [in_reverse, sharing_a_cache])
+def test_layers_that_run_in_another_order_are_a_miss(tmp_path, change):
+    model = build("llama")
+    change(model)
     expected = model.generate(IDS, **GREEDY)
     with KVStore(tmp_path) as store:
         for _ in range(2):
@@ -283,11 +292,12 @@ def test_layers_that_run_in_another_order_are_a_miss(tmp_path):
             store.flush()
 
 
-def test_layers_whose_order_shows_in_a_pass_alone_are_a_miss(tmp_path, monkeypatch):
+@pytest.mark.parametrize("change", [in_reverse, sharing_a_cache])
+def test_layers_whose_order_shows_in_a_pass_alone_are_a_miss(tmp_path, monkeypatch, change):
     model = build("llama")
     with KVStore(tmp_path) as store:
         monkeypatch.setattr("hf_tiered_cache.identity.model.ModelDescription._check_order", lambda *_: None)
-        model.model.layers = nn.ModuleList(list(model.model.layers)[::-1])
+        change(model)
         expected = model.generate(IDS, **GREEDY)
         for _ in range(2):
             cache = TieredCache(model, store)

@@ -327,12 +327,12 @@ class ModelDescription(CodeDescription):
             self.problem = self.problem or where
 
     def _check_order(self, model: PreTrainedModel) -> None:
-        """Refuse layers that run in another order than their caches."""
+        """Refuse layers that run in another order than their caches, or share one."""
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self._text.num_hidden_layers:
                 numbers = [_layer_number(layer) for layer in module]
                 known = [number for number in numbers if number is not None]
-                if known != sorted(known):
+                if known != sorted(set(known)):
                     self.problem = self.problem or "the order of the layers, which is not that of their `layer_idx`,"
 
 
