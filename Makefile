@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo notebooks test test-thorough test-gpu soak lint types format bench eval clean
+.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -25,6 +25,10 @@ test: $(FOR_DEV)
 # more examples of every property, for a quiet machine
 test-thorough: $(FOR_DEV)
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal --timeout 1800 $(ARGS)
+
+# with pretrained models, which are downloaded the first time (see docs/evaluation.md)
+test-real: $(FOR_DEV)
+	$(BIN)/python -m pytest -q --real tests/real $(ARGS)
 
 # ten minutes of everything at once; ARGS="--seed 1 2 --minutes 30 --out bench/results"
 soak: $(FOR_DEV)
@@ -102,7 +106,7 @@ ifdef DATA
 	$(BIN)/python -m eval.report $(RESULTS)/news-xs
 endif
 
-$(FOR_USE): KIND := .
+$(FOR_USE): KIND := .[demo]
 $(FOR_DEV): KIND := .[dev]
 $(FOR_USE) $(FOR_DEV): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

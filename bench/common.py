@@ -8,6 +8,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
 from datetime import datetime, timezone
@@ -95,8 +96,11 @@ def build(
 
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A trained model."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    """Load a trained model: of a folder, or by a short name of eval.models."""
+    sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
+    from eval.models import resolve
+
+    return AutoModelForCausalLM.from_pretrained(resolve(str(folder)), dtype=dtype).to(device).eval()
 
 
 def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) -> float:

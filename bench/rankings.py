@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 
 from eval.data import Data
 from eval.encode import Prompt, encode
+from eval.models import resolve
 from eval.tasks import Draw, find_tasks
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.geometry import HASH_TOKENS
@@ -144,7 +145,7 @@ def main() -> None:
     parser.add_argument("--prefix-tokens", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
     arguments = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = AutoTokenizer.from_pretrained(resolve(str(arguments.model)))
     model = load(arguments.model, torch.float32, torch.device("cpu"))
     room = model.config.max_position_embeddings
     draw = Draw(Data(arguments.data), arguments.limit, 42, min(arguments.prefix_tokens, room * 3 // 4), tokenizer)

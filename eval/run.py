@@ -28,6 +28,7 @@ from hf_tiered_cache.integrations.hub import go_offline_without_hub
 from .data import Data
 from .encode import encode
 from .errors import EvalError
+from .models import resolve, revision_of
 from .plots import method_of, metric_label
 from .runner import Run, draw_examples, find_variants
 from .tasks import GROUPS, TASKS, Draw, LongBench, find_tasks
@@ -38,7 +39,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(help=__doc__)
 def main(
-    model: Annotated[str, typer.Option(help="A model of the hub, or a folder.")] = "",
+    model: Annotated[str, typer.Option(help="A model of the hub, a folder, or a short name of eval.models.")] = "",
     tasks: Annotated[str, typer.Option(help="Tasks and groups of tasks, with commas between.")] = "",
     methods: Annotated[
         str,
@@ -91,7 +92,8 @@ def main(
         if prompts is not None:
             found = _with_prompts(found, prompts)
         set_seed(seed)
-        tokenizer, text_config = _load_tokenizer(model)
+        source = resolve(model)
+        tokenizer, text_config = _load_tokenizer(source)
         limit_of_model: int = getattr(text_config, "max_position_embeddings", 4096)
         length = max_length or limit_of_model
         prefix_tokens = min(prefix_tokens, length * 3 // 4)
@@ -100,9 +102,10 @@ def main(
             examples = {task: some[half::2] for task, some in examples.items()}
         for task, some in examples.items():
             encode(some[0], task, tokenizer, length, chat)  # what cannot be encoded is said before anything is written
-        loaded = _load(model, dtype, device)  # last: data that is missing is said at once, however large the model
+        loaded = _load(source, dtype, device)  # last: data that is missing is said at once, however large the model
         config = {
             "model": model,
+            "weights": revision_of(model),
             "tasks": [task.name for task in found],
             "variants": [variant.name for variant in variants],
             "limit": limit,
@@ -173,9 +176,8 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
     path = out / "config.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        changed = sorted(
-            key for key in config if before.get(key) != config[key] and key not in ("tasks", "variants", "limit")
-        )
+        may_change = {"tasks", "variants", "limit"} | {"weights"} - before.keys()  # older runs did not record them
+        changed = sorted(key for key in config.keys() - may_change if before.get(key) != config[key])
         if changed:
             raise EvalError(f"{out} holds a run with another {', '.join(changed)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,9 @@ def arguments_of() -> argparse.Namespace:
     parser.add_argument("--say", action="append", metavar="TEXT", help="in place of the keyboard; may be repeated")
     parser.add_argument("--list", action="store_true", help="what conversations there are, and what they take")
     parser.add_argument(
-        "--model", default=str(REFERENCE), help="a model of the hub, or a folder; default: one that ships"
+        "--model",
+        default=str(REFERENCE),
+        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
     )
     parser.add_argument("--dtype", default="auto", help="default: the model's")
     parser.add_argument("--document", type=Path, metavar="FILE", help="a text that a new conversation begins with")
@@ -267,11 +269,14 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from eval.models import resolve
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(arguments.model)
+    name = resolve(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=arguments.dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """One long text, three questions, three processes: the first computes and stores, the others restore.
 
-    make demo                                         # a model of 100M parameters with random weights; no network
-    make demo ARGS="--model Qwen/Qwen2.5-0.5B-Instruct"     # any causal LM of the hub, or of a folder
+    make demo                                               # SmolLM2-135M-Instruct; a GPU is used if there is one
+    make demo ARGS="--model Qwen/Qwen2.5-0.5B-Instruct"     # any causal LM: of the hub, of a folder, of eval.models
 
-Each process asks its question twice: through TieredCache, and by recomputing everything. Random weights answer
-nonsense, but the same nonsense both ways, and they take as long as trained ones.
+Each process asks its question twice: through TieredCache, and by recomputing everything. If SmolLM2 cannot be
+downloaded, a model of 100M parameters with random weights takes its place: its answers mean nothing, but they are the
+same both ways, and they take as long as those of a trained model.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
+
 TEXT = Path(__file__).parent / "data" / "a_scandal_in_bohemia_part_1.txt"
 QUESTIONS = (
-    "Question: Who comes to see Sherlock Holmes that night, and what does he wear on his face? Answer:",
-    "Question: What does the photograph show, and who has it? Answer:",
-    "Question: How did Holmes know that Watson had been getting himself very wet lately? Answer:",
+    "What is the name of the friend of Sherlock Holmes?",
+    "What did the King wear on his face?",
+    "How much money does the King lay on the table?",
 )
-ANSWER_TOKENS = 16
+MODEL = "smollm2-135m"
+ANSWER_TOKENS = 32
 
 
 def ask(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -36,9 +41,10 @@ def ask(arguments: argparse.Namespace) -> dict[str, Any]:
     from hf_tiered_cache import KVStore, TieredCache
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     set_seed(0)
     model, encode, decode = load(arguments.model)
-    ids = encode(f"{TEXT.read_text()}\n\n{QUESTIONS[arguments.ask]}").to(model.device)
+    ids = encode(QUESTIONS[arguments.ask]).to(model.device)
     with torch.no_grad():  # the first pass of a process is slow for reasons of its own: threads, memory, page faults
         model(input_ids=ids[:, :64], use_cache=False)
     with KVStore(arguments.store) as store:
@@ -87,17 +93,32 @@ def generate(model: Any, ids: Any, cache: Any, new_tokens: int = ANSWER_TOKENS) 
     return out, first.seconds
 
 
-def load(name: str | None) -> tuple[Any, Any, Any]:
-    """A model, and functions from text to ids `[1, tokens]` and from ids to text."""
+def load(name: str | None) -> tuple[Any, Callable[[str], Any], Callable[[Any], str]]:
+    """Load a model, and functions from a question to the ids `[1, tokens]` of its prompt and from ids to text.
+
+    Args:
+        name: a name on the hub, or a folder; None builds a model with random weights.
+    """
     import torch
 
+    text = TEXT.read_text()
     if name is not None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        model = AutoModelForCausalLM.from_pretrained(name, dtype="auto").to(device).eval()
+        device, dtype = ("cuda", "auto") if torch.cuda.is_available() else ("cpu", "float32")
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
         tokenizer = AutoTokenizer.from_pretrained(name)
-        return model, lambda text: tokenizer(text, return_tensors="pt").input_ids, tokenizer.decode
+
+        def encode(question: str) -> Any:
+            if tokenizer.chat_template is None:
+                return tokenizer(f"{text}\n\nQuestion: {question} Answer:", return_tensors="pt").input_ids
+            messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
+            inputs = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            return inputs["input_ids"]
+
+        return model, encode, lambda ids: tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -105,7 +126,7 @@ def load(name: str | None) -> tuple[Any, Any, Any]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<pad>"], show_progress=False)
-    tokenizer.train_from_iterator([TEXT.read_text(), *QUESTIONS], trainer)
+    tokenizer.train_from_iterator([text, *QUESTIONS], trainer)
     config = Qwen2Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=768,
@@ -121,12 +142,32 @@ def load(name: str | None) -> tuple[Any, Any, Any]:
         eos_token_id=None,
     )
     model = Qwen2ForCausalLM(config).eval()
-    return model, lambda text: torch.tensor([tokenizer.encode(text).ids]), lambda ids: tokenizer.decode(ids.tolist())
+    return (
+        model,
+        lambda question: torch.tensor([tokenizer.encode(f"{text}\n\n{question}").ids]),
+        lambda ids: tokenizer.decode(ids.tolist()),
+    )
+
+
+def find_model(name: str | None) -> str | None:
+    """Return the name or folder of the model to load, or None for random weights if the default is unavailable."""
+    from eval.errors import EvalError
+    from eval.models import resolve
+
+    try:
+        return resolve(name or MODEL)
+    except EvalError as error:
+        if name is not None:
+            raise SystemExit(f"demo: {error}") from None
+        print(f"A model with random weights takes the place of {MODEL}: {error}")
+        return None
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a model of the hub, or a folder; default: 100M parameters, random weights")
+    parser.add_argument(
+        "--model", help=f"a model of the hub, a folder, or a short name of eval.models; default: {MODEL}"
+    )
     parser.add_argument("--store", help="folder of the store; default: a temporary one, deleted at the end")
     parser.add_argument("--ask", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -135,11 +176,12 @@ def main() -> int:
         return 0
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from hf_tiered_cache.units import format_bytes
 
-    console = Console()
+    console, model = Console(), find_model(arguments.model)
     table = Table(title="\nOne text, three questions, three processes", title_justify="left", box=None)
     for heading in ("process", "TTFT", "recompute", "", "restored", "read", "tier", "tokens"):
         table.add_column(heading, justify="left" if heading in ("process", "tier", "tokens") else "right", no_wrap=True)
@@ -147,7 +189,7 @@ def main() -> int:
         all_same = True
         for number in range(len(QUESTIONS)):
             command = [sys.executable, __file__, "--ask", str(number), "--store", arguments.store or temporary]
-            command += ["--model", arguments.model] if arguments.model else []
+            command += ["--model", model] if model else []
             with console.status(f"process {number + 1} of {len(QUESTIONS)}: {QUESTIONS[number]}"):
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
             if done.returncode:
@@ -155,7 +197,7 @@ def main() -> int:
                 return done.returncode
             result = json.loads(done.stdout.splitlines()[-1])
             all_same &= result["same_tokens"]
-            console.print(f"[bold]{result['question']}[/bold] {result['answer']}", highlight=False)
+            console.print(f"[bold]{result['question']}[/bold] {escape(result['answer'])}", highlight=False)
             table.add_row(
                 f"{number + 1} {'stores' if not result['tokens_restored'] else 'restores'}",
                 f"{result['ttft_s']:.2f} s",

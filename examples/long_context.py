@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 BOOK = HERE / "data" / "a_scandal_in_bohemia_part_1.txt"
 REFERENCE = HERE.parent / "eval" / "reference" / "long"
+sys.path.append(str(HERE.parent))  # eval/ is not installed with the package
 TRAINED = 4608
 """Tokens of the longest contexts that the reference model was trained on; beyond, YaRN stretches its positions."""
 DOES = {
@@ -70,7 +71,9 @@ def main() -> int:
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default=str(REFERENCE), help="a model of the hub, or a folder; default: one that ships"
+        "--model",
+        default=str(REFERENCE),
+        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
     )
     parser.add_argument("--text", type=Path, default=BOOK, help="a file that is cut, or begins again, at --tokens")
     number = {"type": int, "metavar": "N"}
@@ -282,10 +285,12 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from eval.models import resolve
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config, shipped = AutoConfig.from_pretrained(arguments.model), Path(arguments.model).resolve() == REFERENCE
+    device, name = "cuda" if torch.cuda.is_available() else "cpu", resolve(arguments.model)
+    config, shipped = AutoConfig.from_pretrained(name), Path(name).resolve() == REFERENCE
     trained = TRAINED if shipped else config.max_position_embeddings
     factor = arguments.yarn or (max(1.0, arguments.tokens / trained) if shipped else 1.0)
     if factor > 1:
@@ -298,8 +303,8 @@ def load(arguments: argparse.Namespace) -> tuple[Any, Any]:
             file=sys.stderr,
         )
     dtype = arguments.dtype or ("float32" if shipped and device == "cpu" else "auto")
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, config=config, dtype=dtype)
-    return model.to(device).eval(), AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype)
+    return model.to(device).eval(), AutoTokenizer.from_pretrained(name)
 
 
 def bytes_per_token(model: Any, ids: list[int]) -> int:

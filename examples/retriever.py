@@ -142,7 +142,9 @@ def in_language(words: str, reader: Reader) -> str:
 def arguments_of() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--model", default=str(REFERENCE), help="a model of the hub, or a folder; default: one that ships"
+        "--model",
+        default=str(REFERENCE),
+        help="a model of the hub, a folder, or a short name of eval.models; default: one that ships",
     )
     parser.add_argument("--dtype", default="auto", help="default: the model's")
     parser.add_argument("--documents", type=Path, metavar="FOLDER", help="its .txt files, in place of made documents")

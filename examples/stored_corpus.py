@@ -288,13 +288,16 @@ class _English:
 
 
 def load(name: str, dtype: str = "auto") -> tuple[Any, Any]:
-    """A model of the hub, or of a folder, where there is a GPU on it, and its tokenizer."""
+    """Load a model of the hub, of a folder, or of eval.models, onto the GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from eval.models import resolve
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    name = resolve(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device == "cpu" and Path(name).resolve() == REFERENCE:
         dtype = "float32"  # which CPUs are quickest with

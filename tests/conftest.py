@@ -28,6 +28,18 @@ settings.register_profile("thorough", parent=settings.get_profile("default"), ma
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--real", action="store_true", help="run the tests that need a pretrained model, too")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests that need a pretrained model unless `--real` asks for them."""
+    if not config.getoption("--real"):
+        for item in items:
+            if item.get_closest_marker("real"):
+                item.add_marker(pytest.mark.skip(reason="needs a pretrained model: make test-real"))
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: no collection, of the many that tests ask for, has to look at it again."""
     gc.collect()

@@ -9,6 +9,7 @@ import re
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import processes
 import pytest
@@ -47,6 +48,55 @@ def test_the_demo_asks_in_processes_of_their_own(tmp_path, monkeypatch, capfd):
     assert "2 restores" in printed
     assert "3 restores" in printed
     assert "disk" in printed
+
+
+class Ran:
+    """Stands in for `subprocess`: notes the commands, and answers as the demo's processes do."""
+
+    PIPE = processes.PIPE
+
+    def __init__(self):
+        self.commands = []
+
+    def run(self, command, **_):
+        restored = 16 if self.commands else 0
+        self.commands.append(command)
+        result = {"question": "Who?", "answer": "[he]", "prompt_tokens": 20, "ttft_s": 0.1, "recompute_ttft_s": 1.0}
+        result |= {"tokens_restored": restored, "bytes_read": 5, "tier": "disk", "same_tokens": True}
+        return SimpleNamespace(returncode=0, stdout=json.dumps(result))
+
+
+def test_the_demo_takes_random_weights_if_its_model_is_not_available(monkeypatch, capsys):
+    from eval import models
+    from eval.errors import EvalError
+
+    def unavailable(name):
+        raise EvalError(f"pip cannot download {name}")
+
+    demo, ran = load(ROOT / "examples" / "demo.py"), Ran()
+    monkeypatch.setattr(demo, "subprocess", ran)
+    monkeypatch.setattr(models, "folder_of", unavailable)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    assert demo.main() == 0
+    printed = capsys.readouterr().out
+    assert "random weights takes the place of smollm2-135m: pip cannot download smollm2-135m" in printed
+    assert "[he]" in printed
+    assert len(ran.commands) == 3
+    assert all("--model" not in command for command in ran.commands)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--model", "gemma3-270m"])  # nothing stands in for what was asked for
+    with pytest.raises(SystemExit, match="demo: pip cannot download gemma3-270m"):
+        demo.main()
+
+
+def test_the_demo_hands_its_model_to_each_process(monkeypatch, tmp_path):
+    from eval import models
+
+    demo, ran = load(ROOT / "examples" / "demo.py"), Ran()
+    monkeypatch.setattr(demo, "subprocess", ran)
+    monkeypatch.setattr(models, "folder_of", lambda name: tmp_path / name)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    assert demo.main() == 0
+    assert [command[command.index("--model") + 1] for command in ran.commands] == [str(tmp_path / "smollm2-135m")] * 3
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import socket
@@ -15,6 +16,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from eval import report
+from eval.models import MODELS, RealModel
 from eval.plots import draw_overview, mean_over, styles_of
 from eval.run import _show as show
 from eval.run import app
@@ -83,6 +85,43 @@ def test_a_run_says_what_it_was(finished, saved):
     assert metrics["examples"] == 4
     assert metrics["score"]["low"] <= metrics["score"]["mean"] <= metrics["score"]["high"]
     assert metrics["restored"]["mean"] > 100
+
+
+def test_a_run_records_its_weights_and_goes_on_where_an_older_one_did_not(finished, saved, tmp_path):
+    before, common = finished
+    out = tmp_path / "results"
+    shutil.copytree(before, out)
+    common = [out if argument == before else argument for argument in common]
+    path = out / "config.json"
+    recorded = json.loads(path.read_text())
+    weights = recorded.pop("weights")
+    checksum = hashlib.sha256((saved / "model.safetensors").read_bytes()).hexdigest()
+    assert weights == {"source": "folder", "sha256": checksum}
+    path.write_text(json.dumps(recorded))
+    assert run("--tasks", "sst2", *common).exit_code == 0
+    assert json.loads(path.read_text())["weights"] == weights
+    path.write_text(json.dumps(recorded | {"weights": {"source": "folder", "sha256": "0" * 64}}))
+    refused = run("--tasks", "sst2", *common)
+    assert refused.exit_code == 2 and "another weights" in refused.output
+
+
+def test_a_model_may_have_a_short_name(saved, folder, tmp_path, monkeypatch):
+    model = RealModel("toy", "owner/toy", (), "0" * 64, "Apache-2.0")
+    monkeypatch.setitem(MODELS, "toy", model)
+    monkeypatch.setenv("HF_TIERED_CACHE_MODELS", str(tmp_path / "models"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    shutil.copytree(saved, tmp_path / "models" / "toy")
+    weight_bytes = (saved / "model.safetensors").stat().st_size
+    record = {"gguf_sha256": model.gguf_sha256, "sha256": "1" * 64, "bytes": weight_bytes}
+    (tmp_path / "models" / "toy" / "provenance.json").write_text(json.dumps(record))
+    out = tmp_path / "results"
+    common = ("--data", folder, "--limit", 2, "--out", out, "--device", "cpu", "--prefix-tokens", 200)
+    result = run("--model", "toy", "--tasks", "sst2", *common)
+    assert result.exit_code == 0, result.output
+    config = json.loads((out / "config.json").read_text())
+    assert config["model"] == "toy"
+    weights = {"source": "packages", "hub_id": "owner/toy", "gguf_sha256": "0" * 64, "sha256": "1" * 64}
+    assert config["weights"] == weights
 
 
 def test_an_interrupted_run_goes_on(finished, tmp_path):

