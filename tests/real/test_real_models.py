@@ -98,8 +98,8 @@ def test_the_converted_weights_know_the_capital_of_france(loaded, name, dtype):
 
 def test_the_chat_template_gets_an_answer_from_a_text(loaded, name):
     model, tokenizer = loaded(name)
-    text = "The red house belongs to Anna, the baker. The green house belongs to Peter, the teacher."
-    messages = [{"role": "user", "content": f"{text}\n\nWho does the green house belong to?"}]
+    text = "Anna is a baker. She lives in a red house by the river, and her bread is known in the whole town."
+    messages = [{"role": "user", "content": f"{text}\n\nWhat is the color of the house?"}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     answer = model.generate(**inputs, do_sample=False, max_new_tokens=24)[0, inputs["input_ids"].shape[1] :]
-    assert "Peter" in tokenizer.decode(answer)
+    assert "red" in tokenizer.decode(answer)
