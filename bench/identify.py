@@ -31,7 +31,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.select.all_keys import Int8KeysIndex
 from hf_tiered_cache.select.chunks import budgeted_tokens, top_chunks
-from hf_tiered_cache.select.mass import attention_mass
+from hf_tiered_cache.select.mass import head_mass
 from hf_tiered_cache.select.selector import Selection, SelectionInput
 from hf_tiered_cache.select.top_chunks import TopChunks
 
@@ -66,10 +66,10 @@ def recalls(asked: SelectionInput) -> Note:
 
     def mass(some: torch.Tensor) -> torch.Tensor:
         query, own = asked.query[: len(some) * served], asked.own_keys[: len(some)]
-        return attention_mass(query, some, own, asked.scaling)
+        return head_mass(query, some, own, asked.scaling).mean(0)
 
     coarse = Int8KeysIndex.build(keys).keys_as(keys.dtype)
-    counts = asked.chunks.counts
+    (counts,) = asked.chunks.counts
     chunks = keys.split(counts.tolist(), dim=1)
     means = torch.stack([chunk.mean(1) for chunk in chunks], dim=1)
     tokens_of_each = torch.from_numpy(counts)
@@ -79,7 +79,7 @@ def recalls(asked: SelectionInput) -> Note:
     for budget in BUDGETS:
         count = budgeted_tokens(budget, asked.chunks.tokens, int(counts.max()))
         wanted, *others = (
-            set(np.searchsorted(asked.chunks.starts, top_chunks(one.numpy(), asked.chunks, count), "right").tolist())
+            set(asked.chunks.chunk[0, top_chunks(one[None].numpy(), asked.chunks, count)[0]].tolist())
             for one in (mass(keys), *found.values())
         )
         note |= {(way, budget): len(wanted & other) / len(wanted) for way, other in zip(WAYS, others, strict=True)}
@@ -118,7 +118,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     text = np.array(tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"])
     language, notes = Language(tokenizer, text), []
-    method = NotingKV(budget=0.25, period=1, subperiod=1, identify="keys", notes=notes)
+    method = NotingKV(budget=0.25, per_head=False, reorder=False, subperiod=1, identify="keys", notes=notes)
     with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
         asked = questions(language, arguments.tokens, arguments.questions, 0)
         for context, question in tqdm(asked, total=arguments.questions, unit="question"):

@@ -425,7 +425,7 @@ class Recorder:
         if self.rank is None:
             return None
         importance = self.rank(row, self._pairs(row, start, tokens))
-        return TokenTables.by_importance(importance[None], block_groups(layout, self.geometry))
+        return TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
 
     def _pairs(self, row: int, start: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each layer's caught keys and values of a row, `[heads, tokens, dim]` each, from a caught column on."""

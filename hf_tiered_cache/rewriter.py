@@ -31,7 +31,7 @@ from .store.format import EXACT
 from .store.relayout import relayout_segment
 from .store.segment import SegmentReader
 from .tiers.handover import Handover
-from .tiers.importance import TokenImportance
+from .tiers.importance import TokenImportance, size_of
 from .tiers.residency import Residency
 
 _IMPORTANCE = "importance"
@@ -97,7 +97,7 @@ class SegmentRewriter:
             importance = self.importance.of(segment_id)
         else:
             scores = next((self._rankings.of(reader).get(name) for name in RANKED_IN_CONTEXT), None)
-            importance = None if scores is None else scores[None]
+            importance = None if scores is None else scores[None, None]
         if importance is None:
             return False
         tables = TokenTables.by_importance(importance, reader.shape.block_groups)
@@ -105,10 +105,10 @@ class SegmentRewriter:
             return False
         return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
 
-    def prompt_done(self, segments: Iterable[str]) -> None:
+    def prompt_done(self, segments: Iterable[str], every: int) -> None:
         """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
         for segment_id in segments:
-            if self.importance.prompt_done(segment_id):
+            if self.importance.prompt_done(segment_id, every):
                 with suppress(RuntimeError):  # the store was closed under the request, which goes on
                     self._submit(self.reorder, segment_id)
 
@@ -141,8 +141,7 @@ class SegmentRewriter:
             if reader.id in self.importance:
                 continue
             kept = self._disk.beside.kept(reader, _IMPORTANCE, {}) or {}
-            shape = len(reader.shape.layout.layers), reader.shape.tokens
-            right = {"mass": (torch.float32, shape), "prompts": (torch.int64, (1,))}
+            right = {"mass": (torch.float32, size_of(reader.shape)), "prompts": (torch.int64, (1,))}
             if {name: (array.dtype, tuple(array.shape)) for name, array in kept.items()} == right:
                 self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
 

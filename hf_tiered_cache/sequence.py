@@ -159,7 +159,7 @@ class SequenceState:
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
         attended = round(plan.attended_tokens) if plan is not None else 0
         if plan is not None and plan.budget_tokens is not None and not plan.streamed and self.method.reorder:
-            self.store.rewriter.prompt_done({reader.id for reader in plan.readers})
+            self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
         before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
         collector.add(
             tokens_restored=restored - before,

@@ -57,13 +57,26 @@ class TokenTables:
         """The most important tokens first, of equals the first.
 
         Args:
-            importance: float `[layers, tokens]`, or `[1, tokens]` for all layers alike. A block group goes by its
-                first layer's. One with a window, or of an index, is left in order, since it is read in order.
+            importance: float `[layers, heads, tokens]`; 1 layer or head stands for all. A block group goes by its first
+                layer's heads together. One with a window, or of an index, is left in order, since it is read in order.
             groups: the segment's block groups.
             kept: see `importance` of the class.
         """
-        order = np.argsort(-importance, axis=1, kind="stable")  # [layers, tokens]: the token in each slot
-        return cls.by_layer(np.argsort(order, axis=1).astype(np.uint32), groups, kept)
+        layers, heads, tokens = importance.shape
+        number_of: dict[bytes, int] = {}  # block groups may share an order
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            if group.window or group.identifies:
+                continue
+            mine = {head for part in group.parts for head in range(part.first_head, part.first_head + part.heads)}
+            some = sorted(mine) if heads > 1 else [0]
+            total = importance[group.layers[0] if layers > 1 else 0, some].sum(axis=0)
+            row = np.argsort(np.argsort(-total, kind="stable")).astype(np.uint32)
+            number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(row)
+        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group, kept)
 
     @classmethod
     def by_layer(

@@ -151,7 +151,7 @@ class Storage:
             return []
         self.seal(prefix_hashes[0], asking)
         self.writer.wait_for(prefix_hashes[start:])
-        rows = self.disk.find(prefix_hashes)
+        rows, asked_again = self.disk.find(prefix_hashes), False
         while True:
             runs = longest_prefix(prefix_hashes, rows, start)
             readers = [self.disk.found(run.row) for run in runs]
@@ -159,6 +159,8 @@ class Storage:
             most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in found}
             if all(run.num_hashes <= most[run.row.id] for run in runs):
                 break
+            if None in readers and not asked_again:  # perhaps another has taken its place meanwhile
+                rows, asked_again = self.disk.find(prefix_hashes), True
             rows = [  # gone, damaged or there in part: look for a way around it
                 replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
             ]

@@ -736,14 +736,22 @@ def test_choices(tmp_path, monkeypatch):
     assert "later questions" in (tmp_path / "choices-xs-128.md").read_text()
 
 
-def test_a_simulated_choice_is_the_methods(tmp_path):
+@pytest.mark.parametrize(
+    ("way", "settings"),
+    [
+        ("chunks of 8, per kv head", {}),
+        ("chunks of 4, per kv head", {"chunk_tokens": 4}),
+        ("chunks of 8, all heads, 2 layers", {"per_head": False, "period": 2, "solo_layers": 1}),
+    ],
+)
+def test_a_simulated_choice_is_the_methods(tmp_path, way, settings):
     """What is simulated of ContiguousKV gives the logits of ContiguousKV."""
     import choices
 
     model = AutoModelForCausalLM.from_pretrained(BENCH.parent / "eval" / "reference" / "xs", dtype=torch.float32).eval()
     ids = torch.randint(3, model.config.vocab_size, (1, 180), generator=torch.Generator().manual_seed(3))
     with KVStore(tmp_path) as store:
-        method = ContiguousKV(0.25, identify="keys")
+        method = ContiguousKV(0.25, identify="keys", reorder=False, **settings)
         store.precompute(model, ids[:, :160], method=method, progress=False)
         cache = TieredCache(model, store, method=method, record=False)
         with torch.inference_mode():
@@ -752,8 +760,7 @@ def test_a_simulated_choice_is_the_methods(tmp_path):
         detach(model)
     simulation = choices.Simulation(model)
     prefix = simulation.prefix(ids[0, :160].tolist())
-    way = choices.WAYS["chunks of 8, all heads, 2 layers"]
-    simulated = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(way, 0.25, prefix))
+    simulated = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(choices.WAYS[way], 0.25, prefix))
     torch.testing.assert_close(ours, simulated, rtol=0, atol=1e-3)
     full = simulation.first_token(ids[0, 160:].tolist(), choices.Choice(None, 1.0, prefix))
     assert (full - simulated).abs().max() > 1e-2  # so that the choice matters

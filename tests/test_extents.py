@@ -231,7 +231,7 @@ def test_what_was_used_lies_in_extents_when_nobody_uses_it(model, tmp_path, monk
     for number, stored in enumerate((METHOD, None)):
         methods = {"exact": None, "kv_drive": PLAIN}
         if stored is METHOD:  # it chooses by the chunks that a segment is cut into
-            methods["contiguous"] = ContiguousKV(0.25)
+            methods["contiguous"] = ContiguousKV(0.25, reorder=False)
         with KVStore(tmp_path / str(number), engine="posix", host_memory=0) as store:
             fill(store, model, ids, stored)
             shape, name = shape_of(store)
@@ -286,7 +286,7 @@ def test_what_was_used_lies_in_extents_when_nobody_uses_it(model, tmp_path, monk
 
 @pytest.mark.parametrize(
     "method",
-    [PLAIN, KVDrive(0.2, index="page_bounds", extents=True), KVDrive(1.0, extents=True), ContiguousKV(0.2)],
+    [PLAIN, KVDrive(0.2, index="page_bounds", extents=True), KVDrive(1.0, extents=True), ContiguousKV(0.2, reorder=False)],
     ids=["off", "no clusters", "whole", "other"],
 )
 def test_nothing_moves_without_extents(method, model, tmp_path):

@@ -65,7 +65,7 @@ WRITTEN_BEFORE = {
 def test_files_that_need_nothing_new_are_those_of_formats_before_byte_for_byte(tmp_path, geometry, kind_of_order):
     kind = LayerKV(2, 8, 2, 12, rotated="key", rotary_dims=8)
     layout = KVLayout((kind, kind, kind, LayerKV(1, 8, 3, 8, window=32), None, kind), torch.bfloat16)
-    importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 64)
+    importance = (np.arange(6 * 64) * 7919 % 1009).reshape(6, 1, 64)
     kept = np.arange(64, dtype=np.float32) if kind_of_order == 2 else None
     tables = TokenTables.by_importance(importance, block_groups(layout, geometry), kept) if kind_of_order else None
     shape, chain, parent = SegmentShape(layout, geometry, 64, tables), hashes(4), b"\0" * 16

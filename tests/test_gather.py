@@ -22,7 +22,7 @@ LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)
 def made(tokens, geometry, ordered, seed):
     """A segment's shape, its keys and values `[layers, heads, tokens, dim]`, and the blocks of each block group."""
     random = np.random.default_rng(seed)
-    importance = random.random((LAYERS, tokens))
+    importance = random.random((LAYERS, 1, tokens))
     tables = TokenTables.by_importance(importance, block_groups(LAYOUT, geometry)) if ordered else None
     shape = SegmentShape(LAYOUT, geometry, tokens, tables)
     kv = {name: torch.from_numpy(random.random((LAYERS, HEADS, tokens, DIM), np.float32)) for name in ("key", "value")}

@@ -19,7 +19,7 @@ from hf_tiered_cache.methods import ContiguousKV, describe_method, make_method
 from hf_tiered_cache.select.top_chunks import TopChunks
 
 METHOD = ContiguousKV(
-    budget=0.75, mass=0.5, chunk_tokens=8, period=1, solo_layers=0, identify="keys", rechoose=0, queries=4
+    budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", rechoose=0, queries=4
 )
 AGAIN = replace(METHOD, rechoose=1, gain=0)
 RESTORED, BOUGHT = 192, 144
@@ -253,11 +253,11 @@ def goes_on(model, cache, stored, chosen, tokens):
         torch.testing.assert_close(logits[row : row + 1, -1], expected, rtol=0, atol=1e-4)
         for layer, (keys, values), took in zip(cache.layers, stored, choices, strict=True):
             _, rows = layer.chosen()
-            assert sorted(rows[row].tokens.tolist()) == took.tolist()
+            assert sorted(rows[row].tokens[0].tolist()) == took.tolist()
             columns = slice(0, len(took))
             assert layer.held == len(took) + behind + tokens.shape[1]
-            assert torch.equal(layer.keys[row, :, columns], keys[0][:, rows[row].tokens])
-            assert torch.equal(layer.values[row, :, columns], values[0][:, rows[row].tokens])
+            assert torch.equal(layer.keys[row, :, columns], keys[0][:, rows[row].tokens[0]])
+            assert torch.equal(layer.values[row, :, columns], values[0][:, rows[row].tokens[0]])
 
 
 def begun(model, store, **kwargs):

@@ -21,13 +21,20 @@ from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.sources import SelectedSource
 
 PREFIX, NEW = 200, 8
-METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1, gain=0)
+SHARED = {"per_head": False, "reorder": False, "solo_layers": 1}
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1, gain=0, **SHARED)
+PER_HEAD = {"per_head": True, "identify": "index", "period": 1, "solo_layers": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
 
 @pytest.fixture(scope="module")
 def model():
     return build("qwen2")
+
+
+@pytest.fixture(params=[{}, PER_HEAD], ids=["all", "heads"])
+def method(request):
+    return replace(METHOD, **request.param)
 
 
 @pytest.fixture
@@ -51,8 +58,9 @@ def erratic(monkeypatch):
 
     def choose(self, asked, real=TopChunks.choose):
         choice = real(self, asked)
-        chunks = np.sort(random.permutation(asked.chunks.tokens // 16)[: asked.count // 16])
-        return replace(choice, tokens=(16 * chunks[:, None] + np.arange(16)).reshape(1, -1))
+        each = [random.permutation(asked.chunks.tokens // 16)[: asked.count // 16] for _ in choice.tokens]
+        chunks = np.sort(np.stack(each), axis=1)  # [sets, chunks]
+        return replace(choice, tokens=(16 * chunks[:, :, None] + np.arange(16)).reshape(len(each), -1))
 
     monkeypatch.setattr(TopChunks, "choose", choose)
 
@@ -77,14 +85,24 @@ def holds_what_it_says(cache, stored):
         if not isinstance(layer, SelectedSource):
             continue
         for row, held in enumerate(layer._rows):
-            tokens = torch.from_numpy(held.tokens)
-            assert len(set(held.tokens.tolist())) == len(tokens) == layer._num_selected
-            assert torch.equal(layer.keys[row, :, : len(tokens)], keys[0][:, tokens])
-            assert torch.equal(layer.values[row, :, : len(tokens)], values[0][:, tokens])
+            assert all(len(set(tokens.tolist())) == len(tokens) == layer._num_selected for tokens in held.tokens)
+            for mine, whole in ((layer.keys, keys), (layer.values, values)):
+                assert torch.equal(mine[row, :, : layer._num_selected], of_sets(whole, held.tokens)[0])
+
+
+def of_sets(every, sets):
+    """Of `[1, kv_heads, tokens, dim]` those of int64 `[1 or kv_heads, n]`: `[1, kv_heads, n, dim]`."""
+    heads, dim = every.shape[1], every.shape[3]
+    tokens = torch.from_numpy(np.broadcast_to(sets, (heads, sets.shape[1])).copy())
+    return every.gather(2, tokens[None, :, :, None].expand(-1, -1, -1, dim))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"])
-@pytest.mark.parametrize("changes", [{}, {"identify": "index"}, {"rechoose": 3}, {"gain": 0.0003}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"identify": "index"}, {"rechoose": 3}, {"gain": 0.0003}, PER_HEAD, PER_HEAD | {"gain": 0.0003}],
+    ids=["all", "index", "each third", "gain", "heads", "heads, gain"],
+)
 def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
     """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
     model, ids, method = build(family), prompt(PREFIX), replace(METHOD, **changes)
@@ -98,23 +116,24 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     periods = in_groups(range(layers), method.period, method.solo_layers)
     choices, logits, inputs, position = iter(chosen), [], whole[:, restored:], restored
     own = [(k[:, :, :0], v[:, :, :0]) for k, v in stored]
-    choice: list[np.ndarray] = []
+    choice: list[np.ndarray] = []  # of each period, [sets, tokens]
     moved: list[int] = []
     for step in range(NEW):
         if step == 0 or (step - 1) % method.rechoose == 0:
             best = list(islice(choices, len(periods)))
             for number, now in enumerate(best):
-                tokens = now.tokens[0]
                 if step == 0:
-                    choice.append(tokens)
-                elif not method.gain or now.mass[tokens].sum() - now.mass[choice[number]].sum() >= method.gain:
-                    choice[number] = tokens
-                    moved.append(step)
-        kept, attended = DynamicCache(config=model.config), len(choice[0])
+                    choice.append(now.tokens.copy())
+                    continue
+                for one, (mass, tokens) in enumerate(zip(now.mass, now.tokens, strict=True)):
+                    if not method.gain or mass[tokens].sum() - mass[choice[number][one]].sum() >= method.gain:
+                        choice[number][one] = tokens
+                        moved.append(step)
+        kept, attended = DynamicCache(config=model.config), choice[0].shape[1]
         for period, tokens in zip(periods, choice, strict=True):
             for layer in period:
                 pairs = zip(stored[layer], own[layer], strict=True)
-                put(kept.layers[layer], *(torch.cat([all_[:, :, tokens], mine], 2) for all_, mine in pairs))
+                put(kept.layers[layer], *(torch.cat([of_sets(all_, tokens), mine], 2) for all_, mine in pairs))
         positions = torch.arange(position, position + inputs.shape[1]).unsqueeze(0)
         with torch.no_grad():
             output = model(input_ids=inputs, position_ids=positions, past_key_values=kept, logits_to_keep=1)
@@ -123,7 +142,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
         position += inputs.shape[1]
         inputs = ours.sequences[:, whole.shape[1] + step : whole.shape[1] + step + 1]
     assert next(choices, None) is None
-    assert 0 < len(moved) <= len(chosen) - len(periods) - bool(method.gain)
+    assert 0 < len(moved) <= (len(chosen) - len(periods)) * len(choice[0]) - bool(method.gain)
     for mine, theirs in zip(ours.logits, logits, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
     if method.rechoose == 1:
@@ -131,11 +150,11 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
 
 
 @pytest.mark.parametrize("host_memory", [0, 40_000, 1 << 24])
-def test_columns_hold_what_they_say_with_any_memory(model, tmp_path, erratic, host_memory):
+def test_columns_hold_what_they_say_with_any_memory(model, method, tmp_path, erratic, host_memory):
     ids = prompt(PREFIX)
     with KVStore(tmp_path, engine="posix", host_memory=host_memory) as store:
-        store.precompute(model, ids, method=METHOD, progress=False)
-        _, cache = ask(model, store, question(ids))
+        store.precompute(model, ids, method=method, progress=False)
+        _, cache = ask(model, store, question(ids), method)
         holds_what_it_says(cache, kv_of(model, ids))
         assert not store._storage.residency._holds
 
@@ -157,37 +176,37 @@ def test_choices_are_counted_from_the_first_decoded_token(more, model, store, ch
     assert made == [1, 0, 0, 1, 0, 1, 0]
 
 
-def test_beams_keep_their_rows_apart(model, store, erratic):
+def test_beams_keep_their_rows_apart(model, method, store, erratic):
     ids = prompt(PREFIX)
-    store.precompute(model, ids, method=METHOD, progress=False)
-    _, cache = ask(model, store, question(ids), num_beams=3)
+    store.precompute(model, ids, method=method, progress=False)
+    _, cache = ask(model, store, question(ids), method, num_beams=3)
     assert len(cache.layers[0]._rows) == 3
     holds_what_it_says(cache, kv_of(model, ids))
 
 
-def test_rows_of_a_batch_are_what_they_are_alone(model, store):
+def test_rows_of_a_batch_are_what_they_are_alone(model, method, store):
     ids = [prompt(PREFIX), prompt(PREFIX - 37, seed=7)]
     for each in ids:
-        store.precompute(model, each, method=METHOD, progress=False)
+        store.precompute(model, each, method=method, progress=False)
     whole = [question(each) for each in ids]
     pad = whole[0].shape[1] - whole[1].shape[1]
     batch = torch.cat([whole[0], torch.nn.functional.pad(whole[1], (pad, 0))])
     mask = torch.ones_like(batch)
     mask[1, :pad] = 0
-    together, cache = ask(model, store, batch, attention_mask=mask)
-    alone, _ = ask(model, store, whole[0])
+    together, cache = ask(model, store, batch, method, attention_mask=mask)
+    alone, _ = ask(model, store, whole[0], method)
     assert cache.stats.tokens_restored > 300
     for a, b in zip(together.logits, alone.logits, strict=True):
         torch.testing.assert_close(a[:1], b, rtol=0, atol=1e-4)
-    again, _ = ask(model, store, batch, attention_mask=mask)
+    again, _ = ask(model, store, batch, method, attention_mask=mask)
     assert torch.equal(again.sequences, together.sequences)
 
 
-def test_forks_choose_apart(model, store, erratic):
+def test_forks_choose_apart(model, method, store, erratic):
     ids = prompt(PREFIX)
-    store.precompute(model, ids, method=METHOD, progress=False)
+    store.precompute(model, ids, method=method, progress=False)
     stored = kv_of(model, ids)
-    _, cache = ask(model, store, question(ids))
+    _, cache = ask(model, store, question(ids), method)
     before = [layer.keys.clone() for layer in cache.layers]
     twin = cache.fork()
     decode(model, twin, 5)
@@ -197,10 +216,10 @@ def test_forks_choose_apart(model, store, erratic):
     holds_what_it_says(cache, stored)
 
 
-def test_a_pass_that_fails_may_be_run_again(model, store, erratic):
+def test_a_pass_that_fails_may_be_run_again(model, method, store, erratic):
     ids = prompt(PREFIX)
-    store.precompute(model, ids, method=METHOD, progress=False)
-    _, cache = ask(model, store, question(ids))
+    store.precompute(model, ids, method=method, progress=False)
+    _, cache = ask(model, store, question(ids), method)
     columns = cache.get_seq_length()
     for layer in range(len(cache.layers)):
         handle = model.model.layers[layer].mlp.register_forward_hook(lambda *_: 1 / 0)
@@ -214,11 +233,11 @@ def test_a_pass_that_fails_may_be_run_again(model, store, erratic):
     assert cache.get_seq_length() == columns + 2
 
 
-def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, tmp_path, erratic, monkeypatch, caplog):
+def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, tmp_path, erratic, monkeypatch, caplog):
     ids = prompt(PREFIX)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        store.precompute(model, ids, method=METHOD, progress=False)
-        _, cache = ask(model, store, question(ids))
+        store.precompute(model, ids, method=method, progress=False)
+        _, cache = ask(model, store, question(ids), method)
         stored, rows = kv_of(model, ids), [layer._rows[0].tokens.copy() for layer in cache.layers]
 
         def fails(*args, **kwargs):
@@ -232,11 +251,11 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, tmp_path
         assert cache.stats.read_errors > 0
 
 
-def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, tmp_path, erratic):
+def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, method, tmp_path, erratic):
     ids = prompt(PREFIX)
     store = KVStore(tmp_path, engine="posix", host_memory=0)
-    store.precompute(model, ids, method=METHOD, progress=False)
-    _, cache = ask(model, store, question(ids))
+    store.precompute(model, ids, method=method, progress=False)
+    _, cache = ask(model, store, question(ids), method)
     store.close()
     decode(model, cache, 3)
     holds_what_it_says(cache, kv_of(model, ids))

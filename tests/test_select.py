@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, tokens_of_mass, top_chunks
-from hf_tiered_cache.select.mass import attention_mass
+from hf_tiered_cache.select.mass import head_mass
 from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
 from hf_tiered_cache.select.selector import SelectionInput
 from hf_tiered_cache.select.top_chunks import TopChunks
@@ -18,45 +18,74 @@ from hf_tiered_cache.select.top_tokens import top_of_each
 
 @st.composite
 def cut(draw):
-    """Chunks of a row, whole but for ragged ends of segments, and what each token gets: often the same."""
+    """Chunks of a row, in each set in another order, and what each token gets in each row: often the same."""
     size = draw(st.sampled_from([1, 3, 16]))
-    counts = []
-    for chunks in draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)):
-        counts += [size] * (chunks - 1) + [draw(st.integers(1, size))]
-    starts = np.cumsum([0, *counts[:-1]])
-    tokens = sum(counts)
-    mass = draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=tokens, max_size=tokens))
-    return ChunkMap(starts, tokens), np.array(mass, np.float32), draw(st.integers(1, tokens))
+    slots = []
+    for segment, chunks in enumerate(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))):
+        last = draw(st.integers(1, size))
+        slots += [segment * 6 * size + slot for slot in range((chunks - 1) * size + last)]
+    sets = draw(st.integers(1, 3))
+    ordered = draw(st.booleans())
+    every = [slots if ordered else draw(st.permutations(slots)) for _ in range(sets)]
+    rows = sets if sets > 1 else draw(st.integers(1, 3))
+    row = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=len(slots), max_size=len(slots))
+    mass = draw(st.lists(row, min_size=rows, max_size=rows))
+    return ChunkMap.by_slot(np.array(every), size), np.array(mass, np.float32), draw(st.integers(1, len(slots)))
+
+
+def chunks_of(chunks, row):
+    """The chunks of one row, each a list of its tokens in the order of their slots."""
+    number, place = (each[row % len(each)] for each in (chunks.chunk, chunks.place))
+    return [
+        sorted(np.flatnonzero(number == one).tolist(), key=lambda token: place[token])
+        for one in range(number.max() + 1)
+    ]
+
+
+@given(cut())
+def test_chunks_hold_the_tokens_of_consecutive_slots(case):
+    chunks, mass, _ = case
+    for row in range(len(mass)):
+        each = chunks_of(chunks, row)
+        assert [len(one) for one in each] == [n for n in chunks.counts[row % len(chunks.counts)].tolist() if n]
+        assert [[int(p) for p in chunks.place[row % len(chunks.place)][one]] for one in each] == [
+            list(range(len(one))) for one in each
+        ]
+        sums = [mass[row][one].sum(dtype=np.float64) for one in each]
+        assert chunks.sums(mass)[row][: len(each)].tolist() == pytest.approx(sums)
 
 
 @given(cut())
 def test_the_best_chunks_are_taken_whole_until_the_budget_is_spent(case):
     chunks, mass, count = case
-    spans = [range(s, s + n) for s, n in zip(chunks.starts.tolist(), chunks.counts.tolist(), strict=True)]
-    order = sorted(range(len(spans)), key=lambda i: (-float(np.mean(mass[list(spans[i])], dtype=np.float64)), i))
-    expected: list[int] = []
-    for i in order:
-        expected += list(spans[i])[: count - len(expected)]
     chosen = top_chunks(mass, chunks, count)
-    assert chosen.tolist() == sorted(expected)
+    for row, mine in enumerate(mass):
+        each = chunks_of(chunks, row)
+        order = sorted(range(len(each)), key=lambda i: (-float(np.mean(mine[each[i]], dtype=np.float64)), i))
+        expected: list[int] = []
+        for i in order:
+            expected += each[i][: count - len(expected)]
+        assert chosen[row].tolist() == sorted(expected)
 
 
 @given(cut(), st.sampled_from([1e-9, 0.1, 0.25, 0.5, 0.9, 1.0]))
 def test_the_fewest_chunks_hold_the_mass(case, share):
-    """Those taken hold it, without the last of them they would not, and of equal ones no fewer could."""
+    """Those taken hold it, all rows together; with one chunk fewer of each row they would not."""
     chunks, mass, _ = case
     count, total = tokens_of_mass(mass, chunks, share), mass.sum(dtype=np.float64)
     taken = top_chunks(mass, chunks, count)
-    number = np.searchsorted(chunks.starts, taken, "right") - 1  # each token's chunk
-    whole = np.unique(number)
-    assert count == chunks.counts[whole].sum()
-    assert mass[taken].sum(dtype=np.float64) >= share * total
-    means = np.add.reduceat(mass, chunks.starts) / chunks.counts
-    last = max(whole, key=lambda one: (-means[one], one))
-    assert len(whole) == 1 or mass[taken[number != last]].sum(dtype=np.float64) < share * total
-    sums = np.sort(np.add.reduceat(mass, chunks.starts, dtype=np.float64))[::-1]
-    if len(set(chunks.counts.tolist())) == 1 and len(whole) > 1:
-        assert sums[: len(whole) - 1].sum() < share * total
+    assert np.take_along_axis(mass, taken, 1).sum(dtype=np.float64) >= share * total * (1 - 1e-12)
+    sizes, less = [], 0.0
+    for row, mine in enumerate(mass):
+        each = chunks_of(chunks, row)
+        order = sorted(range(len(each)), key=lambda i: (-float(np.mean(mine[each[i]], dtype=np.float64)), i))
+        counted = np.cumsum([len(each[i]) for i in order])
+        number = int(np.searchsorted(counted, count)) + 1  # chunks that hold so many tokens
+        sizes.append(int(counted[number - 1]))
+        less += sum(mine[each[i]].sum(dtype=np.float64) for i in order[: number - 1])
+    assert count <= max(sizes)
+    if len(set(chunks.counts[chunks.counts > 0].tolist())) == 1 and count > chunks.counts.max():
+        assert less < share * total
 
 
 @given(
@@ -69,20 +98,20 @@ def test_rows_side_by_side_take_what_the_neediest_needs(tokens, share, count, se
     generator, asked = torch.Generator().manual_seed(seed), []
     for each in tokens:
         query, keys, own = (3 * torch.randn(2, n, 8, generator=generator) for n in (4, each, 4))
-        chunks = ChunkMap(np.arange(0, each, 8), each)
+        chunks = ChunkMap.by_slot(np.arange(each)[None], 8)
         asked.append(SelectionInput(query, own, lambda heads, keys=keys: keys, None, chunks, min(count, each)))
     mass = [mass_of(one) for one in asked]
     needed = [tokens_of_mass(got, one.chunks, share) for got, one in zip(mass, asked, strict=True)]
     choices = TopChunks(mass=share).choose_rows(asked)
     for one, got, choice in zip(asked, mass, choices, strict=True):
         assert choice.tokens.shape == (1, min(max(needed), one.count))
-        assert choice.tokens[0].tolist() == top_chunks(got, one.chunks, choice.tokens.shape[1]).tolist()
+        assert choice.tokens.tolist() == top_chunks(got, one.chunks, choice.tokens.shape[1]).tolist()
     for one, choice in zip(asked, TopChunks().choose_rows(asked), strict=True):
         assert choice.tokens.shape == (1, one.count)
 
 
 def mass_of(asked):
-    return attention_mass(asked.query, asked.keys(None), asked.own_keys).numpy()
+    return head_mass(asked.query, asked.keys(None), asked.own_keys).mean(0, keepdim=True).numpy()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +142,7 @@ def test_mass_is_what_softmax_gives(kv_heads, group, queries, tokens, scaled):
     seen = torch.ones(queries, tokens + queries, dtype=torch.bool).tril(tokens)
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)[:, :, :tokens]
     expected = weights.sum((0, 1)) / (heads * queries)
-    found = attention_mass(query, keys, own, scaling)
+    found = head_mass(query, keys, own, scaling).mean(0)
     assert torch.allclose(found, expected, atol=1e-6)
     assert float(found.sum()) <= 1 + 1e-5
 
@@ -153,7 +182,7 @@ def test_heads_that_agree_vote_and_others_choose_for_themselves():
         seen.append(heads)
         return keys[:heads]
 
-    asked = SelectionInput(query, torch.zeros(3, 1, 4), given, None, ChunkMap(np.array([0]), 6), 2)
+    asked = SelectionInput(query, torch.zeros(3, 1, 4), given, None, ChunkMap.by_slot(np.arange(6)[None], 6), 2)
     choice = ProbeHeads(heads=3, alpha=0.6).choose(asked)  # 0.56 alike, the threshold is 0.38
     assert (choice.tokens.tolist(), seen) == ([[1, 2]], [3])
     choice = ProbeHeads(heads=3, alpha=0.1).choose(asked)  # the threshold is 0.85
@@ -163,6 +192,6 @@ def test_heads_that_agree_vote_and_others_choose_for_themselves():
 def test_mass_in_pieces_is_the_same(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     query, keys, own = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, 9), (2, 50), (2, 9)))
-    whole = attention_mass(query, keys, own)
+    whole = head_mass(query, keys, own)
     monkeypatch.setattr("hf_tiered_cache.select.mass._LARGEST", 400)  # two rows at a time
-    assert torch.allclose(attention_mass(query, keys, own), whole, atol=1e-7)
+    assert torch.allclose(head_mass(query, keys, own), whole, atol=1e-7)

@@ -38,7 +38,9 @@ BLIND = ("deepseek_v3", "falcon")
 NEW = 6
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 PREFIX = 200
-METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, solo_layers=0, identify="keys", rechoose=0, queries=0)
+METHOD = ContiguousKV(
+    budget=0.25, chunk_tokens=16, per_head=False, reorder=False, period=2, identify="keys", rechoose=0, queries=0
+)
 METHODS = {
     "contiguous_kv keys": METHOD,
     "contiguous_kv solo layers": replace(METHOD, solo_layers=1),
@@ -250,7 +252,7 @@ def test_speculation_stops_when_hit_rate_is_low(tmp_path, monkeypatch):
         """Others at each of the three periods."""
         first = len(calls) % 3 * 48
         calls.append(first)
-        return Selection(np.arange(first, first + 48)[None], np.ones(asked.chunks.tokens))
+        return Selection(np.arange(first, first + 48)[None], np.ones((1, asked.chunks.tokens)))
 
     monkeypatch.setattr(TopChunks, "choose", choose)
     with KVStore(tmp_path, engine="posix", host_memory="16MiB") as store:

@@ -177,7 +177,7 @@ def test_orders_of_older_programs_are_read_whatever_they_say_of_layers_that_nobo
     header, chain, blocks = segment(hashes(4), geometry=Geometry(16, 3))
     groups = block_groups(LAYOUT, Geometry(16, 3))
     assert store.publish(header, chain, blocks)
-    order = TokenTables.by_importance(np.random.default_rng(0).random((5, 64)), groups)
+    order = TokenTables.by_importance(np.random.default_rng(0).random((5, 1, 64)), groups)
     made = relayout_segment(store.reader(header.id), Geometry(16, 3), order)
     assert store.publish(*made)
     path, found = store.path(made[0].id), read_file(store.path(made[0].id)).header

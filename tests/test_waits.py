@@ -106,12 +106,13 @@ def waits(model, store, ids, method, new=1):
     return counted
 
 
-BUDGET = {"period": 2, "subperiod": 2}
+BUDGET = {"per_head": False, "reorder": False, "period": 2, "subperiod": 2}
 PREFIXES = {
     "exact": (Exact(), 0),
-    "contiguous_kv": (ContiguousKV(0.25, **BUDGET), 3),  # the first layer by itself, and two periods
-    "contiguous_kv ahead": (ContiguousKV(0.25, **BUDGET, ahead=1), 3),
-    "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys", solo_layers=0), 2),
+    "contiguous_kv": (ContiguousKV(0.25, reorder=False), 4),
+    "contiguous_kv periods": (ContiguousKV(0.25, **BUDGET, solo_layers=1), 3),  # the first layer by itself
+    "contiguous_kv ahead": (ContiguousKV(0.25, **BUDGET, solo_layers=1, ahead=1), 3),
+    "contiguous_kv keys": (ContiguousKV(0.25, **BUDGET, identify="keys"), 2),
     "h2o": (H2O(0.25), 2 * 4),  # of each the tokens, and the attention that they get
     "impress, heads agree": (Impress(0.25, probe_heads=2, alpha=9), 2 * 4),
 }
@@ -132,7 +133,7 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
 
 @pytest.mark.parametrize("rechoose", [0, 1])
 def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
-    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, solo_layers=0, rechoose=rechoose)
+    document, method = prompt(200), ContiguousKV(0.25, **BUDGET, rechoose=rechoose)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)
     with KVStore(tmp_path, engine="posix") as store:
         store.precompute(model, document, method=method, progress=False)

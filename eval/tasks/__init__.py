@@ -13,6 +13,7 @@ from .rag import RAG
 from .reference import REFERENCE, REFERENCE_NEEDLES
 from .rte import RTE
 from .ruler import RULER
+from .squad import SQUAD
 from .sst2 import SST2
 from .subj import SUBJ
 from .text import TEXT
@@ -28,6 +29,7 @@ TASKS: dict[str, Task] = {
         *CONVERSATIONS,
         *REFERENCE,
         *REFERENCE_NEEDLES,
+        SQUAD,
         TEXT,
     )
 }

@@ -87,6 +87,9 @@ class Method:
     reorder = False
     """Whether segments are laid out by how important their tokens turn out to be, in the background."""
 
+    reorder_every = 4
+    """So many prompts first, and then twice as many, and so on."""
+
     rechoose = 0
     """Decoded tokens from one choice of what is attended to, to the next; 0: the prompt's choice stays."""
 

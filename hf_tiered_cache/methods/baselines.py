@@ -54,10 +54,13 @@ class H2O(Method):
     Args:
         budget: share of the prefix's tokens that a head attends to, in (0, 1].
         policy: the eviction policy it is compared under, "lru" or "lfu".
+        rechoose: decoded tokens from one choice to the next; the keys stay in memory for that. 0, as in the comparisons
+            of ContiguousKV and IMPRESS, chooses once for a prompt and its answer.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
+    rechoose: int = 0
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError
 from ..geometry import Geometry, KeyIndex
+from ..restore.selective import PREFETCHED, Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_chunks import TopChunks
@@ -16,7 +18,11 @@ from .baselines import check_budget, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class ContiguousKV(Method):
-    """The suffix attends to the chunks of the prefix that it pays most attention to, chosen once for each period.
+    """The suffix attends to the chunks of the prefix that it pays most attention to.
+
+    A chunk is what a block holds. Ours holds tokens of one layer and kv head, and each head chooses its own. The
+    paper's holds all heads of several layers, which share a choice: real heads attend to different tokens, so sharing
+    loses most of what a small budget could buy (`bench/choices.py`).
 
     Args:
         budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
@@ -26,9 +32,14 @@ class ContiguousKV(Method):
             `budget` buys. Rows of a batch take as many as the one that needs most; a decoded token chooses again among
             as many as the prompt took. Where the budget is 1 nothing is chosen. None takes all that the budget buys,
             as in the paper.
-        chunk_tokens: c, consecutive tokens of a chunk (Section 4.2). 16 is the paper's; ours is 8.
-        period: layers that share a choice (Section 4.3.1). 8 is the paper's; ours is 2, for layers further apart attend
-            to other tokens.
+        chunk_tokens: c, tokens of a chunk (Section 4.2). 16 is the paper's; ours is 8.
+        per_head: whether each kv head chooses for itself, and has blocks of its own: ours. The paper's heads share a
+            choice.
+        reorder: whether tokens are laid out by the attention that earlier prompts paid them, for each kv head its own
+            order, in the background, after 1, 2, 4, 8, ... prompts: a chunk then holds tokens that are wanted together,
+            wherever they stand in the prompt. The exact method reads such segments as well. Ours; the idea is
+            IMPRESS's, which has one order for all heads.
+        period: layers that share a choice (Section 4.3.1). 8 is the paper's; ours is 1.
         subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1). 4 is the
             paper's; None takes the most that divide the period, 4 at most.
         identify: what the choice is made from: "keys", all keys of a period's first layer, read as they are needed, as
@@ -37,7 +48,7 @@ class ContiguousKV(Method):
             (`KVStore(index_memory=...)`) once they were read: ours.
         probe_heads: see `identify`.
         solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
-            0 is the paper's; ours is 1, for what the first layer attends to says little of what the next ones will.
+            0 is the paper's.
         rechoose: decoded tokens from one choice to the next, each by the queries of the token at hand, the first one's
             among them. Ours is 1. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
         gain: share of a decoded token's attention, in [0, 1), by which its choice must hold more than what is there, to
@@ -53,17 +64,20 @@ class ContiguousKV(Method):
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     mass: float | None = None
     chunk_tokens: int = 8
-    period: int = 2
+    per_head: bool = True
+    reorder: bool = True
+    period: int = 1
     subperiod: int | None = None
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
-    solo_layers: int = 1
+    solo_layers: int = 0
     rechoose: int = 1
     gain: float = 0.05
     queries: int = 8
     ahead: int = 0
 
     policy = "attention"
+    reorder_every = 1
 
     def __post_init__(self) -> None:
         check_budget(self.budget)
@@ -79,9 +93,11 @@ class ContiguousKV(Method):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
+        if self.per_head and self.identify == "probe_heads":
+            raise ConfigError("probe heads choose for all heads: pass per_head=False, too")
         copies = KeyIndex(self.period, self._heads)  # it checks them, too
-        index = None if self.identify == "index" else copies
-        cut = Geometry(self.chunk_tokens, self._subperiod, index=index, solo_layers=self.solo_layers)
+        index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
+        cut = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
 
@@ -89,8 +105,8 @@ class ContiguousKV(Method):
     def paper(cls, budget: float = DEFAULT_BUDGET, **settings: Any) -> ContiguousKV:
         """As published: a choice for every 8 layers, by all keys of the first one, for the prompt and its answer."""
         published: dict[str, Any] = {
-            "chunk_tokens": 16, "period": 8, "subperiod": 4, "identify": "keys", "solo_layers": 0, "rechoose": 0,
-            "queries": 0, "ahead": 0,
+            "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
+            "solo_layers": 0, "rechoose": 0, "queries": 0, "ahead": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 
@@ -122,6 +138,11 @@ class ContiguousKV(Method):
     def selects(self) -> bool:
         return self.budget < 1
 
+    @property
+    def prefetches(self) -> Collection[Prefetched]:
+        # heads of different layers choose different tokens, and their blocks hold different ones
+        return PREFETCHED - {"guesses"} if self.per_head else PREFETCHED
+
     def selector(self) -> Selector:
         resident = self.identify == "index"
         ahead = self.ahead if resident else 0
@@ -133,6 +154,7 @@ class ContiguousKV(Method):
             self.queries,
             self.mass,
             self.gain,
+            self.per_head,
             ahead=ahead,
             choose_ahead=ahead > 0,
         )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,24 +18,40 @@ from .plan import RowGroup, SegmentSlice
 
 @dataclass(frozen=True)
 class RowPrefix:
-    """The restored tokens of one group of rows, of the positions `[0, tokens)`, and the chunks they lie in."""
+    """The restored tokens of one group of rows, of the positions `[0, tokens)`."""
 
     group: RowGroup
     tokens: int
+    _chunks: dict[tuple[int, bool], ChunkMap] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pieces(self) -> Iterator[SegmentSlice]:
         """The pieces that hold them."""
         return (piece for piece in self.group.pieces if piece.at < self.tokens)
 
-    @cached_property
-    def chunks(self) -> ChunkMap:
-        starts = []
-        for piece in self.pieces():
-            step = piece.reader.shape.geometry.chunk_tokens
-            stop = piece.first + min(piece.count, self.tokens - piece.at)
-            firsts = np.arange(piece.first - piece.first % step, stop, step)
-            starts.append(np.maximum(firsts, piece.first) - piece.first + piece.at)
-        return ChunkMap(np.concatenate(starts), self.tokens)
+    def chunks(self, layer: int, per_head: bool) -> ChunkMap:
+        """The chunks as they lie in the blocks of a layer: of the first kv head, or of each."""
+        shapes = [piece.reader.shape for piece in self.pieces()]
+        ordered = all(shape.in_order(group) for shape in shapes for group in restoring_groups(shape, (layer,)))
+        name = (-1 if ordered else layer, per_head and not ordered)
+        if name not in self._chunks:
+            self._chunks[name] = ChunkMap.by_slot(*self._slots(layer, name[1]))
+        return self._chunks[name]
+
+    def _slots(self, layer: int, per_head: bool) -> tuple[np.ndarray, int]:
+        """Slots of the tokens, int64 `[heads or 1, tokens]`, numbered through all segments, and those of a chunk."""
+        shapes = [piece.reader.shape for piece in self.pieces()]
+        step = max(shape.geometry.chunk_tokens for shape in shapes)
+        heads = shapes[0].layout.layer(layer).key_heads if per_head else 1
+        slots, begin = np.empty((heads, self.tokens), np.int64), 0
+        for piece, shape in zip(self.pieces(), shapes, strict=True):
+            tokens = np.arange(piece.first, piece.first + min(piece.count, self.tokens - piece.at))
+            for group in restoring_groups(shape, (layer,)):
+                chunk, place = np.divmod(shape.slot_of_token(group, tokens), shape.geometry.chunk_tokens)
+                for part in parts_of(group, layer, "key"):
+                    some = slots[part.first_head : part.first_head + part.heads]
+                    some[:, piece.at : piece.at + len(tokens)] = begin + chunk * step + place
+            begin += -(-shape.tokens // shape.geometry.chunk_tokens) * step
+        return slots, step
 
     def inside(self, piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
         """Which of ascending `tokens` of the row `piece` holds: the first one's index, and their numbers in it."""
@@ -50,10 +65,12 @@ class Gathers:
     Args:
         row: whose tokens.
         chosen: int64 `[sets, tokens]`, each ascending: one set for all kv heads, or one for each.
+        counts: so many of the first ones of each set, int64 `[sets]`; None for all.
     """
 
-    def __init__(self, row: RowPrefix, chosen: np.ndarray) -> None:
+    def __init__(self, row: RowPrefix, chosen: np.ndarray, counts: np.ndarray | None = None) -> None:
         self.row, self.chosen = row, chosen
+        self._sets = list(chosen) if counts is None else [some[:n] for some, n in zip(chosen, counts, strict=True)]
         self._of_group: dict[int, tuple[BlockGroup, Gather]] = {}
 
     def copy(self, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
@@ -85,7 +102,7 @@ class Gathers:
         for piece in self.row.pieces():
             if unit.reader is not piece.reader:
                 continue
-            for head, tokens in sets_in(self.chosen, unit.block_group):
+            for head, tokens in sets_in(self._sets, unit.block_group):
                 first, inside = self.row.inside(piece, tokens)
                 columns = np.arange(first, first + len(inside))
                 gather.add(unit.reader.shape, unit.blocks, inside, columns, head)
@@ -94,7 +111,7 @@ class Gathers:
         """The pieces and block groups that hold them for some layers, and int64 `[n]`, ascending: any head's there."""
         for piece in self.row.pieces():
             for block_group in restoring_groups(piece.reader.shape, layers):
-                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self.chosen, block_group)]
+                each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self._sets, block_group)]
                 tokens = each[0] if len(each) == 1 else np.unique(np.concatenate(each))
                 if len(tokens):
                     yield piece, block_group, tokens
@@ -105,12 +122,12 @@ class Gathers:
             mine = set(layers).intersection(unit.block_group.layers)
             for piece in self.row.pieces() if unit.from_disk else ():
                 if piece.reader is unit.reader:
-                    sets = [self.row.inside(piece, tokens)[1] for tokens in self.chosen]
+                    sets = [self.row.inside(piece, tokens)[1] for tokens in self._sets]
                     unit.use(mine, sets)
 
 
-def sets_in(chosen: np.ndarray, block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
-    """Each head of `block_group` and its set of int64 `[sets, tokens]`, or -1 and the one set of all heads."""
+def sets_in(chosen: Sequence[np.ndarray], block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
+    """Each head of `block_group` and its set of those chosen, or -1 and the one set of all heads."""
     if len(chosen) == 1:
         yield -1, chosen[0]
         return

@@ -30,7 +30,7 @@ class LiveSelection:
     """What a cache chooses from as long as it lives (see `Live`).
 
     Args:
-        selector: chooses, one set for all heads.
+        selector: chooses, one set for all heads or one for each.
         residency: the tiers.
         device_of: the device of each layer.
         periods: layers that share a choice.
@@ -55,7 +55,7 @@ class LiveSelection:
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> LiveRow:
         """See `Live`."""
-        return LiveRow(prefix, chosen[0])
+        return LiveRow(prefix, chosen)
 
     def leaving(self, rows: Sequence[LiveRow | None], computed: int) -> int:
         """See `Live`. What is computed stays."""
@@ -84,8 +84,8 @@ class LiveRow:
 
     Args:
         prefix: number of its prefix.
-        tokens: int64 `[n]`, those restored ones that it holds, in the order of their columns: the last n of as many as
-            a layer holds of each row, for padding stands before them.
+        tokens: int64 `[sets, n]`, those restored ones that it holds, in the order of their columns: the last n of as
+            many as a layer holds of each row, for padding stands before them. One set for all kv heads, or one each.
     """
 
     prefix: int
@@ -101,12 +101,12 @@ class _Change:
     """What the layers of a period that hold the same do to hold what is chosen."""
 
     before: np.ndarray
-    """int64 `[n]`: the tokens that they hold."""
+    """int64 `[sets, n]`: the tokens that they hold."""
     after: np.ndarray
     new: Gathers
-    """Those that come."""
-    columns: torch.Tensor
-    """int64 `[new]`: where they go."""
+    """Those that come. Sets may have different numbers of them."""
+    moves: torch.Tensor
+    """int64 `[3, k]`: the head of each key that comes, its place among those of its set, and its column."""
 
 
 class Rechoice:
@@ -145,8 +145,8 @@ class Rechoice:
         live, number = self._live, self._live.period_of(layer)
         period = live.periods[number]
         if layer == period[0]:
-            self._choose(number, rows, query, keys[:, :, live.columns[layer] :], scaling)
-        changes = [self._change(number, row, held, layer, keys.device) for row, held in enumerate(rows)]
+            self._choose(number, rows, query, keys, scaling)
+        changes = [self._change(number, row, held, layer, keys) for row, held in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
         self._fetcher.confirm()  # what is written in place could not be taken back
@@ -156,15 +156,15 @@ class Rechoice:
                 now.append(held)
                 continue
             now.append(LiveRow(held.prefix, change.after))
-            if not len(change.columns):
+            if not change.moves.shape[1]:
                 continue
-            new, prefix = change.new.chosen, live.prefixes[held.prefix]
+            tokens, (head, place, column) = live.prefixes[held.prefix].tokens, change.moves
             for name, target in (("key", keys), ("value", values)):
-                came = target.new_empty(target.shape[1], new.shape[1], target.shape[3])  # [kv_heads, new, dim]
-                change.new.copy(units, layer, name, came)
+                came = target.new_empty(target.shape[1], change.new.chosen.shape[1], target.shape[3])
+                change.new.copy(units, layer, name, came)  # [kv_heads, most, dim]
                 if name == "key":
-                    rotate_(came, new, prefix.tokens)
-                target[row].index_copy_(1, change.columns, came)
+                    rotate_(came, change.new.chosen, tokens)
+                target[row][head, column] = came[head, place]
             change.new.note_use(units, (layer,))
         if layer == period[-1]:
             self._fetcher.finish(self._units.pop(number).values())
@@ -175,11 +175,12 @@ class Rechoice:
         number: int,
         rows: Sequence[LiveRow | None],
         query: torch.Tensor,
-        own_keys: torch.Tensor,
+        keys: torch.Tensor,
         scaling: float | None,
     ) -> None:
         """Choose for a period, and start to fetch what its layers do not hold."""
-        live, device = self._live, own_keys.device
+        live = self._live
+        own_keys = keys[:, :, live.columns[live.periods[number][0]] :]
         with self._account.timing("select_seconds"):
             self._chosen[number] = [
                 None if held is None else self._chosen_for(number, held, query[row], own_keys[row], scaling)
@@ -188,30 +189,39 @@ class Rechoice:
         self._units[number], self._changes[number] = {}, [[] for _ in rows]
         for row, held in enumerate(rows):
             if held is not None:
-                self._add_change(number, row, held, live.periods[number], device)
+                self._add_change(number, row, held, live.periods[number], keys)
 
-    def _change(self, number: int, row: int, held: LiveRow | None, layer: int, device: torch.device) -> _Change | None:
+    def _change(self, number: int, row: int, held: LiveRow | None, layer: int, keys: torch.Tensor) -> _Change | None:
         """What a layer does about a row; after a pass that failed in between it may hold other tokens than the rest."""
         if held is None:
             return None
         known = self._changes[number][row]
         same = next((change for change in known if np.array_equal(change.before, held.tokens)), None)
-        return same or self._add_change(number, row, held, (layer,), device)
+        return same or self._add_change(number, row, held, (layer,), keys)
 
     def _add_change(
-        self, number: int, row: int, held: LiveRow, layers: Sequence[int], device: torch.device
+        self, number: int, row: int, held: LiveRow, layers: Sequence[int], keys: torch.Tensor
     ) -> _Change | None:
         """Say what layers that hold this do, and start to fetch what they lack."""
         live, chosen = self._live, self._chosen[number][row]
         if chosen is None:
             return None
-        every = live.prefixes[held.prefix].tokens
-        new = chosen[~_among(held.tokens, every)[chosen]]
-        gone = np.flatnonzero(~_among(chosen, every)[held.tokens])
-        after = held.tokens.copy()
-        after[gone] = new
-        columns = to_device(gone + live.columns[layers[0]] - len(held.tokens), device)  # int64 [new]
-        change = _Change(held.tokens, after, Gathers(live.prefixes[held.prefix], new[None]), columns)
+        prefix, sets = live.prefixes[held.prefix], max(len(chosen), len(held.tokens))
+        chosen, before = (np.broadcast_to(tokens, (sets, tokens.shape[1])) for tokens in (chosen, held.tokens))
+        new_set, new_at = np.nonzero(~_among(before, chosen, prefix.tokens))
+        gone_set, gone_at = np.nonzero(~_among(chosen, before, prefix.tokens))  # as many of each set
+        new, counts = chosen[new_set, new_at], np.bincount(new_set, minlength=sets)
+        after = before.copy()
+        after[gone_set, gone_at] = new
+        place = np.arange(len(new)) - (counts.cumsum() - counts)[new_set]
+        coming = np.zeros((sets, counts.max()), np.int64)
+        coming[new_set, place] = new
+        column = gone_at + live.columns[layers[0]] - before.shape[1]
+        moves = np.stack([new_set, place, column])
+        if sets == 1:  # the same of all heads
+            heads = np.arange(keys.shape[1]).repeat(len(new))
+            moves = np.concatenate([heads[None], np.tile(moves[1:], keys.shape[1])])
+        change = _Change(held.tokens, after, Gathers(prefix, coming, counts), to_device(moves, keys.device))
         self._changes[number][row].append(change)
         units = self._units[number]
         wanted = []
@@ -224,22 +234,23 @@ class Rechoice:
     def _chosen_for(
         self, number: int, held: LiveRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
     ) -> np.ndarray:
-        """int64 `[n]`, ascending: as many tokens as the row holds."""
-        live, chunks = self._live, self._live.prefixes[held.prefix].chunks
+        """int64 `[sets, n]`, ascending: as many tokens as the row holds."""
+        live, prefix = self._live, self._live.prefixes[held.prefix]
+        first = live.periods[number][0]
         asked = SelectionInput(
             query,
             own_keys,
             lambda heads: live.keys[number, held.prefix],
             scaling,
-            chunks,
-            len(held.tokens),
-            lambda: live.indexes_of(live.periods[number][0], held.prefix),
+            prefix.chunks(first, live.selector.per_head),
+            held.tokens.shape[1],
+            lambda: live.indexes_of(first, held.prefix),
         )
         return live.selector.choose_again(asked, held.tokens)
 
 
-def _among(some: np.ndarray, tokens: int) -> np.ndarray:
-    """Of so many tokens whether each is one of `some`: bool `[tokens]`."""
-    marks = np.zeros(tokens, bool)
-    marks[some] = True
-    return marks
+def _among(some: np.ndarray, others: np.ndarray, tokens: int) -> np.ndarray:
+    """Whether each of `others`, int64 `[sets, m]`, all below `tokens`, is one of `some`, int64 `[sets, n]`."""
+    marks = np.zeros((len(some), tokens), bool)
+    np.put_along_axis(marks, some, True, 1)
+    return np.take_along_axis(marks, others, 1)

@@ -26,7 +26,7 @@ from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
 from ..transfers import to_host
 from .assemble import share_row
-from .chosen import Gathers, RowPrefix, key_groups, restoring_groups
+from .chosen import Gathers, RowPrefix, key_groups, restoring_groups, sets_in
 from .fetch import Fetcher, FetchUnit
 from .indexes import KeptIndexes, RowIndexes, rotate_nothing
 from .live import LayerAhead, Live, Rotate
@@ -267,7 +267,7 @@ class SelectiveRestore:
                     own_keys[row.group.rows[0]],
                     partial(self._keys_of, number, place, rotate_),
                     scaling,
-                    row.chunks,
+                    row.chunks(self._periods[number][0], self.selector.per_head),
                     min(self.plan.num_selected, row.tokens),
                     partial(self._indexes_of, self._periods[number][0], place, rotate_),
                 )
@@ -276,7 +276,7 @@ class SelectiveRestore:
             for row, choice in zip(self._rows, self.selector.choose_rows(asked), strict=True):
                 chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
-        if before:
+        if before and "guesses" in self._prefetches:
             right = [np.isin(now.chosen, then.chosen).mean() for now, then in zip(chosen, before, strict=True)]
             chance = [then.chosen.shape[1] / then.row.tokens for then in before]
             self.residency.guesses.note((self.selector, number), float(np.mean(right)), float(np.mean(chance)))
@@ -332,36 +332,36 @@ class SelectiveRestore:
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
         """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
-        tokens, times = np.unique(choice.tokens, return_counts=True)
-        share = times / len(choice.tokens)  # of the sets that want a token
         for piece in row.pieces():
-            shape = piece.reader.shape
+            shape, count = piece.reader.shape, min(piece.count, row.tokens - piece.at)
+            mass = choice.mass[:, piece.at : piece.at + count]  # [rows, count]
             if self._importance is not None:
-                mass = choice.mass[piece.at : piece.at + piece.count]
-                held, size = slice(piece.first, piece.first + len(mass)), (len(shape.layout.layers), shape.tokens)
                 for layer in self._periods[number]:
-                    self._importance.note(piece.reader.id, size, layer, held, mass)
-            first, inside = row.inside(piece, tokens)
-            mine = slice(first, first + len(inside))
+                    self._importance.note(piece.reader.id, shape, layer, slice(piece.first, piece.first + count), mass)
             asked = {group for reader, group in self._asked_whole if reader is piece.reader}
-            for block_group in restoring_groups(shape, self._periods[number]) if len(inside) else ():
+            for block_group in restoring_groups(shape, self._periods[number]):
                 if block_group.index in asked:
                     continue
+                sets = [(head, row.inside(piece, tokens)[1]) for head, tokens in sets_in([*choice.tokens], block_group)]
+                tokens, times = np.unique(np.concatenate([inside for _, inside in sets]), return_counts=True)
+                if not len(tokens):
+                    continue
+                got = (mass[[head for head, _ in sets]] if len(mass) > 1 else mass).mean(axis=0)[tokens - piece.first]
                 step = shape.geometry.chunk_tokens
-                chunks, which = np.unique(shape.slot_of_token(block_group, inside) // step, return_inverse=True)
+                chunks, which = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
                 held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each
                 self.residency.note_attention(
                     piece.reader.owner(block_group.index),
                     shape.chunks_in(block_group),
                     chunks,
-                    np.bincount(which, choice.mass[tokens[mine]]),
-                    np.bincount(which, share[mine]) / held,
+                    np.bincount(which, got),
+                    np.bincount(which, times / len(sets)) / held,  # of the heads that want a token
                 )
             for index in asked:  # all of each chunk is wanted every time, and whatever got attention got it by these
                 block_group = shape.block_groups[index]
                 every = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
                 chunks = shape.chunks_of(block_group, every)
-                total = np.full(len(chunks), choice.mass.sum())
+                total = np.full(len(chunks), choice.mass.sum() / len(choice.mass))
                 self.residency.note_attention(
                     piece.reader.owner(index), shape.chunks_in(block_group), chunks, total, np.ones(len(chunks))
                 )

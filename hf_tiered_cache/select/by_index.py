@@ -110,7 +110,7 @@ class ByIndex(Selector):
         return np.where(times >= 1, times * chunks, 0).astype(np.int64)
 
     def choose(self, asked: SelectionInput) -> Selection:
-        span, mass = self.span(asked.chunks.tokens, asked.count), np.zeros(asked.chunks.tokens, np.float32)
+        span, mass = self.span(asked.chunks.tokens, asked.count), np.zeros((1, asked.chunks.tokens), np.float32)
         if span is None:
             return Selection(np.arange(asked.count)[None], mass)
         (ranked,) = to_host(self.rank(asked.indexes(), asked.query, asked.scaling, span))

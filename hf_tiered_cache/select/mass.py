@@ -8,19 +8,6 @@ _LARGEST = 1 << 26
 """Attention weights held at a time: 256 MiB of float32."""
 
 
-def attention_mass(
-    query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
-) -> torch.Tensor:
-    """The attention that each restored token gets, as a share of all that the queries have to give.
-
-    Args and sources: see `head_mass`, of which this is the mean over the heads.
-
-    Returns:
-        float32 `[tokens]`, not negative, at most 1 in all.
-    """
-    return head_mass(query, keys, own_keys, scaling).mean(0)
-
-
 def head_mass(
     query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
 ) -> torch.Tensor:

@@ -40,9 +40,9 @@ class ProbeHeads(Selector):
             votes = np.zeros(asked.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
             best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
-            return Selection(np.sort(best)[None], summed / len(probes))
+            return Selection(np.sort(best)[None], summed[None] / len(probes))
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
-        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
 
     def agree(self, sets: np.ndarray, tokens: int) -> bool:
         """Whether what the probes choose of so many tokens, int64 `[probes, count]`, may stand for all heads."""

@@ -42,7 +42,8 @@ class Selection:
 
     Args:
         tokens: int64 `[sets, count]`, each ascending: one set for all kv heads, or one for each.
-        mass: float `[tokens]`, what each restored token gets of the queries' attention, as far as it is known.
+        mass: float `[rows, tokens]`, what each restored token gets of the queries' attention, as far as it is known:
+            one row for all kv heads, or one for each.
     """
 
     tokens: np.ndarray
@@ -67,6 +68,11 @@ class Selector(ABC):
     choose_ahead: bool = field(default=False, kw_only=True)
 
     @property
+    def per_head(self) -> bool:
+        """Whether each kv head chooses among the chunks of its own blocks; else the first one's stand for all."""
+        return False
+
+    @property
     def index(self) -> tuple[type[DecodeIndex], int] | None:
         """The kind of index that it chooses by, and the tokens of its chunks; None for stored keys as they are."""
         return None
@@ -81,16 +87,16 @@ class Selector(ABC):
         """The tokens to attend to: as many as asked for."""
 
     def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
-        """Choose for a decoded token, where one set serves all heads.
+        """Choose for a decoded token.
 
         Args:
             asked: as many tokens as `held`.
-            held: int64 `[tokens]`, in any order: what was chosen last.
+            held: int64 `[sets, tokens]`, in any order: what was chosen last.
 
         Returns:
-            int64 `[tokens]`, ascending: what is to be held from now on.
+            int64 `[sets, tokens]`, ascending: what is to be held from now on.
         """
-        return self.choose(asked).tokens[0]
+        return self.choose(asked).tokens
 
     def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
         """For the rows of a batch, in order: as many as asked for, or as few as the selector can do with.

@@ -1,4 +1,4 @@
-"""ContiguousKV's choice (Section 4.2): whole chunks, by the attention of all queries in all heads."""
+"""ContiguousKV's choice (Section 4.2): whole chunks, by the attention of queries in all heads, or in each."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..transfers import to_host
 from .all_keys import Int8KeysIndex, KeysIndex
 from .chunks import tokens_of_mass, top_chunks
 from .decode_index import DecodeIndex
-from .mass import attention_mass
+from .mass import head_mass
 from .selector import Selection, SelectionInput, Selector
 
 
 @dataclass(frozen=True)
 class TopChunks(Selector):
-    """The chunks that get most attention, the same for all heads.
+    """The chunks that get most attention.
 
     Args:
         heads: how many of the kv heads are asked, each with the query heads it serves; None for all.
@@ -28,6 +28,7 @@ class TopChunks(Selector):
         mass: for rows side by side, the share of what all restored tokens get that the chosen chunks hold: no more of
             them are taken, unless another row needs more; None for as many as asked for.
         gain: share of a decoded token's attention, which its choice must hold above what was chosen last.
+        per_head: whether each kv head chooses for itself; else one choice serves all.
     """
 
     heads: int | None = None
@@ -35,6 +36,7 @@ class TopChunks(Selector):
     queries: int = 0
     mass: float | None = None
     gain: float = 0.0
+    per_head: bool = False
 
     @property
     def index(self) -> tuple[type[DecodeIndex], int] | None:
@@ -48,16 +50,17 @@ class TopChunks(Selector):
         keys = _joined(asked.indexes(), asked.query.dtype) if self.resident else asked.keys(self.heads)
         served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
         query = asked.query[: len(keys) * served, -self.queries :]
-        mass = attention_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)
-        (known,) = to_host(mass)
-        return Selection(top_chunks(known, asked.chunks, asked.count)[None], known)
+        mass = head_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)  # [kv_heads, tokens]
+        (known,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
+        return Selection(top_chunks(known, asked.chunks, asked.count), known)
 
     def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
         choice = self.choose(asked)
-        chosen, mass = choice.tokens[0], choice.mass
-        if self.gain and mass[chosen].sum() - mass[held].sum() < self.gain:
-            return np.sort(held)
-        return chosen
+        if not self.gain:
+            return choice.tokens
+        now, before = (np.take_along_axis(choice.mass, tokens, 1).sum(1) for tokens in (choice.tokens, held))
+        stays = now - before < self.gain  # bool [sets]
+        return np.where(stays[:, None], np.sort(held, axis=1), choice.tokens)
 
     def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
         if self.mass is None:
@@ -66,7 +69,7 @@ class TopChunks(Selector):
         chosen = [(one, self.choose(one)) for one in asked]
         most = max(tokens_of_mass(choice.mass, one.chunks, self.mass) for one, choice in chosen)
         for one, choice in chosen:
-            yield replace(choice, tokens=top_chunks(choice.mass, one.chunks, min(most, one.count))[None])
+            yield replace(choice, tokens=top_chunks(choice.mass, one.chunks, min(most, one.count)))
 
 
 def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,7 @@ class TopTokens(Selector):
 
     def choose(self, asked: SelectionInput) -> Selection:
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
-        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0)))
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
 
 
 def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:

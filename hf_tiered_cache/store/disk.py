@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -72,6 +73,7 @@ class SegmentStore:
         self._notices = Notices()
         self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
         self.index = Index(backend, counters, self._notices)
+        self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted lately
         self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
         self.beside = Beside(backend, self.cipher, counters, self._notices, self._publisher.reserved)
         self._keys = self.index.keys() - {""}  # of what was there when it was opened
@@ -138,6 +140,8 @@ class SegmentStore:
         may pass, so it hides the segment from this process alone, and for a while. What is no fault of the file has no
         consequence for it.
         """
+        if isinstance(error, FileNotFoundError) and segment_id in self._removed:
+            return  # it was deleted, or replaced, since it was looked up
         if not isinstance(error, OSError | FormatError | IntegrityError | RestoreError):
             self.warn(f"{type(error).__name__} {error}", f"segment {segment_id} was not restored: {error!r}")
             return
@@ -260,6 +264,8 @@ class SegmentStore:
                 self.beside.remove([header.id])
                 self.let_go([header.id])
             self._hidden.pop(header.id, None)
+            with suppress(ValueError):
+                self._removed.remove(header.id)
         self.index.touch([*ancestors, header.id])
         return True
 
@@ -366,6 +372,7 @@ class SegmentStore:
 
     def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
         gone, removed, failed = [], 0, None
+        self._removed.extend(ids)
         self.beside.remove(ids)  # first: without its segment it would lie about
         for segment_id in ids:
             try:

@@ -8,35 +8,41 @@ from collections.abc import Collection
 
 import numpy as np
 
+from ..shape import SegmentShape
+
 _MOST_BYTES = 64 << 20
 
 
 class TokenImportance:
-    """What attention each token got in all, layer by layer (IMPRESS, Section 4.4.1).
+    """What attention each token got in all, in each layer and kv head (IMPRESS, Section 4.4.1: in each layer).
 
     A sum and no average: of two tokens that matter alike, the one that is asked for more often is to lie in front.
-
-    Args:
-        every: a segment is due to be laid out anew when so many prompts have asked for it; then when twice as many
-            have, and so on, so that what is settled is left alone.
     """
 
-    def __init__(self, every: int = 4) -> None:
-        self._every = every
-        self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # of each segment float32 [layers, tokens]
+    def __init__(self) -> None:
+        self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # of each segment float32 [layers, heads, tokens]
         self._prompts: dict[str, int] = {}
         self._changed: set[str] = set()
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def note(self, segment: str, shape: tuple[int, int], layer: int, tokens: slice, mass: np.ndarray) -> None:
-        """At `layer` some tokens of a segment of `shape`, layers and tokens, got so much attention."""
+    def note(self, segment: str, shape: SegmentShape, layer: int, tokens: slice, mass: np.ndarray) -> None:
+        """Note the attention that some tokens of a segment got at a layer.
+
+        Args:
+            segment: its id.
+            shape: of the segment.
+            layer: which.
+            tokens: n of the segment.
+            mass: float32 `[rows, n]`: one row for all kv heads, or one for each.
+        """
         with self._lock:
             if segment not in self._mass:
-                self._mass[segment] = np.zeros(shape, np.float32)
+                self._mass[segment] = np.zeros(size_of(shape), np.float32)
                 self._nbytes += self._mass[segment].nbytes
             self._mass.move_to_end(segment)
-            self._mass[segment][layer, tokens] += mass
+            heads = slice(None if len(mass) == 1 else len(mass))
+            self._mass[segment][layer, heads, tokens] += mass
             self._changed.add(segment)
             self._bound()
 
@@ -47,19 +53,25 @@ class TokenImportance:
             self._prompts.pop(oldest, None)
             self._changed.discard(oldest)
 
-    def prompt_done(self, segment: str) -> bool:
-        """A prompt that asked for the segment is through. Returns whether it is due to be laid out anew."""
+    def prompt_done(self, segment: str, every: int) -> bool:
+        """A prompt that asked for the segment is through. Returns whether it is due to be laid out anew.
+
+        Args:
+            segment: its id.
+            every: it is due when so many prompts have asked for it; then when twice as many have, and so on, so that
+                what is settled is left alone.
+        """
         with self._lock:
             count = self._prompts[segment] = self._prompts.get(segment, 0) + 1
             self._changed |= {segment} & self._mass.keys()
-        times = count // self._every
-        return count % self._every == 0 and times & (times - 1) == 0  # every, 2 every, 4 every...
+        times = count // every
+        return count % every == 0 and times & (times - 1) == 0  # every, 2 every, 4 every...
 
     def __contains__(self, segment: object) -> bool:
         return segment in self._mass
 
     def of(self, segment: str) -> np.ndarray | None:
-        """The attention that its tokens got, float32 `[layers, tokens]`, or None if nothing is known of them."""
+        """The attention that its tokens got, float32 `[layers, heads, tokens]`, or None if nothing is known of them."""
         with self._lock:
             known = self._mass.get(segment)
             return None if known is None else known.copy()
@@ -96,3 +108,9 @@ class TokenImportance:
                 self._mass[segment], self._prompts[segment] = mass, prompts + self._prompts.get(segment, 0)
                 self._nbytes += mass.nbytes
                 self._bound()
+
+
+def size_of(shape: SegmentShape) -> tuple[int, int, int]:
+    """Layers, kv heads of the layer that has most, and tokens of a segment."""
+    layers = shape.layout.layers
+    return len(layers), max(layer.key_heads for layer in layers if layer is not None), shape.tokens
