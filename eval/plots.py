@@ -19,7 +19,7 @@ _MARKERS = "osD^vPX*<"  # one more than colors, so that pairs do not repeat soon
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 _DODGE = 1.045
 """By which factor points of neighbouring methods at one share stand apart."""
-_IN_WORDS = {"qa_f1": "F1", "rouge_l": "ROUGE-L"}
+_IN_WORDS = {"qa_f1": "F1", "qa_f1_zh": "F1", "rouge_l": "ROUGE-L", "rouge_l_zh": "ROUGE-L"}
 _PANELS_A_ROW = 4
 _SHARE = "share attended to or computed anew"
 _MEASURED = {

@@ -33,7 +33,7 @@ from .plots import method_of, metric_label
 from .runner import Run, draw_examples, find_variants
 from .tasks import GROUPS, TASKS, Draw, LongBench, find_tasks
 
-_PACKAGES = ("hf-tiered-cache", "torch", "transformers", "datasets", "evaluate", "rouge-score", "rapidfuzz", "scipy")
+_PACKAGES = ("hf-tiered-cache", "torch", "transformers", "datasets", "evaluate", "rouge", "jieba", "rapidfuzz", "scipy")
 app = typer.Typer(add_completion=False)
 
 

@@ -286,7 +286,12 @@ def test_what_was_used_lies_in_extents_when_nobody_uses_it(model, tmp_path, monk
 
 @pytest.mark.parametrize(
     "method",
-    [PLAIN, KVDrive(0.2, index="page_bounds", extents=True), KVDrive(1.0, extents=True), ContiguousKV(0.2, reorder=False)],
+    [
+        PLAIN,
+        KVDrive(0.2, index="page_bounds", extents=True),
+        KVDrive(1.0, extents=True),
+        ContiguousKV(0.2, reorder=False),
+    ],
     ids=["off", "no clusters", "whole", "other"],
 )
 def test_nothing_moves_without_extents(method, model, tmp_path):

@@ -9,14 +9,14 @@ from __future__ import annotations
 from .base import ExampleMetric, interval
 from .choice import Accuracy
 from .longbench import Classification, CodeSimilarity, Count, Retrieval
-from .qa import ExactMatch, QaF1
-from .rouge import RougeL
+from .qa import ChineseQaF1, ExactMatch, QaF1
+from .rouge import ChineseRougeL, RougeL
 from .ruler import StringMatch, StringMatchAny
 
 METRICS: dict[str, type[ExampleMetric]] = {
     metric.name: metric
     for metric in (
-        *(Accuracy, QaF1, ExactMatch, RougeL),
+        *(Accuracy, QaF1, ChineseQaF1, ExactMatch, RougeL, ChineseRougeL),
         *(Classification, Retrieval, Count, CodeSimilarity),
         *(StringMatch, StringMatchAny),
     )

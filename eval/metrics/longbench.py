@@ -40,7 +40,7 @@ class Retrieval(ExampleMetric):
     about = "numbers that are the right paragraph's, in percent"
 
     def compare(self, prediction: str, answer: str) -> float:
-        return _share(prediction, re.findall(r"Paragraph (\d+)", answer)[0])
+        return _share(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", answer)[0])
 
 
 class Count(ExampleMetric):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .base import ExampleMetric
-from .text import overlap_f1, plain
+from .text import chinese_words, overlap_f1, plain, plain_chinese
 
 
 class QaF1(ExampleMetric):
@@ -14,6 +14,17 @@ class QaF1(ExampleMetric):
 
     def compare(self, prediction: str, answer: str) -> float:
         return 100 * overlap_f1(plain(prediction).split(), plain(answer).split())
+
+
+class ChineseQaF1(ExampleMetric):
+    """F1 over words of Chinese text, without punctuation (LongBench), best over the answers."""
+
+    name = "qa_f1_zh"
+    about = "F1 over words, in percent"
+
+    def compare(self, prediction: str, answer: str) -> float:
+        said, wanted = ([w for w in map(plain_chinese, chinese_words(text)) if w] for text in (prediction, answer))
+        return 100 * overlap_f1(said, wanted)
 
 
 class ExactMatch(ExampleMetric):

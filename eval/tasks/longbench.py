@@ -1,4 +1,4 @@
-"""LongBench (Bai et al. 2023), the English tasks: long documents, a question after them.
+"""LongBench (Bai et al. 2023): long documents, a question after them.
 
 Metrics, lengths of answers and which tasks go without a chat template are the benchmark's. The instructions are in
 words of ours; scores that are to stand beside published ones take the benchmark's own, with `--prompts FILE` (a JSON
@@ -52,6 +52,7 @@ _PASSAGES = (
     "Answer the question after these passages. Give the answer alone, without an explanation.\n\n{context}\n\n"
     "Question: {input}\nAnswer:"
 )
+_ZH_QA = "阅读下面的文字，然后简要回答问题。\n\n{context}\n\n问题：{input}\n回答："
 _SUMMARY = "Read the following and write a summary of it.\n\n{context}\n\nSummary:"
 
 _TASKS: tuple[tuple[str, str, int, str, str], ...] = (
@@ -108,11 +109,34 @@ _TASKS: tuple[tuple[str, str, int, str, str], ...] = (
         'Which paragraph is it of? Answer as in "Paragraph 1".\nAnswer:',
         "which paragraph a summary is of",
     ),
+    ("multifieldqa_zh", "qa_f1_zh", 64, _ZH_QA, "questions about articles of many fields, in Chinese"),
+    ("dureader", "rouge_l_zh", 128, _ZH_QA, "questions to a search engine, in Chinese"),
+    (
+        "vcsum",
+        "rouge_l_zh",
+        512,
+        "下面是一段会议记录，请写出它的总结。\n\n{context}\n\n总结：",
+        "summary of a meeting, in Chinese",
+    ),
+    (
+        "lsht",
+        "classification",
+        64,
+        "按照例子判断最后一条新闻的类别。\n\n{context}\n{input}",
+        "types of news, in Chinese",
+    ),
+    (
+        "passage_retrieval_zh",
+        "retrieval",
+        32,
+        '下面是一些编号的段落，以及其中一段的摘要。\n\n{context}\n\n摘要：{input}\n\n摘要出自哪一段？回答格式如"段落1"。\n回答：',
+        "which paragraph a summary is of, in Chinese",
+    ),
     ("lcc", "code_similarity", 64, "Complete the code.\n{context}", "the next line of a file"),
     ("repobench-p", "code_similarity", 64, "Complete the code.\n{context}{input}", "the next line, given other files"),
 )
-_PLAIN = {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
-_FIRST_LINE = {"trec", "triviaqa", "samsum"}
+_PLAIN = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+_FIRST_LINE = {"trec", "triviaqa", "samsum", "lsht"}
 
 LONGBENCH = tuple(
     LongBench(

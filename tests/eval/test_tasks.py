@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import Counter
 from dataclasses import replace
@@ -231,9 +232,56 @@ def test_wrong_names_and_data_are_told_in_one_line(folder, tokenizer, tmp_path):
         data.rows("sst2", "test", ["sentence"])
 
 
+CHINESE = {"multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh"}
+
+
 @pytest.mark.skipif(not SHARED.exists(), reason="the samples of the evaluation sets are not part of the project")
 @pytest.mark.parametrize("name", [name for name in TASKS if not name.startswith("reference_")])
 def test_real_samples_give_examples(name, tokenizer):
+    if name.removeprefix("longbench_").removeprefix("turns_") in CHINESE:
+        pytest.skip("the samples hold no Chinese task")
     examples = list(TASKS[name].examples(Draw(Data(SHARED), 3, 42, 4000, tokenizer)))
     assert len(examples) == 3
     assert all(example.answers for example in examples)
+
+
+@pytest.mark.parametrize("split", sorted(CHINESE))
+def test_chinese_tasks_cut_behind_their_context(split, tmp_path, tokenizer):
+    (tmp_path / "longbench").mkdir()
+    row = {"input": "谁来了？", "context": "他来了。", "answers": ["他"], "all_classes": ["军事"], "_id": "a"}
+    (tmp_path / "longbench" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+    (example,) = TASKS[f"longbench_{split}"].examples(Draw(Data(tmp_path), 3, 42, 4000, tokenizer))
+    assert example.prefix.endswith("他来了。")
+    assert ("谁来了？" in example.question) == (split != "vcsum")
+    assert example.answers == ("他",) and example.labels == ("军事",)
+
+
+def test_squad_asks_many_questions_about_one_prefix(tmp_path, tokenizer):
+    (tmp_path / "squad_v2").mkdir()
+    rows = [
+        {
+            "id": f"{article}-{paragraph}-{number}",
+            "title": f"article {article}",
+            "context": f"Paragraph {paragraph} of article {article} tells of many things. " * 4,
+            "question": f"What is {number}?",
+            "answers": {"text": ["many things", "things", "many things"] if number else [], "answer_start": []},
+        }
+        for article in range(2)
+        for paragraph in range(6)
+        for number in range(3)
+    ]
+    (tmp_path / "squad_v2" / "validation.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw = Draw(Data(tmp_path), None, 42, 3 * 70, tokenizer)
+    examples = list(TASKS["squad"].examples(draw))
+    assert len({example.id for example in examples}) == len(examples)
+    by_prefix = Counter(example.prefix for example in examples)
+    assert len(by_prefix) > 2 and min(by_prefix.values()) > 2
+    for example in examples:
+        part, name = example.id.split("-", 1)
+        article, paragraph, number = name.split("-")
+        assert f"Paragraph {paragraph} of article {article}" in example.prefix
+        assert number != "0"  # which has no answer
+        assert f"article {1 - int(article)}" not in example.prefix
+        assert example.answers == ("many things", "things")
+        assert draw.count(example.prefix) < 3 * 70 + 40
+    assert [e.id for e in TASKS["squad"].examples(draw)] == [e.id for e in examples]
