@@ -277,7 +277,7 @@ def test_squad_asks_many_questions_about_one_prefix(tmp_path, tokenizer):
     by_prefix = Counter(example.prefix for example in examples)
     assert len(by_prefix) > 2 and min(by_prefix.values()) > 2
     for example in examples:
-        part, name = example.id.split("-", 1)
+        _, name = example.id.split("-", 1)
         article, paragraph, number = name.split("-")
         assert f"Paragraph {paragraph} of article {article}" in example.prefix
         assert number != "0"  # which has no answer
