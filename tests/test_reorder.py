@@ -524,8 +524,9 @@ def test_what_earlier_prompts_attended_to_lies_together(tmp_path, monkeypatch):
                 fill(store, model, ids, PER_HEAD)
             for seed in seeds:
                 noted.clear()
-                ask(model, store, question(ids, seed=seed), PER_HEAD)
+                _, cache = ask(model, store, question(ids, seed=seed), PER_HEAD)
                 store.flush()
+                assert bool(cache.stats.brought_identifying) == (len(held) in (0, 3))  # an index stays in memory
                 held.append(
                     np.mean([np.take_along_axis(one.mass, one.tokens, 1).sum() / one.mass.sum() for one in noted])
                 )

@@ -16,7 +16,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class Handover:
-    """Of a segment that goes: how many chunks of each block group memory has, and what is known of all of them.
+    """Of a segment that goes: its indexes, how many chunks of each block group memory has, and what is known of all.
 
     To be made before the segment goes.
 
@@ -29,6 +29,7 @@ class Handover:
         self._residency, self._old = residency, old
         self._held: dict[int, int] = {}
         self._known: dict[int, np.ndarray] = {}  # float64 [2, chunks]
+        self._indexes = residency.resident.of_segment(old.id)
         devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
             owner, every = old.owner(group.index), np.arange(old.shape.chunks_in(group))
@@ -39,6 +40,8 @@ class Handover:
     def give_to(self, new: SegmentReader) -> None:
         """Bring as many chunks of `new` to the host, the first ones of each block group, as far as it has room.
 
+        Indexes are of the same keys, so they stay as they are.
+
         Each chunk is as important as its tokens were, in the mean. Tokens that matter most lie in front. A chunk that
         cannot be read is left for who asks for it.
 
@@ -46,6 +49,8 @@ class Handover:
             new: the same tokens in the same geometry. The old segment has gone.
         """
         shape, wanted = new.shape, list[BlockRequest]()
+        for (_, layer, _, made), keys in self._indexes:
+            self._residency.resident.admit(new.key_owner(layer, made), keys)
         for group in shape.block_groups:
             step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
             was, now = (one.shape.slot_of_token(group, tokens) // step for one in (self._old, new))

@@ -60,6 +60,11 @@ class ResidentKeys:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
                 self.evicted += 1
 
+    def of_segment(self, segment: str) -> list[tuple[KeyOwner, Resident]]:
+        """What there is of a segment, on whichever device."""
+        with self._lock:
+            return [(owner, keys) for (owner, _), keys in self._keys.items() if owner[0] == segment]
+
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone."""
         with self._lock:

@@ -19,7 +19,7 @@ from hf_tiered_cache import Exact, KVStore
 from hf_tiered_cache.methods import H2O, ContiguousKV, KVDrive
 
 PREFIX, NEW = 512, 5
-EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, period=1, rechoose=0)
+EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, rechoose=0, reorder=False)
 HEAD_DIM, BYTES = 64, 4
 INDEX = (HEAD_DIM + BYTES) / (2 * HEAD_DIM * BYTES)  # a byte for each number of a key, and a scale
 
@@ -79,7 +79,7 @@ def test_an_index_that_is_there_is_not_read(read):
     [
         ({"identify": "keys"}, 50),
         ({"identify": "keys", "period": 2, "solo_layers": 0}, 25),
-        ({"identify": "probe_heads"}, 25),
+        ({"identify": "probe_heads", "per_head": False}, 25),
     ],
 )
 def test_keys_that_are_chosen_from_count(read, changes, identified):
