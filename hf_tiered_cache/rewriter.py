@@ -238,6 +238,7 @@ class SegmentRewriter:
         if tables is not None and tables.same(None):
             tables = None
         beside = self._disk.beside.all_of(reader)  # before its room is wanted for the new one
+        handover = Handover(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
         try:
             if not self._disk.publish(header, prefix_hashes, _unless(used, block_groups)):
@@ -247,11 +248,12 @@ class SegmentRewriter:
             return False
         self._disk.pin([header.id] if pinned else [])
         if (made := self._disk.reader(header.id)) is not None:
+            if handover is not None:
+                handover.give_indexes_to(made)
             for kept in beside:
                 self._disk.beside.keep(made, *kept)  # without room it is not kept, which is counted
         self.importance.rename(old, header.id)
         self._settle(header.id)  # whoever has asked for it
-        handover = Handover(self._residency, reader) if hand_over else None
         self._disk.remove([old])
         if handover is not None and made is not None:
             handover.give_to(made)

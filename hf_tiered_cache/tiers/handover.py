@@ -37,10 +37,13 @@ class Handover:
             self._held[group.index] = on_devices + residency.where(owner, every, devices[0])["host"]
             self._known[group.index] = residency.scores.of(owner, every)
 
+    def give_indexes_to(self, new: SegmentReader) -> None:
+        """Let `new` have the indexes: they are of the same keys. To be done as soon as it can be found."""
+        for (_, layer, _, made), keys in self._indexes:
+            self._residency.resident.admit(new.key_owner(layer, made), keys)
+
     def give_to(self, new: SegmentReader) -> None:
         """Bring as many chunks of `new` to the host, the first ones of each block group, as far as it has room.
-
-        Indexes are of the same keys, so they stay as they are.
 
         Each chunk is as important as its tokens were, in the mean. Tokens that matter most lie in front. A chunk that
         cannot be read is left for who asks for it.
@@ -49,8 +52,6 @@ class Handover:
             new: the same tokens in the same geometry. The old segment has gone.
         """
         shape, wanted = new.shape, list[BlockRequest]()
-        for (_, layer, _, made), keys in self._indexes:
-            self._residency.resident.admit(new.key_owner(layer, made), keys)
         for group in shape.block_groups:
             step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
             was, now = (one.shape.slot_of_token(group, tokens) // step for one in (self._old, new))

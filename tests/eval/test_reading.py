@@ -134,7 +134,7 @@ def test_an_index_is_a_share_of_the_kv_without_padding(saved, tokenizer, tmp_pat
 @pytest.fixture(scope="module")
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run")
-    methods = "exact,contiguous_kv:identify=keys,contiguous_kv:rechoose=1,h2o,cache_tune"
+    methods = "exact,contiguous_kv:identify=keys:reorder=false,contiguous_kv:rechoose=1:reorder=false,h2o,cache_tune"
     common = ("--model", saved, "--data", folder, "--limit", 2, "--device", "cpu", "--prefix-tokens", 400)
     result = run(
         *common, "--tasks", "reference_fact,reference_hop", "--methods", methods, "--budgets", "0.1,0.5", "--out", out
@@ -148,10 +148,10 @@ def test_predictions_and_metrics_tell_what_was_read(finished):
     for line in lines(task / "exact" / "predictions.jsonl"):
         assert (line["read"], line["identified"], line["brought"]) == (100, 0, 100)
     for budget in (0.1, 0.5):
-        found = json.loads((task / f"contiguous_kv-identify=keys@{budget}" / "metrics.json").read_text())
+        found = json.loads((task / f"contiguous_kv-identify=keys-reorder=false@{budget}" / "metrics.json").read_text())
         assert 60 * budget < found["read"]["mean"] <= 100 * budget
         assert found["identified"]["mean"] > 0
-        again = json.loads((task / f"contiguous_kv-rechoose=1@{budget}" / "metrics.json").read_text())
+        again = json.loads((task / f"contiguous_kv-rechoose=1-reorder=false@{budget}" / "metrics.json").read_text())
         assert again["identified"]["mean"] == 0 < again["index"]["mean"]
         h2o = json.loads((task / f"h2o@{budget}" / "metrics.json").read_text())
         assert h2o["read"]["mean"] > 100 * budget
