@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval clean
+.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval eval-real clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -105,6 +105,23 @@ ifdef DATA
 	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks multi_news --limit 6 --out $(RESULTS)/news-xs
 	$(BIN)/python -m eval.report $(RESULTS)/news-xs
 endif
+
+# methods within a budget on pretrained models (see docs/evaluation.md); DATA is a folder of data sets, without it the hub
+REAL_MODELS := smollm2-135m qwen2.5-coder-0.5b
+REAL_METHODS := exact,contiguous_kv,contiguous_kv:reorder=false,contiguous_kv:codec=int8,contiguous_kv.paper,impress:probe_heads=2,h2o
+# those that may choose once for an answer, or at each of its tokens
+REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=0,contiguous_kv.paper,h2o,h2o:rechoose=1,kv_drive
+EVAL_REAL := $(EVAL) $(if $(DATA),--data $(DATA)) --prefix-tokens 1000
+
+eval-real: $(FOR_DEV)
+	for model in $(REAL_MODELS); do \
+		$(EVAL_REAL) --model $$model --methods $(REAL_METHODS) --budgets 0.05,0.1,0.25 --tasks sst2,rte,squad --limit 48 \
+			--out $(RESULTS)/real-$$model && \
+		$(BIN)/python -m eval.report $(RESULTS)/real-$$model && \
+		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1 --tasks text --limit 16 \
+			--out $(RESULTS)/real-text-$$model && \
+		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model || exit; \
+	done
 
 $(FOR_USE): KIND := .[demo]
 $(FOR_DEV): KIND := .[dev]
