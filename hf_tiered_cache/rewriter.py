@@ -1,8 +1,8 @@
 """Rewrites stored segments in the background, in another geometry or order of tokens.
 
-Two methods ask for it. `Impress` lays tokens out by the attention that prompts paid them. `KVDrive` lays each head's
-chunks out in extents, cluster by cluster of the index that it chooses by; it comes back to a segment at each decoded
-token, so this waits until nobody does.
+Methods ask for it. `ContiguousKV` and `Impress` lay tokens out by the attention that prompts paid them, `KVDrive` each
+head's chunks in extents, cluster by cluster of the index that it chooses by. Who decodes comes back to a segment at
+each token, and what memory has of one that was replaced goes, so this waits until nobody uses the segment.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class SegmentRewriter:
         self.importance = TokenImportance()
         self._indexes = KeptIndexes(disk, lambda write: write())
         self._lock = threading.Lock()  # of the next two
-        self._users = Counter[str]()  # of segments that are to be laid out in extents when these are gone
-        self._settled: set[str] = set()  # segments that are, or cannot be
+        self._users = Counter[str]()  # of segments that are to be laid out when these are gone
+        self._settled: set[str] = set()  # segments that lie in extents, or cannot
+        self._due: set[str] = set()  # segments that are to be laid out by importance
         self._thread = ThreadPoolExecutor(1, "hf-tiered-rewriter")
         self._queued: set[Future[None]] = set()
 
@@ -106,11 +107,22 @@ class SegmentRewriter:
         return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
 
     def prompt_done(self, segments: Iterable[str], every: int) -> None:
-        """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background."""
+        """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background.
+
+        As soon as nobody uses it; what was always in use since it was due last is laid out all the same.
+        """
         for segment_id in segments:
-            if self.importance.prompt_done(segment_id, every):
-                with suppress(RuntimeError):  # the store was closed under the request, which goes on
-                    self._submit(self.reorder, segment_id)
+            if not self.importance.prompt_done(segment_id, every):
+                continue
+            with self._lock:
+                waits = segment_id in self._users and segment_id not in self._due
+                (self._due.add if waits else self._due.discard)(segment_id)
+            if not waits:
+                self._reorder_soon(segment_id)
+
+    def _reorder_soon(self, segment_id: str) -> None:
+        with suppress(RuntimeError):  # the store was closed under the request, which goes on
+            self._submit(self.reorder, segment_id)
 
     def begin_use(self, segments: Collection[str]) -> None:
         """A cache begins to choose from these segments: they stay as they are until `end_use`."""
@@ -118,22 +130,28 @@ class SegmentRewriter:
             self._users.update(segments)
 
     def end_use(self, segments: Collection[str], method: Method) -> None:
-        """It does so no more: those that nobody uses are laid out in extents, as its method reads them, once.
+        """It does so no more: those that nobody uses are laid out as its method reads them.
 
         To be called behind the writing of the index that the method has made.
         """
         with self._lock:
             self._users.subtract(segments)
             self._users += Counter()  # without those that nobody uses
-            due = [name for name in segments if name not in self._users and name not in self._settled]
+            unused = [name for name in segments if name not in self._users]
+            due = [name for name in unused if name in self._due]
+            self._due.difference_update(due)
         for segment_id in due:
-            with suppress(RuntimeError):  # the store was closed
-                self._submit(self._lay_out_unused, segment_id, method)
+            self._reorder_soon(segment_id)
+        for segment_id in unused if method.extent_index is not None else ():
+            if segment_id not in self._settled:
+                with suppress(RuntimeError):  # the store was closed
+                    self._submit(self._lay_out_unused, segment_id, method)
 
     def forget(self, segments: Collection[str]) -> None:
         """These are gone: what has their names next is another's work."""
         with self._lock:
             self._settled.difference_update(segments)
+            self._due.difference_update(segments)
 
     def recall(self, readers: Collection[SegmentReader]) -> None:
         """Take in what earlier processes knew of these segments' tokens, where this one knows nothing of them."""

@@ -193,7 +193,7 @@ class Storage:
             self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
     def lay_out_after(self, groups: Iterable[RowGroup], method: Method) -> None:
-        """Lay out, in extents, the segments that a plan restores from, when nobody holds its groups of rows any more.
+        """Lay out the segments that a plan restores from, when nobody holds its groups of rows any more.
 
         Until then caches choose from these segments, again and again, and blocks of one that was replaced would not
         stay in memory.

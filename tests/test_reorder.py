@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import struct
 from dataclasses import replace
@@ -555,3 +556,37 @@ def test_a_segment_that_is_laid_out_while_it_is_looked_up_is_restored(model, tmp
         assert swapped and cache.stats.tokens_restored == 192
         assert store.stats.read_errors == 0
         assert "cannot be used" not in caplog.text
+
+
+def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
+    """As long as it may come back to its segment; one that is always in use is laid out when it is due again."""
+    ids, method = prompt(200), replace(PER_HEAD, rechoose=1)
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, method)
+        (plain,) = store.segments()
+        _, cache = ask(model, store, question(ids), method)
+        store.flush()
+        assert [row.id for row in store.segments()] == [plain.id]
+        del cache, _
+        gc.collect()
+        store.flush()
+        (row,) = store.segments()
+        assert row.id != plain.id
+        first, *others = (ask(model, store, question(ids, seed=seed), method)[1] for seed in (1, 2, 3, 4))
+        store.flush()
+        (again,) = store.segments()
+        assert again.id != row.id  # after the fourth
+        decode_from(model, first, kv_of(model, ids))
+        assert len(others) == 3
+
+
+def decode_from(model, cache, stored):
+    """Go on with a cache whose segment was replaced: it holds the KV of the tokens that it says."""
+    for token in prompt(6, seed=9).split(1, dim=1):
+        model(input_ids=token, past_key_values=cache)
+    for layer, (keys, values) in zip(cache.layers, stored, strict=True):
+        (row,) = layer._rows
+        tokens = torch.from_numpy(row.tokens)[..., None]
+        for held, every in ((layer.keys, keys), (layer.values, values)):
+            expected = every[0].gather(1, tokens.expand(-1, -1, every.shape[-1]))
+            assert torch.equal(held[0, :, : tokens.shape[1]], expected)
