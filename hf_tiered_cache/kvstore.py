@@ -361,7 +361,7 @@ class KVStore:
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
         """Lay the tokens of segments out by the attention that prompts paid them, most of it first.
 
-        `ContiguousKV` asks for that by itself, in the background, after 1, 2, 4, ... prompts of a segment, and `Impress`
+        `ContiguousKV` asks for that by itself, in the background, after 1, 2, 4, ... prompts of a segment, `Impress`
         after 4, 8, 16, ...
         Passages are laid out by their ranking "context": of those that are computed no blocks are read then.
 
