@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from .errors import ConfigError, FormatError
+from .methods import Method, describe_method
+from .methods.budget import BudgetMethod
 from .restore.recompute import Costs
 from .select.by_index import WindowSizes
 from .stats import TIERS
@@ -26,6 +28,8 @@ _SUSPENDED = 64
 """Times that conversations of one model were suspended, of which it is noted where their attention went."""
 _NEAR = 1.03
 """Times that differ by less are the same."""
+MUCH = 0.1
+"""Nats that no budget should lose unnoticed."""
 _KEPT = {"tokens", "ratio", "cold"}
 """What is read again of each `Calibration`."""
 
@@ -147,6 +151,97 @@ class WindowFindings:
     def hit_rate(self, sizes: np.ndarray) -> float:
         """The share of chosen entries that windows of these sizes, int64 `[layers, heads]`, had."""
         return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
+
+
+@dataclass(frozen=True)
+class QualityFinding:
+    """What a method lost at one budget, for one model.
+
+    Args:
+        method: its other settings, as `describe_method` says them.
+        budget: share of the prefix.
+        losses: KL divergence of each question's prediction from that with full KV, in nats.
+        agreement: share of the questions whose likeliest token was the same.
+        brought: bytes that came until the first token, as a share of the prefix's KV; a mean. Without the index.
+        index: bytes of the index that was chosen by, as a share of the prefix's KV.
+        seconds: to the first token, a median.
+    """
+
+    method: str
+    budget: float
+    losses: list[float]
+    agreement: float
+    brought: float
+    index: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """The mean of the losses."""
+        return float(np.mean(self.losses))
+
+    def keeps(self, quality: float) -> bool:
+        """Whether it loses no more than `quality` in the mean, and 95 % of the questions no more than twice that."""
+        return self.loss <= quality and float(np.quantile(self.losses, 0.95)) <= 2 * quality
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        return asdict(self)
+
+
+def quality_budget(storage: Storage, fingerprint: str, method: Method, quality: float) -> float | None:
+    """The least budget at which a method was found to keep a target on this model; 1 if it keeps it at none.
+
+    Args:
+        storage: keeps what was found.
+        fingerprint: of the model.
+        method: its settings but the budget.
+        quality: KL divergence in nats.
+
+    Returns:
+        None where nothing was measured.
+    """
+    name = describe_method(method)
+    found = [one for one in _qualities(storage, fingerprint) if one.method == name]
+    if not found:
+        storage.disk.warn(
+            f"quality of {name}",
+            f"what {name} loses was not measured for this model, so quality={quality:g} is taken for a budget of a "
+            "half; call store.calibrate_quality(model, texts)",
+        )
+        return None
+    return min((one.budget for one in found if one.keeps(quality)), default=1.0)
+
+
+def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
+    """Warn once if a budget is known to lose much on this model: it, or a larger one, did when it was measured."""
+    name = describe_method(replace(method, budget=type(method).budget, quality=None))
+    known = [one for one in _qualities(storage, fingerprint) if one.method == name and one.budget >= method.budget]
+    least = min(known, key=lambda one: one.budget, default=None)
+    if least is not None and least.loss > MUCH:
+        storage.disk.warn(
+            f"loss of {name} {method.budget}",
+            f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as "
+            f"store.calibrate_quality has measured; take a larger budget than {method.budget:g}, or quality=0.02",
+        )
+
+
+def keep_quality(storage: Storage, fingerprint: str, found: list[QualityFinding]) -> None:
+    """Keep what was found of some methods in place of what was."""
+    new = {one.method for one in found}
+    others = [one for one in _qualities(storage, fingerprint) if one.method not in new]
+    _write(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
+
+
+def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
+    try:
+        return [QualityFinding(**one) for one in _read(storage).get(_quality_name(fingerprint), [])]
+    except TypeError:  # damaged
+        return []
+
+
+def _quality_name(fingerprint: str) -> str:
+    return f"quality {fingerprint}"
 
 
 def profiled_windows(

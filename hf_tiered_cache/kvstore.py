@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +23,7 @@ from .methods import Exact, Method, make_method
 from .passages import BATCH_TOKENS, precompute_passages, rank_passages
 from .precompute import PrecomputeReport, precompute
 from .profiling import WindowFindings, profile_windows
+from .quality import QualityFinding, calibrate_quality
 from .ranking import passages_method, rank_stored
 from .stats import Counters, StoreStats
 from .storage import DEFAULT_POLICY, Storage
@@ -320,6 +323,24 @@ class KVStore:
         `hf_tiered_cache.profiling.profile_windows`.
         """
         return profile_windows(self._storage, model, input_ids, **settings)
+
+    def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
+        """Measure what methods lose at several budgets on this model and these texts.
+
+        `ContiguousKV(quality=0.02)` then takes the least budget that lost no more than 0.02 nats. Texts are stored in a
+        temporary folder meanwhile, with a key of its own if this store has one. For arguments see
+        `hf_tiered_cache.quality.calibrate_quality`.
+        """
+        return calibrate_quality(self._storage, self._scratch, model, input_ids, **settings)
+
+    @contextmanager
+    def _scratch(self, method: Method) -> Iterator[Storage]:
+        key = os.urandom(32) if self._storage.disk.cipher.key_id else None
+        with (
+            tempfile.TemporaryDirectory(prefix="hf-tiered-quality-") as folder,
+            KVStore(folder, policy=method.policy, codec=self.codec, key=key) as store,
+        ):
+            yield store._storage
 
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True

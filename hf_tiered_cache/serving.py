@@ -14,13 +14,14 @@ import torch
 from transformers import Cache
 
 from . import reasons
-from .calibrations import calibrated_ratio, profiled_windows
+from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
 from .conversation import Conversation
 from .errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
 from .forward_pass import ForwardPass, RestoringForward
 from .geometry import HASH_TOKENS
 from .identity import Fingerprinter, Identity, rope_regime
 from .methods import Method
+from .methods.budget import BudgetMethod
 from .patches.attach import Attachment
 from .patches.scope import leave
 from .payoff import decided, with_least_fronts
@@ -317,6 +318,9 @@ class Serving:
         method = self.method = self.method.with_calibrated_ratio(
             partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
         ).with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))
+        method = self.method = method.with_measured_budget(partial(quality_budget, store, identity.fingerprint))
+        if isinstance(method, BudgetMethod) and method.selects:
+            warn_of_loss(store, identity.fingerprint, method)
         recorder = self.new_recorder(identity, regime, request.pads, check)
         segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
         return SequenceState(

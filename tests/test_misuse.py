@@ -10,7 +10,7 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
 from hf_tiered_cache.methods import H2O, METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress
-from hf_tiered_cache.methods.base import DEFAULT_BUDGET
+from hf_tiered_cache.methods.budget import DEFAULT_BUDGET
 from hf_tiered_cache.patches import attachment_of
 
 

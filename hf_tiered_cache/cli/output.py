@@ -85,3 +85,23 @@ def confirm(question: str) -> bool:
     if not sys.stdin.isatty():
         raise Refused(f"{question} There is no terminal to ask at: give --yes, or --dry-run to see what would go")
     return typer.confirm(question, err=True)
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text. Raises Refused if it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"--text {path} is no text in UTF-8") from error
+
+
+def plotting() -> Any:
+    """Return `matplotlib.pyplot`. Raises Refused if it is missing: to be called before anything is measured."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise Refused("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt

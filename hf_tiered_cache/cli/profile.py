@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..units import parse_bytes
 from .calibrate import load_model
-from .output import AsJson, KeyFile, Refused, figures, print_json
+from .output import AsJson, KeyFile, Refused, figures, plotting, print_json, read_text
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +53,7 @@ def profile(
     model answers does not depend on it.
     """
     parse_bytes(memory, "--memory")
-    draw = _plotting() if plot is not None else None
+    plt = plotting() if plot is not None else None
     import torch
     from transformers import AutoTokenizer
 
@@ -66,7 +65,7 @@ def profile(
     key, chooses = read_key_file(key_file), make_method(method)
     if not isinstance(chooses, KVDrive):
         raise Refused(f"--method {method} has no windows; write kv_drive, and what differs from its defaults")
-    written = [_read(path) for path in text]
+    written = [read_text(path) for path in text]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         loaded = load_model(model, dtype, device)
@@ -83,8 +82,8 @@ def profile(
     assert window is not None
     sizes, uniform = found.chosen(window), found.chosen(window, uniform_sizes)
     shares = found.hit_rate(sizes), found.hit_rate(uniform)
-    if draw is not None and plot is not None:
-        draw(plot, found, sizes)
+    if plot is not None:
+        _draw(plt, plot, found, sizes)
     if as_json:
         own = {"method": chooses.profile_name, "window": window, "window_sizes": sizes.tolist()}
         return print_json(own | {"hit_rate": shares[0], "uniform_hit_rate": shares[1]} | found.as_dict())
@@ -101,30 +100,12 @@ def profile(
     )
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise Refused(f"--text {path} is no text in UTF-8") from error
-
-
-def _plotting() -> Callable[[Path, WindowFindings, np.ndarray], None]:
-    """What draws, or Refused where matplotlib is missing: said before anything is measured."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise Refused("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    def draw(path: Path, found: WindowFindings, sizes: np.ndarray) -> None:
-        layers, heads = sizes.shape
-        figure, axes = plt.subplots(figsize=(2.5 + 0.35 * heads, 1.5 + 0.25 * layers), layout="constrained")
-        image = axes.imshow(sizes, vmin=found.sizes[0], vmax=found.sizes[-1], aspect="auto", cmap="viridis")
-        axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads), yticks=range(layers), title="window")
-        axes.set_yticklabels(map(str, found.layers))
-        figure.colorbar(image, ticks=found.sizes, format="×%d")
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-    return draw
+def _draw(plt: Any, path: Path, found: WindowFindings, sizes: np.ndarray) -> None:
+    layers, heads = sizes.shape
+    figure, axes = plt.subplots(figsize=(2.5 + 0.35 * heads, 1.5 + 0.25 * layers), layout="constrained")
+    image = axes.imshow(sizes, vmin=found.sizes[0], vmax=found.sizes[-1], aspect="auto", cmap="viridis")
+    axes.set(xlabel="KV head", ylabel="layer", xticks=range(heads), yticks=range(layers), title="window")
+    axes.set_yticklabels(map(str, found.layers))
+    figure.colorbar(image, ticks=found.sizes, format="×%d")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..store.relayout import BlocksOf
     from ..store.segment import SegmentReader
 
-DEFAULT_BUDGET = 0.25
-"""Share of the prefix that methods with a budget attend to, unless told otherwise."""
 _LARGE_MASK = 1 << 28
 _LITTLE = 1 / 8
 
@@ -229,6 +227,12 @@ class Method:
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
+        return self
+
+    def with_measured_budget(self, measured: Callable[[Method, float], float | None]) -> Method:
+        """This method with the budget that keeps its target: `measured` gives, for a method's other settings and a loss
+        in nats, the least one that was found to, 1 if none was, or None if nothing was measured.
+        """
         return self
 
     def with_profiled_windows(

@@ -14,7 +14,8 @@ from ..restore.selective import Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_tokens import TopTokens
-from .base import DEFAULT_BUDGET, Method
+from .base import Method
+from .budget import BudgetMethod
 from .exact import Exact
 
 
@@ -48,24 +49,23 @@ class PartialRecompute(Exact):
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(Method):
+class H2O(BudgetMethod):
     """All keys of a layer are read, and the values of the tokens that its heads pay most attention to.
 
     Args:
         budget: share of the prefix's tokens that a head attends to, in (0, 1].
+        quality: see `BudgetMethod`.
         policy: the eviction policy it is compared under, "lru" or "lfu".
         rechoose: decoded tokens from one choice to the next; the keys stay in memory for that. 0, as in the comparisons
             of ContiguousKV and IMPRESS, chooses once for a prompt and its answer.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
-    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     rechoose: int = 0
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_budget(self.budget)
         if self.policy not in ("lru", "lfu"):
             raise ConfigError(f'policy is "lru" or "lfu", not {self.policy!r}')
 
@@ -76,20 +76,5 @@ class H2O(Method):
     def prefetches(self) -> tuple[Prefetched, ...]:
         return ("keys",)
 
-    @property
-    def selects(self) -> bool:
-        return self.budget < 1
-
     def selector(self) -> Selector:
         return TopTokens()
-
-
-def check_budget(budget: float) -> None:
-    """Raises ConfigError if it is no share."""
-    check_share("budget", "the prefix", budget)
-
-
-def check_share(name: str, of: str, share: float) -> None:
-    """Raises ConfigError if it is none."""
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"{name} is a share of {of}, above 0 and at most 1, not {share!r}")

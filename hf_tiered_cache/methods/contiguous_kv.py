@@ -12,12 +12,11 @@ from ..restore.selective import PREFETCHED, Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.selector import Selector
 from ..select.top_chunks import TopChunks
-from .base import DEFAULT_BUDGET, Method
-from .baselines import check_budget, check_share
+from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContiguousKV(Method):
+class ContiguousKV(BudgetMethod):
     """The suffix attends to the chunks of the prefix that it pays most attention to.
 
     A chunk is what a block holds. Ours holds tokens of one layer and kv head, and each head chooses its own. The
@@ -27,6 +26,7 @@ class ContiguousKV(Method):
     Args:
         budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
             one at least: 5 % of 512 tokens are 24. At 1 the output is the exact method's.
+        quality: see `BudgetMethod`.
         mass: of the attention that all restored tokens get together of the tokens that choose, the share, in (0, 1],
             that the chunks of each choice must hold: the fewest that do, best first, one at least, and no more than
             `budget` buys. Rows of a batch take as many as the one that needs most; a decoded token chooses again among
@@ -61,7 +61,6 @@ class ContiguousKV(Method):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     mass: float | None = None
     chunk_tokens: int = 8
     per_head: bool = True
@@ -80,7 +79,6 @@ class ContiguousKV(Method):
     reorder_every = 1
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
         if self.mass is not None:
             check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys", "probe_heads"):
@@ -133,10 +131,6 @@ class ContiguousKV(Method):
                 f"and are read for each; pass subperiod={fitting}, and call store.relayout(method)"
             )
         return super().misfit(geometry)
-
-    @property
-    def selects(self) -> bool:
-        return self.budget < 1
 
     @property
     def prefetches(self) -> Collection[Prefetched]:

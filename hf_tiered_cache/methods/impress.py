@@ -9,16 +9,16 @@ from ..restore.selective import Prefetched
 from ..select.chunks import budgeted_tokens
 from ..select.probe_heads import ProbeHeads
 from ..select.selector import Selector
-from .base import DEFAULT_BUDGET, Method
-from .baselines import check_budget
+from .budget import BudgetMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class Impress(Method):
+class Impress(BudgetMethod):
     """Each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
 
     Args:
         budget: share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is the exact method's.
+        quality: see `BudgetMethod`.
         chunk_tokens: consecutive tokens of a block of keys or of values; all of it is read for one token.
         probe_heads: kv heads that are asked, whose keys lie apart from those of other heads (Section 4.1), so that no
             key is read twice: the others' are read as they are chosen, or all where the probes disagree. With grouped
@@ -29,7 +29,6 @@ class Impress(Method):
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
-    budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     chunk_tokens: int = 64
     probe_heads: int = 3
     alpha: float = 0.6
@@ -38,7 +37,6 @@ class Impress(Method):
     policy = "importance"
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
         cut = Geometry(self.chunk_tokens, 1, self.probe_heads, split_kv=True)
         object.__setattr__(self, "geometry", cut)
         super().__post_init__()
@@ -49,10 +47,6 @@ class Impress(Method):
     @property
     def prefetches(self) -> tuple[Prefetched, ...]:
         return ("keys",)
-
-    @property
-    def selects(self) -> bool:
-        return self.budget < 1
 
     def selector(self) -> Selector:
         return ProbeHeads(heads=self.probe_heads, alpha=self.alpha)

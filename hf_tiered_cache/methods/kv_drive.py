@@ -14,19 +14,19 @@ from ..select.clusters import ClusterIndex
 from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..tiers.window import WINDOW_POLICIES
-from .base import Method
-from .baselines import check_budget
+from .budget import BudgetMethod
 
 _UNPROFILED = 2.0
 """The window of the paper's default, in multiples of what a head attends to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVDrive(Method):
+class KVDrive(BudgetMethod):
     """Each kv head attends to chunks of the prefix that an index ranks first for its queries, chosen at every token.
 
     Args:
         budget: share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is the exact method's.
+        quality: see `BudgetMethod`.
         chunk_tokens: consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
         window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1); a
             mean over all heads, where these differ. "auto": the size at which tokens came quickest when windows were
@@ -77,7 +77,6 @@ class KVDrive(Method):
     rechoose = 1
 
     def __post_init__(self) -> None:
-        check_budget(self.budget)
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
             raise ConfigError(f"chunk_tokens is 1, 2, 4, 8 or {HASH_TOKENS}, not {self.chunk_tokens!r}")
         if self.index not in DECODE_INDEXES:
@@ -111,10 +110,6 @@ class KVDrive(Method):
 
     def token_budget(self, prefix_tokens: int) -> int:
         return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
-
-    @property
-    def selects(self) -> bool:
-        return self.budget < 1
 
     @property
     def extent_index(self) -> type[DecodeIndex] | None:

@@ -1,0 +1,181 @@
+"""A target in place of a budget: what was measured of a model says which budget keeps it."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from reference import kv_of
+from test_selective import ask, fill, question
+from transformers import AutoTokenizer, DynamicCache
+
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.calibrations import QualityFinding, keep_quality
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import H2O, ContiguousKV, Impress, KVDrive, describe_method, make_method
+
+METHODS = ("contiguous_kv:reorder=False", "h2o")
+BUDGETS = (0.1, 0.5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2", initializer_range=0.2)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return prompt(320, seed=3)[0]
+
+
+def test_what_is_found_is_what_a_method_loses(model, text, tmp_path):
+    with KVStore(tmp_path / "store") as store, KVStore(tmp_path / "other") as other:
+        found = store.calibrate_quality(model, text, methods=METHODS, budgets=BUDGETS, questions=2, progress=False)
+        assert [(one.method, one.budget) for one in found] == [(name, b) for name in METHODS for b in BUDGETS]
+        assert store.segments() == []  # the texts are not stored
+        for one in found:
+            method = replace(make_method(one.method), budget=one.budget)
+            with KVStore(tmp_path / f"{one.method} {one.budget}") as mine:
+                mine.precompute(model, text[:256], method=method, progress=False)
+                losses = []
+                for end in (288, 320):
+                    cache = TieredCache(model, mine, method=method, record=False)
+                    with torch.no_grad():
+                        ours, full = (
+                            model(input_ids=text[None, :end], past_key_values=kv, logits_to_keep=1)
+                            .logits[0, -1]
+                            .log_softmax(-1)
+                            for kv in (cache, DynamicCache(config=model.config))
+                        )
+                    losses.append(float((full.exp() * (full - ours)).sum()))
+            assert one.losses == pytest.approx(losses, abs=2e-5)
+        by_name = {(one.method, one.budget): one for one in found}
+        chunks = by_name[METHODS[0], 0.5]
+        assert chunks.loss < by_name[METHODS[0], 0.1].loss
+        assert chunks.index == pytest.approx((16 + 4) / (2 * 16 * 4), rel=0.01)  # of each key a byte a number, a scale
+        assert other.calibrate_quality(model, text, methods=METHODS[:1], budgets=(0.5,), questions=1, progress=False)
+
+
+def test_a_target_takes_the_least_budget_that_keeps_it(model, text, tmp_path, caplog):
+    ids, target = prompt(200), ContiguousKV(quality=0.05, reorder=False)
+    with KVStore(tmp_path, policy="attention") as store:
+        fill(store, model, ids, target)
+        _, cache = ask(model, store, question(ids), target)
+        assert cache.method.budget == 0.5 and "was not measured for this model" in caplog.text
+        found = store.calibrate_quality(
+            model, text, methods=[target], budgets=(0.1, 0.3, 0.6), questions=2, progress=False
+        )
+        losses = sorted({one.loss for one in found})
+        for quality in (losses[0] / 4, losses[-1] * 2, *losses):
+            keeping = [one.budget for one in found if one.keeps(quality)]
+            _, cache = ask(model, store, question(ids), replace(target, quality=quality))
+            expected = min(keeping, default=1.0)
+            assert cache.method.budget == expected
+            attended = 192 if expected == 1 else max(1, int(expected * 24)) * 8
+            assert cache.stats.tokens_attended == attended
+        store.flush()
+    with KVStore(tmp_path, policy="attention") as store:  # it is kept, of this model and these settings alone
+        caplog.clear()
+        assert ask(model, store, question(ids), replace(target, quality=losses[-1] * 2))[1].method.budget == 0.1
+        assert "was not measured" not in caplog.text
+        assert ask(model, store, question(ids), replace(target, chunk_tokens=4))[1].method.budget == 0.5
+        assert "was not measured" in caplog.text
+
+
+def test_a_target_that_nothing_keeps_restores_everything(model, text, tmp_path):
+    ids, target = prompt(200), ContiguousKV(quality=1e-9, reorder=False)
+    with KVStore(tmp_path) as store:
+        fill(store, model, ids, target)
+        store.calibrate_quality(model, text, methods=[target], budgets=(0.1,), questions=1, progress=False)
+        ours, cache = ask(model, store, question(ids), target)
+        exact, _ = ask(model, store, question(ids), None)
+        assert torch.equal(ours.sequences, exact.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, exact.logits, strict=True))
+        layer, (keys, _) = cache.layers[0], kv_of(model, ids)[0]
+        assert torch.equal(layer.keys[:, :, :192], keys[:, :, :192])
+
+
+def test_a_budget_that_is_known_to_lose_much_is_told_once(model, text, tmp_path, caplog):
+    ids, method = prompt(200), ContiguousKV(0.1, reorder=False)
+    with KVStore(tmp_path, policy="attention") as store:
+        fill(store, model, ids, method)
+        (found,) = store.calibrate_quality(model, text, methods=[method], budgets=(0.3,), questions=2, progress=False)
+        fingerprint = store.segments()[0].fingerprint
+        for loss, budget, warns in ((0.05, 0.1, False), (0.2, 0.4, False), (0.2, 0.1, True), (0.2, 0.1, False)):
+            keep_quality(store._storage, fingerprint, [replace(found, losses=[loss, loss])])
+            caplog.clear()
+            ask(model, store, question(ids), replace(method, budget=budget))
+            assert ("loses 0.2 nats on this model at a budget of 0.3" in caplog.text) == warns
+
+
+@pytest.mark.parametrize("kind", [ContiguousKV, H2O, Impress, KVDrive])
+def test_every_method_with_a_budget_takes_a_target(kind):
+    method = kind(quality=0.02)
+    assert make_method(describe_method(method)) == method
+    asked = []
+    found = method.with_measured_budget(lambda other, quality: asked.append((other, quality)) or 0.35)
+    assert asked == [(kind(), 0.02)] and found == kind(0.35, quality=0.02)
+    assert method.with_measured_budget(lambda other, quality: None).budget == 0.5
+    assert kind(0.3).with_measured_budget(None).budget == 0.3
+    for wrong in (0, -1, True, "0.1", float("nan")):
+        with pytest.raises(ConfigError, match="quality is a loss in nats"):
+            kind(quality=wrong)
+
+
+def test_most_questions_lose_no_more_than_twice_the_target():
+    few = QualityFinding("h2o", 0.1, [0.0] * 30 + [0.5], 1.0, 0.1, 0.0, 0.1)
+    assert few.keeps(0.02)
+    assert not replace(few, losses=[0.0] * 10 + [0.1]).keeps(0.02)  # 9 % of them do
+    assert not replace(few, losses=[0.03] * 10).keeps(0.02)
+    assert np.isclose(few.loss, 0.5 / 31)
+
+
+def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, monkeypatch):
+    keys, opened = [], KVStore.__init__
+
+    def noted(self, path, **settings):
+        keys.append(settings.get("key"))
+        opened(self, path, **settings)
+
+    with KVStore(tmp_path, key=secrets.token_bytes(32)) as store:
+        monkeypatch.setattr(KVStore, "__init__", noted)
+        store.calibrate_quality(model, text, methods=["h2o"], budgets=(0.5,), questions=1, progress=False)
+    assert len(keys) == 2 == len(set(keys)) and None not in keys
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"methods": ["exact"]}, "exact has no budget to choose"),
+        ({"budgets": (0.1, 1.0)}, "budgets are shares"),
+        ({"budgets": ()}, "budgets are shares"),
+        ({"questions": 7}, "a text of 320 tokens is too short"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(model, text, tmp_path, settings, message):
+    with KVStore(tmp_path) as store, pytest.raises(ConfigError, match=message):
+        store.calibrate_quality(model, text, progress=False, **settings)
+
+
+def test_on_the_command_line(run, tmp_path):
+    folder = Path(__file__).parent.parent / "eval" / "reference" / "xs"
+    words = AutoTokenizer.from_pretrained(folder).decode(range(100, 400))
+    (tmp_path / "text.txt").write_text(words * 4)
+    arguments = ("calibrate", tmp_path / "store", "--model", folder, "--quality", "0.5", "--length")
+    texts = ("--text", tmp_path / "text.txt", "--methods", "h2o")
+    status, shown, _ = run(*arguments, 300, *texts, "--plot", tmp_path / "losses.png")
+    assert status == 0
+    assert "h2o" in shown and "70%" in shown and "kept for this model" in shown
+    assert (tmp_path / "losses.png").stat().st_size > 1000
+    found = json.loads(run(*arguments, 300, *texts, "--json")[1])
+    assert [one["budget"] for one in found] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
+    status, _, error = run(*arguments, 300)
+    assert status and "name both --quality NATS and --text FILE" in error
+    status, _, error = run(*arguments, 100000, *texts)
+    assert status and "no text has 100000 tokens" in error
