@@ -719,6 +719,33 @@ def test_sharing(tmp_path, monkeypatch):
     assert "One copy for 2 processes" in (tmp_path / "sharing-tiny-float32-cpu.md").read_text()
 
 
+def test_quality(tmp_path, monkeypatch):
+    import quality
+
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"sentence": f"number {number} is a long sentence", "label": number % 2} for number in range(60)]
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "text.txt").write_text("".join(f"The sentence of number {number} is long. " for number in range(80)))
+    options = ["--model", str(BENCH.parent / "eval" / "reference" / "xs"), "--tasks", "sst2", "--methods", "h2o"]
+    options += ["--data", str(tmp_path), "--tokens", "300", "--limit", "4", "--text", str(tmp_path / "text.txt")]
+    monkeypatch.setattr(sys, "argv", ["quality.py", *options, "--out", str(tmp_path)])
+    quality.main()
+    found = json.loads((tmp_path / "quality-xs.json").read_text())
+    assert [row["target"] for row in found["rows"]] == list(quality.TARGETS)
+    budgets = {one["budget"] for one in found["calibrated"]} | {1.0}
+    for row in found["rows"]:
+        assert row["budget"] in budgets and row["prompts"] == 4
+        assert 0 < row["brought"] and 0 <= row["within_twice"] <= 1
+        keeping = [
+            one["budget"]
+            for one in found["calibrated"]
+            if np.mean(one["losses"]) <= row["target"] and np.quantile(one["losses"], 0.95) <= 2 * row["target"]
+        ]
+        assert row["budget"] == min(keeping, default=1.0)
+    assert "within twice the target" in (tmp_path / "quality-xs.md").read_text()
+
+
 def test_choices(tmp_path, monkeypatch):
     import choices
 

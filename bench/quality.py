@@ -1,0 +1,156 @@
+"""Are quality targets met on text that nothing was calibrated by?
+
+    PYTHONPATH=. python bench/quality.py --model smollm2-135m --data DATA
+
+What methods lose is measured on one kind of text (a story, `store.calibrate_quality`). Then prompts of other kinds are
+asked with `quality=` as the target, and compared with full KV: the mean loss of the first token, the share of prompts
+that lose no more than twice the target, and the bytes of KV that came for it. Each method learns, if it does, from the
+questions as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import machine, save, table
+from tqdm.auto import tqdm
+from transformers import DynamicCache
+
+from eval.data import Data
+from eval.encode import encode
+from eval.models import load, revision_of
+from eval.tasks import Draw, find_tasks
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.calibrations import keep_quality
+from hf_tiered_cache.identity import Fingerprinter
+from hf_tiered_cache.methods import make_method
+
+STORY = Path(__file__).parent.parent / "examples" / "data" / "a_scandal_in_bohemia_part_1.txt"
+METHODS = "contiguous_kv,contiguous_kv:codec=int8,h2o"
+TARGETS = (0.005, 0.02, 0.1)
+
+
+@torch.no_grad()
+def loss(model: Any, ids: torch.Tensor, prefix: Any, cache: TieredCache) -> float:
+    """Return the KL divergence of the next token behind `ids`, `[1, tokens]`, from full KV, in nats.
+
+    Args:
+        model: that predicts.
+        ids: prefix and question.
+        prefix: keys and values of the prefix by layer, computed once.
+        cache: restores it.
+    """
+    known = DynamicCache()
+    for layer, kept in enumerate(prefix):
+        known.update(*kept, layer)
+    new = ids[:, known.get_seq_length() :]
+    full = model(input_ids=new, past_key_values=known, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
+    ours = model(input_ids=ids, past_key_values=cache, logits_to_keep=1).logits[0, -1].float().log_softmax(-1)
+    return float((full.exp() * (full - ours)).sum().clamp(min=0))
+
+
+@torch.no_grad()
+def ask(model: Any, prompts: list[Any], method: Any, findings: list[Any], target: float) -> dict[str, Any]:
+    """Return what a method with a target lost on prompts, those of one prefix together, and what it brought."""
+    losses, brought, budgets, last, prefix = [], [], [], None, []
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder, policy=method.policy, host_memory="2GiB") as store:
+        keep_quality(store._storage, Fingerprinter(model)(), findings)
+        for prompt in tqdm(prompts, desc=f"{target:g}", unit="question", leave=False):
+            if prompt.prefix != last:
+                last, cache = prompt.prefix, DynamicCache()
+                model(input_ids=torch.tensor([prompt.prefix]), past_key_values=cache, logits_to_keep=1)
+                prefix = [(layer.keys, layer.values) for layer in cache.layers]
+                store.precompute(model, list(prompt.prefix), method=method, progress=False)
+            cache = TieredCache(model, store, method=method, record=False)
+            losses.append(loss(model, torch.tensor([prompt.whole]), prefix, cache))
+            stats, config = cache.stats, model.config
+            heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+            width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            kv = stats.tokens_restored * config.num_hidden_layers * 2 * heads * width * model.dtype.itemsize
+            brought.append((stats.bytes_brought - stats.brought_identifying) / max(1, kv))
+            budgets.append(cache.method.budget)
+            del cache
+            store.flush()
+    return {
+        "target": target,
+        "budget": budgets[0],
+        "loss": float(np.mean(losses)),
+        "within_twice": float(np.mean(np.array(losses) <= 2 * target)),
+        "brought": float(np.mean(brought)),
+        "prompts": len(losses),
+    }
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a short name of eval.models, a name on the hub, or a folder")
+    parser.add_argument("--methods", default=METHODS)
+    parser.add_argument("--tasks", default="sst2,rte,squad")
+    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
+    parser.add_argument("--limit", type=int, default=24, help="prompts of each task")
+    parser.add_argument("--text", type=Path, default=STORY, help="to calibrate by")
+    parser.add_argument("--seed", type=int, default=49)
+    parser.add_argument("--out", type=Path, help="folder of results; without it they are printed")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    arguments = parse()
+    model, tokenizer = load(arguments.model, "float32")
+    ids = tokenizer(arguments.text.read_text(), add_special_tokens=False)["input_ids"]
+    texts = [ids[at : at + arguments.tokens] for at in range(0, len(ids) - arguments.tokens + 1, arguments.tokens)]
+    methods = arguments.methods.split(",")
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder) as store:
+        findings = store.calibrate_quality(model, texts, methods=methods)
+    draw = Draw(Data(arguments.data), arguments.limit, arguments.seed, arguments.tokens, tokenizer)
+    asked = {}
+    for task in find_tasks(arguments.tasks):
+        prompts = [encode(example, task, tokenizer, 1 << 20, True) for example in task.examples(draw)]
+        asked[task.name] = sorted(prompts, key=lambda prompt: prompt.prefix)
+    rows: list[dict[str, Any]] = []
+    for name in methods:
+        for target in TARGETS:
+            method = make_method(f"{name}:quality={target}")
+            for task, prompts in asked.items():
+                rows.append({"method": name, "task": task} | ask(model, prompts, method, findings, target))
+    lines = [
+        [
+            *(row["method"], row["task"], f"{row['target']:g}", f"{row['budget']:.0%}", f"{row['loss']:.2g}"),
+            *(f"{row['within_twice']:.0%}", f"{row['brought']:.0%}"),
+        ]
+        for row in rows
+    ]
+    calibrated = [[one.method, f"{one.budget:.0%}", f"{one.loss:.2g}", f"{one.brought:.0%}"] for one in findings]
+    name = Path(arguments.model).name
+    text = "\n".join(
+        [
+            "# Quality targets on text that nothing was calibrated by\n",
+            f"{name}, float32, prefixes of about {arguments.tokens:,} tokens, {arguments.limit} prompts of each task. "
+            "Losses are KL divergences of the first token from full KV, in nats; brought: bytes that came for it, of "
+            "all KV of the prefix, without the index that is chosen by.\n",
+            table(["method", "task", "target", "budget", "mean loss", "within twice the target", "brought"], lines),
+            f"\n## Calibrated on {arguments.text.name}\n",
+            table(["method", "budget", "mean loss", "brought"], calibrated),
+        ]
+    )
+    print(text)
+    if arguments.out is not None:
+        document = {
+            "arguments": {**vars(arguments), "model": name, "data": None, "out": None, "text": arguments.text.name},
+            "weights": revision_of(arguments.model),
+            "machine": machine(torch.device("cpu"), Path(__file__).parent),
+            "calibrated": [asdict(one) for one in findings],
+            "rows": rows,
+        }
+        save(arguments.out, f"quality-{name}", document, text)
+
+
+if __name__ == "__main__":
+    main()
