@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import in_groups
-from hf_tiered_cache.methods import ContiguousKV
+from hf_tiered_cache.methods import H2O, ContiguousKV
 from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.sources import SelectedSource
@@ -293,3 +293,18 @@ def test_a_whole_budget_chooses_nothing(model, store, chosen):
     assert not chosen
     for a, b in zip(ours.logits, exact.logits, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_single_tokens_of_each_head_are_chosen_again(family, store):
+    model, ids, method = build(family), prompt(PREFIX), H2O(0.1, rechoose=1)
+    store.precompute(model, ids, method=method, progress=False)
+    _, once = ask(model, store, question(ids), H2O(0.1))
+    before = [layer.keys[:, :, : layer._num_selected].clone() for layer in once.layers]
+    _, cache = ask(model, store, question(ids), method)
+    holds_what_it_says(cache, kv_of(model, ids))
+    assert cache.stats.bytes_brought > once.stats.bytes_brought
+    assert not all(
+        torch.equal(layer.keys[:, :, : layer._num_selected], kept)
+        for layer, kept in zip(cache.layers, before, strict=True)
+    )
