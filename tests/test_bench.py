@@ -736,7 +736,7 @@ def test_quality(tmp_path, monkeypatch):
     budgets = {one["budget"] for one in found["calibrated"]} | {1.0}
     for row in found["rows"]:
         assert row["budget"] in budgets and row["prompts"] == 4
-        assert 0 < row["brought"] and 0 <= row["within_twice"] <= 1
+        assert row["brought"] > 0 and 0 <= row["within_twice"] <= 1
         keeping = [
             one["budget"]
             for one in found["calibrated"]
