@@ -29,7 +29,6 @@ class Handover:
         self._residency, self._old = residency, old
         self._held: dict[int, int] = {}
         self._known: dict[int, np.ndarray] = {}  # float64 [2, chunks]
-        self._indexes = residency.resident.of_segment(old.id)
         devices = list(residency.devices) or [torch.device("cpu")]
         for group in old.shape.block_groups:
             owner, every = old.owner(group.index), np.arange(old.shape.chunks_in(group))
@@ -39,8 +38,7 @@ class Handover:
 
     def give_indexes_to(self, new: SegmentReader) -> None:
         """Let `new` have the indexes: they are of the same keys. To be done as soon as it can be found."""
-        for (_, layer, _, made), keys in self._indexes:
-            self._residency.resident.admit(new.key_owner(layer, made), keys)
+        self._residency.resident.rename(self._old.id, lambda owner: new.key_owner(owner[1], owner[3]))
 
     def give_to(self, new: SegmentReader) -> None:
         """Bring as many chunks of `new` to the host, the first ones of each block group, as far as it has room.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
 import torch
@@ -60,10 +60,11 @@ class ResidentKeys:
                 self.allocated -= self._keys.popitem(last=False)[1].nbytes
                 self.evicted += 1
 
-    def of_segment(self, segment: str) -> list[tuple[KeyOwner, Resident]]:
-        """What there is of a segment, on whichever device."""
+    def rename(self, segment: str, named: Callable[[KeyOwner], KeyOwner]) -> None:
+        """What there is of a segment belongs to another from now on: `named` says what for each."""
         with self._lock:
-            return [(owner, keys) for (owner, _), keys in self._keys.items() if owner[0] == segment]
+            for owner, device in [name for name in self._keys if name[0][0] == segment]:
+                self._keys[named(owner), device] = self._keys.pop((owner, device))
 
     def forget(self, segments: Collection[str]) -> None:
         """These segments are gone."""

@@ -48,7 +48,7 @@ def test_scores_are_those_of_longbench(case):
 
 
 def test_a_sentence_that_is_too_long_for_rouge_counts_nothing():
-    assert score("rouge_l", "word " * 3000, ["another word " * 3000]) == 0
+    assert score("rouge_l", "word " * 900, ["another word " * 450]) == 0
 
 
 @pytest.mark.parametrize(
