@@ -910,7 +910,8 @@ assert child(root / "whole") == 0
 most = int((root / "steps").read_text())
 drawn = random.Random(7).sample(range(1, most - 12), draws - 12)
 for number, last in enumerate([*drawn, *range(most - 12, most)]):  # the record is written at the end
-    assert child(root / f"killed-{{number}}") == signal.SIGKILL, last
+    done = child(root / f"killed-{{number}}")  # with fewer steps if the writer was quicker than the first time
+    assert done == signal.SIGKILL or (done == 0 and int((root / "steps").read_text()) < last), (last, done)
 print(most)
 """
 
