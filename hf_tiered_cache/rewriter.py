@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from .codecs import coded_provenance
-from .errors import FormatError, IntegrityError
+from .errors import FormatError, IntegrityError, StoreBusyError
 from .geometry import Geometry, block_groups
 from .methods import Method
 from .restore.indexes import KeptIndexes
@@ -195,6 +195,8 @@ class SegmentRewriter:
     def _quietly(self, action: Callable[..., object], segment_id: str, *more: Method) -> None:
         try:
             action(segment_id, *more)
+        except StoreBusyError as error:  # another process holds the lock: it stays as it is, and is due again
+            self._disk.warn(type(error).__name__, f"segment {segment_id} was not laid out anew: {error}")
         except Exception:  # a background job must say what happened to it; nothing is lost
             logger.exception("segment %s was not laid out anew", segment_id)
 
