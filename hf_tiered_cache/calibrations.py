@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from .errors import ConfigError, FormatError
-from .methods import Method, describe_method
+from .methods import describe_method
 from .methods.budget import BudgetMethod
 from .restore.recompute import Costs
 from .select.by_index import WindowSizes
@@ -28,7 +28,7 @@ _SUSPENDED = 64
 """Times that conversations of one model were suspended, of which it is noted where their attention went."""
 _NEAR = 1.03
 """Times that differ by less are the same."""
-MUCH = 0.1
+_MUCH = 0.1
 """Nats that no budget should lose unnoticed."""
 _KEPT = {"tokens", "ratio", "cold"}
 """What is read again of each `Calibration`."""
@@ -155,10 +155,10 @@ class WindowFindings:
 
 @dataclass(frozen=True)
 class QualityFinding:
-    """What a method lost at one budget, for one model.
+    """Losses of a method at one budget, for one model.
 
     Args:
-        method: its other settings, as `describe_method` says them.
+        method: `describe_method` of its `as_measured`.
         budget: share of the prefix.
         losses: KL divergence of each question's prediction from that with full KV, in nats.
         agreement: share of the questions whose likeliest token was the same.
@@ -181,7 +181,7 @@ class QualityFinding:
         return float(np.mean(self.losses))
 
     def keeps(self, quality: float) -> bool:
-        """Whether it loses no more than `quality` in the mean, and 95 % of the questions no more than twice that."""
+        """Return whether it loses `quality` at most in the mean, and twice that at most in 95 % of the questions."""
         return self.loss <= quality and float(np.quantile(self.losses, 0.95)) <= 2 * quality
 
     def as_dict(self) -> dict[str, Any]:
@@ -189,19 +189,19 @@ class QualityFinding:
         return asdict(self)
 
 
-def quality_budget(storage: Storage, fingerprint: str, method: Method, quality: float) -> float | None:
-    """The least budget at which a method was found to keep a target on this model; 1 if it keeps it at none.
+def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
+    """Return the least budget at which a method was found to keep its target on this model; 1 if it keeps it at none.
 
     Args:
         storage: keeps what was found.
         fingerprint: of the model.
-        method: its settings but the budget.
-        quality: KL divergence in nats.
+        method: with a target.
 
     Returns:
-        None where nothing was measured.
+        None where nothing was measured, which warns once.
     """
-    name = describe_method(method)
+    name, quality = describe_method(method.as_measured), method.quality
+    assert quality is not None
     found = [one for one in _qualities(storage, fingerprint) if one.method == name]
     if not found:
         storage.disk.warn(
@@ -215,10 +215,10 @@ def quality_budget(storage: Storage, fingerprint: str, method: Method, quality: 
 
 def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
     """Warn once if a budget is known to lose much on this model: it, or a larger one, did when it was measured."""
-    name = describe_method(replace(method, budget=type(method).budget, quality=None))
+    name = describe_method(method.as_measured)
     known = [one for one in _qualities(storage, fingerprint) if one.method == name and one.budget >= method.budget]
     least = min(known, key=lambda one: one.budget, default=None)
-    if least is not None and least.loss > MUCH:
+    if least is not None and least.loss > _MUCH:
         storage.disk.warn(
             f"loss of {name} {method.budget}",
             f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as "

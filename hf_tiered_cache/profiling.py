@@ -6,13 +6,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from .calibrations import WindowFindings, keep_windows
+from .calibrations import WindowFindings, keep_windows, quality_budget
 from .errors import ConfigError
 from .identity import Fingerprinter
 from .methods import KVDrive, Method, make_method
@@ -67,6 +68,8 @@ def profile_windows(
         raise ConfigError(f"windows are those of KVDrive with a budget below 1, not of {chooses}")
     if not sizes[0] <= (window := chooses.window_multiple) <= sizes[-1]:
         raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget are measured, not {window:g}")
+    fingerprint = Fingerprinter(attach(model).model)()
+    chooses = replace(chooses.with_measured_budget(partial(quality_budget, storage, fingerprint)), quality=None)
     prompts = as_prompts(input_ids)
     shortest = min(map(len, prompts), default=0)
     if steps < 2 or shortest < steps + _LEAST_CONTEXT:
@@ -105,8 +108,7 @@ def profile_windows(
         steps=steps * len(prompts),
         seconds=seconds,
     )
-    inner = attach(model).model
-    keep_windows(storage, Fingerprinter(inner)(), chooses.profile_name, findings)
+    keep_windows(storage, fingerprint, chooses.profile_name, findings)
     return findings
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from tqdm.auto import tqdm
@@ -24,12 +24,11 @@ from .methods.budget import BudgetMethod
 from .patches.attach import attach
 from .precompute import as_prompts, precompute
 from .serving import CacheOptions
-from .stats import RequestStats
 from .storage import Storage
 from .stored_cache import StoredCache
 
 METHODS = ("contiguous_kv", "contiguous_kv:codec=int8", "h2o")
-"""Those that are measured, unless others are named."""
+"""Methods that are measured by default."""
 BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 QUESTION_TOKENS, QUESTIONS = 32, 4
 """Tokens of a question, and how many are asked about each prefix."""
@@ -76,7 +75,7 @@ def calibrate_quality(
     for method in map(make_method, methods):
         if not isinstance(method, BudgetMethod):
             raise ConfigError(f"{describe_method(method)} has no budget to choose, as {', '.join(METHODS)} have")
-        chosen.append(method)
+        chosen.append(cast(BudgetMethod, method.coded(storage.codec)))
     if not budgets or not all(0 < budget < 1 for budget in budgets):
         raise ConfigError(f"budgets are shares of a prefix, above 0 and below 1, not {budgets!r}")
     prompts = as_prompts(input_ids)
@@ -101,7 +100,7 @@ def calibrate_quality(
             same = [bool(known.argmax() == one.log_probs.argmax()) for known, one in zip(full, found, strict=True)]
             findings.append(
                 QualityFinding(
-                    method=describe_method(replace(method, budget=type(method).budget)),
+                    method=describe_method(method.as_measured),
                     budget=method.budget,
                     losses=[round(loss, 6) for loss in losses],
                     agreement=sum(same) / len(same),
@@ -114,15 +113,20 @@ def calibrate_quality(
     return findings
 
 
-class _Answer:
-    """What a question's last token predicts, and what that took."""
+class _Answer(NamedTuple):
+    """Prediction behind a question, and its cost.
 
-    def __init__(self, log_probs: torch.Tensor, stats: RequestStats, token_bytes: int, seconds: float) -> None:
-        kv = max(1, stats.tokens_restored) * token_bytes
-        self.log_probs = log_probs  # float32 [vocabulary], on the CPU
-        self.brought = (stats.bytes_brought - stats.brought_identifying) / kv
-        self.index = stats.index_bytes / kv
-        self.seconds = seconds
+    Args:
+        log_probs: float32 `[vocabulary]`, on the CPU.
+        brought: bytes that came, without the index, as a share of the prefix's KV.
+        index: bytes of the index, likewise.
+        seconds: to the prediction.
+    """
+
+    log_probs: torch.Tensor
+    brought: float
+    index: float
+    seconds: float
 
 
 def _answers(
@@ -145,14 +149,17 @@ def _answers(
                 started = time.perf_counter()
                 with torch.no_grad():
                     logits = cache.model(input_ids=row, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
-                last = logits[0, -1].float().log_softmax(-1).cpu()
-                yield _Answer(last, cache.stats, _token_bytes(storage), time.perf_counter() - started)
+                log_probs = logits[0, -1].float().log_softmax(-1).cpu()
+                seconds, stats = time.perf_counter() - started, cache.stats
+                kv = max(1, stats.tokens_restored) * _token_bytes(storage)
+                brought = (stats.bytes_brought - stats.brought_identifying) / kv
+                yield _Answer(log_probs, brought, stats.index_bytes / kv, seconds)
                 del cache
                 storage.flush()  # what is learnt of the tokens is there for the next question, as it is with users
                 done()
 
 
 def _token_bytes(storage: Storage) -> int:
-    """Of the KV of a token, as the model computes it."""
+    """Bytes of a token's KV, as the model computes it."""
     readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
     return next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)

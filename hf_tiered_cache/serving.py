@@ -315,10 +315,11 @@ class Serving:
         """The first pass of a sequence: from here on its tokens are known."""
         store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
         device, tokens = attachment.model.device, request.columns
-        method = self.method = self.method.with_calibrated_ratio(
+        method = self.method.with_calibrated_ratio(
             partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
-        ).with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))
-        method = self.method = method.with_measured_budget(partial(quality_budget, store, identity.fingerprint))
+        ).with_measured_budget(partial(quality_budget, store, identity.fingerprint))
+        method = method.with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))  # of this budget
+        self.method = method
         if isinstance(method, BudgetMethod) and method.selects:
             warn_of_loss(store, identity.fingerprint, method)
         recorder = self.new_recorder(identity, regime, request.pads, check)

@@ -119,13 +119,42 @@ def test_every_method_with_a_budget_takes_a_target(kind):
     method = kind(quality=0.02)
     assert make_method(describe_method(method)) == method
     asked = []
-    found = method.with_measured_budget(lambda other, quality: asked.append((other, quality)) or 0.35)
-    assert asked == [(kind(), 0.02)] and found == kind(0.35, quality=0.02)
-    assert method.with_measured_budget(lambda other, quality: None).budget == 0.5
+    found = method.with_measured_budget(lambda other: asked.append(other) or 0.35)
+    assert asked == [method] and found == kind(0.35, quality=0.02)
+    assert found.as_measured == kind()
+    assert method.with_measured_budget(lambda other: None).budget == 0.5
     assert kind(0.3).with_measured_budget(None).budget == 0.3
     for wrong in (0, -1, True, "0.1", float("nan")):
         with pytest.raises(ConfigError, match="quality is a loss in nats"):
             kind(quality=wrong)
+
+
+def test_the_codec_of_the_store_is_a_setting_of_what_was_measured(model, text, tmp_path, caplog):
+    ids, target = prompt(200), ContiguousKV(quality=50, reorder=False)
+    with KVStore(tmp_path, policy="attention", codec="int8") as store:
+        fill(store, model, ids, "exact")
+        (found,) = store.calibrate_quality(
+            model, text, methods=["contiguous_kv:reorder=false"], budgets=(0.3,), questions=1, progress=False
+        )
+        assert found.method == "contiguous_kv:codec=int8:reorder=False"
+        _, cache = ask(model, store, question(ids), target)
+        assert cache.method.budget == 0.3 and "was not measured" not in caplog.text
+
+
+def test_windows_that_were_profiled_change_no_target(text, tmp_path, caplog):
+    """Nor does a second prompt of the same cache: windows are another memory, and lose nothing."""
+    model, ids, target = build("llama"), prompt(1200), KVDrive(quality=50, exact_from=0)
+    with KVStore(tmp_path) as store:
+        store.calibrate_quality(model, prompt(400)[0], methods=[target], budgets=(0.125,), questions=1, progress=False)
+        store.profile_windows(model, ids, method=replace(target, budget=0.125), steps=64, progress=False)
+        cache = TieredCache(model, store, method=target)
+        for seed in (5, 6):
+            whole = torch.cat([ids, prompt(24, seed=seed)], dim=1)
+            model.generate(whole, past_key_values=cache, max_new_tokens=2, do_sample=False)
+            assert cache.method.budget == 0.125
+            assert not isinstance(cache.method.window_sizes, str)  # those that were profiled for this budget
+            cache.reset()
+    assert "was not measured" not in caplog.text
 
 
 def test_most_questions_lose_no_more_than_twice_the_target():

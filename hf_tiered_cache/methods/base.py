@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -86,7 +86,7 @@ class Method:
     """Whether segments are laid out by how important their tokens turn out to be, in the background."""
 
     reorder_every = 4
-    """So many prompts first, and then twice as many, and so on."""
+    """Prompts before the first time; then twice as many, and so on."""
 
     rechoose = 0
     """Decoded tokens from one choice of what is attended to, to the next; 0: the prompt's choice stays."""
@@ -229,9 +229,12 @@ class Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
         return self
 
-    def with_measured_budget(self, measured: Callable[[Method, float], float | None]) -> Method:
-        """This method with the budget that keeps its target: `measured` gives, for a method's other settings and a loss
-        in nats, the least one that was found to, 1 if none was, or None if nothing was measured.
+    def with_measured_budget(self, measured: Callable[[Any], float | None]) -> Method:
+        """Return this method with the budget that keeps its target, if it has one (see `BudgetMethod`).
+
+        Args:
+            measured: gives, for a method with a target, the least budget that was found to keep it, 1 if none was, or
+                None if nothing was measured.
         """
         return self
 

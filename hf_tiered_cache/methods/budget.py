@@ -1,4 +1,4 @@
-"""What methods that attend to a part of the prefix share: a budget, or a target that says which."""
+"""Methods that attend to a part of the prefix: a budget, or a target that says which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .base import Method
 DEFAULT_BUDGET = 0.25
 """Share of the prefix that is attended to, unless told otherwise."""
 UNMEASURED_BUDGET = 0.5
-"""What a target is taken for on a model that was not measured."""
+"""Budget of a target on a model that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,15 @@ class BudgetMethod(Method):
     def selects(self) -> bool:
         return self.budget < 1
 
-    def with_measured_budget(self, measured: Callable[[Method, float], float | None]) -> Method:
+    @property
+    def as_measured(self) -> BudgetMethod:
+        """Settings that its loss at a budget depends on; the others, and the budget, are the defaults."""
+        return replace(self, budget=type(self).budget, quality=None)
+
+    def with_measured_budget(self, measured: Callable[[BudgetMethod], float | None]) -> Method:
         if self.quality is None:
             return self
-        found = measured(replace(self, budget=type(self).budget, quality=None), self.quality)
+        found = measured(self)
         return replace(self, budget=UNMEASURED_BUDGET if found is None else found)
 
 

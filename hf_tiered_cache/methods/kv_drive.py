@@ -112,6 +112,12 @@ class KVDrive(BudgetMethod):
         return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
 
     @property
+    def as_measured(self) -> BudgetMethod:
+        cls = type(self)  # windows decide where chunks lie, not which are attended to
+        settings = {"window": cls.window, "window_sizes": cls.window_sizes, "eviction": cls.eviction}
+        return replace(super().as_measured, **settings)
+
+    @property
     def extent_index(self) -> type[DecodeIndex] | None:
         kind = DECODE_INDEXES[self.index]
         return kind if self.extents and self.selects and issubclass(kind, ClusterIndex) else None
