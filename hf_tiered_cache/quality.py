@@ -105,7 +105,7 @@ def calibrate_quality(
                     losses=[round(loss, 6) for loss in losses],
                     agreement=sum(same) / len(same),
                     brought=sum(one.brought for one in found) / len(found),
-                    index=max(one.index for one in found),
+                    index=max(one.indexed for one in found),
                     seconds=sorted(one.seconds for one in found)[len(found) // 2],
                 )
             )
@@ -119,13 +119,13 @@ class _Answer(NamedTuple):
     Args:
         log_probs: float32 `[vocabulary]`, on the CPU.
         brought: bytes that came, without the index, as a share of the prefix's KV.
-        index: bytes of the index, likewise.
+        indexed: bytes of the index, likewise.
         seconds: to the prediction.
     """
 
     log_probs: torch.Tensor
     brought: float
-    index: float
+    indexed: float
     seconds: float
 
 

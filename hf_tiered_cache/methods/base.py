@@ -26,6 +26,8 @@ from ..sources import DenseSource, LayerTensors, SelectedSource
 from ..store.format import EXACT
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..select.sharing import LayerDistances
     from ..store.disk import SegmentStore
     from ..store.merging import Admit
@@ -229,7 +231,7 @@ class Method:
         """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
         return self
 
-    def with_measured_budget(self, measured: Callable[[Any], float | None]) -> Method:
+    def with_measured_budget(self, measured: Callable[[Any], float | None]) -> Self:
         """Return this method with the budget that keeps its target, if it has one (see `BudgetMethod`).
 
         Args:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from .base import Method
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DEFAULT_BUDGET = 0.25
 """Share of the prefix that is attended to, unless told otherwise."""
@@ -40,11 +44,11 @@ class BudgetMethod(Method):
         return self.budget < 1
 
     @property
-    def as_measured(self) -> BudgetMethod:
+    def as_measured(self) -> Self:
         """Settings that its loss at a budget depends on; the others, and the budget, are the defaults."""
         return replace(self, budget=type(self).budget, quality=None)
 
-    def with_measured_budget(self, measured: Callable[[BudgetMethod], float | None]) -> Method:
+    def with_measured_budget(self, measured: Callable[[BudgetMethod], float | None]) -> Self:
         if self.quality is None:
             return self
         found = measured(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry
@@ -15,6 +15,9 @@ from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..tiers.window import WINDOW_POLICIES
 from .budget import BudgetMethod
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _UNPROFILED = 2.0
 """The window of the paper's default, in multiples of what a head attends to."""
@@ -112,10 +115,10 @@ class KVDrive(BudgetMethod):
         return self._by_index.budgeted_tokens(self.budget, prefix_tokens) if self.selects else prefix_tokens
 
     @property
-    def as_measured(self) -> BudgetMethod:
+    def as_measured(self) -> Self:
         cls = type(self)  # windows decide where chunks lie, not which are attended to
-        settings = {"window": cls.window, "window_sizes": cls.window_sizes, "eviction": cls.eviction}
-        return replace(super().as_measured, **settings)
+        window, sizes, eviction = cls.window, cls.window_sizes, cls.eviction
+        return replace(super().as_measured, window=window, window_sizes=sizes, eviction=eviction)
 
     @property
     def extent_index(self) -> type[DecodeIndex] | None:
