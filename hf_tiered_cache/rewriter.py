@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from .codecs import coded_provenance
-from .errors import FormatError, IntegrityError, StoreBusyError
+from .errors import FormatError, IntegrityError, StoreError
 from .geometry import Geometry, block_groups
 from .methods import Method
 from .restore.indexes import KeptIndexes
@@ -116,7 +116,10 @@ class SegmentRewriter:
                 continue
             with self._lock:
                 waits = segment_id in self._users and segment_id not in self._due
-                (self._due.add if waits else self._due.discard)(segment_id)
+                if waits:
+                    self._due.add(segment_id)
+                else:
+                    self._due.discard(segment_id)
             if not waits:
                 self._reorder_soon(segment_id)
 
@@ -195,8 +198,8 @@ class SegmentRewriter:
     def _quietly(self, action: Callable[..., object], segment_id: str, *more: Method) -> None:
         try:
             action(segment_id, *more)
-        except StoreBusyError as error:  # another process holds the lock: it stays as it is, and is due again
-            self._disk.warn(type(error).__name__, f"segment {segment_id} was not laid out anew: {error}")
+        except (StoreError, OSError) as error:  # nothing is lost: the old form is there, or the new one, or both
+            self._disk.warn(f"lay out {type(error).__name__}", f"laying segment {segment_id} out anew failed: {error}")
         except Exception:  # a background job must say what happened to it; nothing is lost
             logger.exception("segment %s was not laid out anew", segment_id)
 
@@ -253,7 +256,7 @@ class SegmentRewriter:
             _UsedError: it was given up.
         """
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
-        if reader is None:
+        if reader is None or not self._disk.backend.writable:
             return False
         if tables is not None and tables.same(None):
             tables = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
+import os
 import struct
 from dataclasses import replace
 from types import SimpleNamespace
@@ -462,6 +464,40 @@ def test_a_reordering_that_fails_leaves_the_segment_as_it_is(model, tmp_path, mo
         assert caplog.records
         assert store._storage.disk.path(row.id).exists()
         assert list((store.path / "tmp").iterdir()) == []
+
+
+def test_an_old_segment_that_cannot_be_deleted_is_told_in_one_sentence(model, tmp_path, monkeypatch, caplog):
+    ids, method, remove = prompt(200), replace(METHOD, reorder=True), os.unlink
+    with KVStore(tmp_path, engine="posix") as store:
+        fill(store, model, ids, method)
+        (row,) = store.segments()
+
+        def fail(path, **folder):
+            if row.id in str(path):
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), path)
+            remove(path, **folder)
+
+        monkeypatch.setattr("hf_tiered_cache.store.root.os.unlink", fail)
+        with caplog.at_level(logging.WARNING, "hf_tiered_cache"):
+            for _ in range(8):
+                assert ask(model, store, question(ids), method)[1].stats.tokens_restored
+                store.flush()
+        (record,) = [one for one in caplog.records if row.id in one.getMessage()]
+        assert "laying segment" in record.getMessage() and record.exc_info is None
+        assert len(store.segments()) == 2  # the same tokens twice, until the quota wants the room
+
+
+def test_a_store_that_cannot_be_written_is_read_as_it_lies(model, tmp_path, monkeypatch, caplog):
+    ids = prompt(200)
+    with KVStore(tmp_path) as store:
+        fill(store, model, ids, PER_HEAD)
+    with KVStore(tmp_path) as store, caplog.at_level(logging.WARNING, "hf_tiered_cache"):
+        monkeypatch.setattr(store._storage.disk.backend, "writable", False)
+        for _ in range(4):
+            assert ask(model, store, question(ids), PER_HEAD)[1].stats.tokens_restored
+            store.flush()
+        assert store.stats.dropped_writes == 1  # of a request, its own tokens
+        assert "anew" not in caplog.text
 
 
 # --- for each head its own order
