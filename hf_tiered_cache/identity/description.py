@@ -15,6 +15,7 @@ import logging
 import re
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import Any
 
@@ -52,7 +53,7 @@ class Undescribable(Exception):
     """Something changes what is computed, and cannot be told from others of its kind."""
 
 
-class Description:
+class Description(ABC):
     """The words for a graph of objects, the tensors in it, and a watch over it.
 
     Args:
@@ -272,25 +273,25 @@ class Description:
 
     # --- code, modules of Python and of PyTorch, configurations: see `CodeDescription` and `ModelDescription`
 
+    @abstractmethod
     def add_code(self, where: str, value: types.FunctionType | type) -> None:
         """Describe a function or a class."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_members(self, where: str, kind: type, names: frozenset[str]) -> None:
         """Describe members of a class."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add_namespace(self, where: str, module: types.ModuleType) -> None:
         """Describe a module of Python that an object holds."""
-        raise NotImplementedError
 
     def add_module(self, where: str, module: nn.Module) -> None:
-        """Describe a module."""
-        raise NotImplementedError
+        """Refuse a module: only the description of a model has a word for it."""
+        raise Undescribable(f"{where}, a module,")
 
     def add_config(self, where: str, config: PreTrainedConfig) -> None:
-        """Describe a configuration."""
-        raise NotImplementedError
+        """Refuse a configuration, likewise."""
+        raise Undescribable(f"{where}, a configuration,")
 
 
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:
