@@ -205,6 +205,22 @@ def test_on_the_command_line(run, tmp_path):
     found = json.loads(run(*arguments, 300, *texts, "--json")[1])
     assert [one["budget"] for one in found] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
     status, _, error = run(*arguments, 300)
-    assert status and "name both --quality NATS and --text FILE" in error
+    assert status and "name it with --text FILE" in error
     status, _, error = run(*arguments, 100000, *texts)
     assert status and "no text has 100000 tokens" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--quality", "0.1", "--text", "t", "--prefix", "64"), "--prefix and --quality are two measurements"),
+        (("--plot", "a.png"), "--plot says something only with --quality"),
+        (("--methods", "h2o", "--prefix", "64"), "--methods says something only with --quality"),
+        (("--quality", "0.1", "--text", "t", "--repeats", "1"), "--repeats says something only without --quality"),
+        (("--prefix", "64", "--warm"), "--warm says something only without --prefix"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(run, tmp_path, options, said):
+    status, _, error = run("calibrate", tmp_path / "store", "--model", "none", *options)
+    assert status == 2 and said in error
+    assert not (tmp_path / "store").exists()

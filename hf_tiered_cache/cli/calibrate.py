@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from ..calibrations import PrefixCosts, QualityFinding
 
 
+_ONLY = {
+    **dict.fromkeys(("passages", "tokens", "warm"), ("",)),
+    "repeats": ("", "--prefix"),
+    **dict.fromkeys(("text", "methods", "length", "plot"), ("--quality",)),
+}
+"""Options that say something only for one of the measurements: that of passages has no option of its own."""
+
+
 def calibrate(
+    context: typer.Context,
     store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
     model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
     passages: Annotated[int, typer.Option(min=1, help="How many passages the measured prompt has.")] = 8,
@@ -30,7 +39,9 @@ def calibrate(
     ] = "",
     quality: Annotated[
         float | None,
-        typer.Option(metavar="NATS", help="Measure what budgets lose on --text instead, and show which keeps this."),
+        typer.Option(
+            metavar="NATS", min=0, help="Measure what budgets lose on --text instead, and show which keeps this."
+        ),
     ] = None,
     text: Annotated[
         list[Path] | None,
@@ -80,8 +91,10 @@ def calibrate(
     """
     parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)
-    if (quality is None) != (not text):
-        raise Refused("--quality measures on your own text: name both --quality NATS and --text FILE")
+    asked = {"--prefix": bool(lengths), "--quality": quality is not None}
+    _check_together(context, [name for name in asked if asked[name]])
+    if quality is not None and not text:
+        raise Refused("--quality measures on your own text: name it with --text FILE")
     plt = plotting() if plot is not None else None
     import torch
 
@@ -122,6 +135,18 @@ def calibrate(
         f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
         f"(computing and loading balance at {found.balanced:.3f})"
     )
+
+
+def _check_together(context: typer.Context, asked: list[str]) -> None:
+    """Raise Refused if two measurements are asked for, or an option that says nothing for the one that is."""
+    if len(asked) > 1:
+        raise Refused(f"{' and '.join(asked)} are two measurements: ask for one after the other")
+    what = asked[0] if asked else ""
+    for name, measurements in _ONLY.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name != "DEFAULT" and what not in measurements:
+            when = f"without {what}" if "" in measurements else f"with {' or '.join(measurements)}"
+            raise Refused(f"--{name} says something only {when}")
 
 
 def _lengths(prefix: str) -> list[int]:
