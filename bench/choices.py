@@ -1,6 +1,6 @@
 """Simulate which tokens a budget buys: the loss of the first token by how KV is cut, shared and ordered.
 
-    PYTHONPATH=. python bench/choices.py --model MODEL --data DATA       # SST-2, RTE and running text, 1,000 tokens
+    PYTHONPATH=. python bench/choices.py --model smollm2-135m --data DATA  # SST-2, RTE and running text, 1,000 tokens
     PYTHONPATH=. python bench/choices.py --model MODEL --data DATA --tasks text --tokens 4000 --half 1
 
 The prefix is computed once. Then the last queries of each layer choose what the question attends to, as in
@@ -28,11 +28,12 @@ import torch
 from common import machine, save, table
 from torch.nn.functional import normalize, pad
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eval.data import Data
 from eval.encode import encode
+from eval.models import load
 from eval.tasks import Draw, find_tasks
 from hf_tiered_cache.select.mass import head_mass
 
@@ -287,7 +288,7 @@ def report(document: dict[str, Any]) -> str:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="a model of the hub, or a folder")
+    parser.add_argument("--model", required=True, help="a short name of eval.models, a model of the hub, or a folder")
     parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
     parser.add_argument("--tasks", default="sst2,rte,text")
     parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
@@ -301,8 +302,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model, tokenizer = load(arguments.model, torch.float32)
     simulation, name = Simulation(model), Path(arguments.model).name
     document: dict[str, Any] = {
         "arguments": {**vars(arguments), "model": name, "data": None, "out": None},

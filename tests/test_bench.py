@@ -719,13 +719,18 @@ def test_sharing(tmp_path, monkeypatch):
     assert "One copy for 2 processes" in (tmp_path / "sharing-tiny-float32-cpu.md").read_text()
 
 
+def write_sst2(folder):
+    """Write sentences as the data set has them."""
+    (folder / "sst2").mkdir()
+    for split in ("train", "validation"):
+        rows = [{"sentence": f"number {number} is a long sentence", "label": number % 2} for number in range(60)]
+        (folder / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
 def test_quality(tmp_path, monkeypatch):
     import quality
 
-    (tmp_path / "sst2").mkdir()
-    for split in ("train", "validation"):
-        rows = [{"sentence": f"number {number} is a long sentence", "label": number % 2} for number in range(60)]
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sst2(tmp_path)
     (tmp_path / "text.txt").write_text("".join(f"The sentence of number {number} is long. " for number in range(80)))
     options = ["--model", str(BENCH.parent / "eval" / "reference" / "xs"), "--tasks", "sst2", "--methods", "h2o"]
     options += ["--data", str(tmp_path), "--tokens", "300", "--limit", "4", "--text", str(tmp_path / "text.txt")]
@@ -749,10 +754,7 @@ def test_quality(tmp_path, monkeypatch):
 def test_choices(tmp_path, monkeypatch):
     import choices
 
-    (tmp_path / "sst2").mkdir()
-    for split in ("train", "validation"):
-        rows = [{"sentence": f"number {number} is a long sentence", "label": number % 2} for number in range(60)]
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_sst2(tmp_path)
     options = ["--model", str(BENCH.parent / "eval" / "reference" / "xs"), "--tasks", "sst2"]
     options += ["--data", str(tmp_path), "--tokens", "128", "--limit", "10", "--shares", "0.1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["choices.py", *options])
