@@ -64,7 +64,7 @@ GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,co
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
 PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
 RANKED := cache_tune:probe=false:widen=1
-PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:sink=false
+PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:lead=0
 # on long prefixes, and on real text
 LONG := contiguous_kv,contiguous_kv:chunk_tokens=16,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
 TEXT := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
@@ -111,6 +111,8 @@ REAL_MODELS := smollm2-135m qwen2.5-coder-0.5b
 REAL_METHODS := exact,contiguous_kv,contiguous_kv:reorder=false,contiguous_kv:codec=int8,contiguous_kv.paper,impress:probe_heads=2,h2o
 # those that may choose once for an answer, or at each of its tokens
 REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=0,contiguous_kv.paper,h2o,h2o:rechoose=1,kv_drive
+# passages, each method behind the lead, and as in its paper
+REAL_PASSAGES := cache_tune,cache_tune:lead=1,cache_tune.paper,cache_blend,cache_blend.paper,epic,epic.paper
 EVAL_REAL := $(EVAL) $(if $(DATA),--data $(DATA)) --prefix-tokens 1000
 
 eval-real: $(FOR_DEV)
@@ -120,7 +122,10 @@ eval-real: $(FOR_DEV)
 		$(BIN)/python -m eval.report $(RESULTS)/real-$$model && \
 		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1 --tasks text --limit 16 \
 			--out $(RESULTS)/real-text-$$model && \
-		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model || exit; \
+		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model && \
+		$(EVAL_REAL) --model $$model --methods $(REAL_PASSAGES) --ratios 0.15 --tasks hotpotqa --limit 48 --max-length 2048 \
+			--out $(RESULTS)/real-passages-$$model && \
+		$(BIN)/python -m eval.report $(RESULTS)/real-passages-$$model || exit; \
 	done
 
 $(FOR_USE): KIND := .[demo]

@@ -372,6 +372,16 @@ def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
     return found if sound else {}  # as if nothing had been measured
 
 
+def read_found(storage: Storage, name: str) -> list[dict[str, Any]]:
+    """Return what was kept under a name that begins with a model's fingerprint."""
+    return list(_read(storage).get(name, ()))
+
+
+def keep_found(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
+    """Keep what was found under a name that begins with a model's fingerprint, in place of what was."""
+    _write(storage, name, found)
+
+
 def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
     """Keep what was found, beside what was found for prompts of other lengths from the same place."""
     name = f"{fingerprint} {_describe(device)}"

@@ -179,10 +179,10 @@ class KVStore:
             input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
             method: by which they are going to be restored, if not exactly: they are cut as it wants them.
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
-                alone, behind a sink token whose KV is left out, and stored in multiples of 16 tokens. The method is
-                then `CacheTune()`, if none is given; the others find them, too. Its ranking, "context", looks at each
-                passage behind others of the store, the same whatever calls they came in. What is stored already is
-                ranked as this method asks for if it is not yet; `rank` does that anew.
+                by itself, behind the method's `lead`, whose KV is left out, and stored in multiples of 16 tokens. The
+                method is then `CacheTune()`, if none is given; others of the same lead find them, too. Its ranking,
+                "context", looks at each passage behind others of the store, the same whatever calls they came in. What
+                is stored already is ranked as this method asks for if it is not yet; `rank` does that anew.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
             label, tag: as for `TieredCache`.

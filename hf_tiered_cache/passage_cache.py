@@ -15,6 +15,7 @@ from transformers import Cache
 from .errors import RestoreError
 from .geometry import HASH_TOKENS
 from .identity import Identity, rope_regime
+from .lead import kept_lead
 from .methods import Passages
 from .patches.attach import attach
 from .reasons import SWITCHED_OFF
@@ -61,7 +62,7 @@ class PassageServing(Serving):
         text = [] if context is None else [context]
         self.context_ids = torch.cat([sink.expand(len(context) if context is not None else 1, -1), *text], dim=1)
         """What is computed before the passage, `[rows, n]` or for all rows `[1, n]`: the sink, if the model has such a
-        token, and the text."""
+        token, and the text, or the method's lead."""
         self.computed: dict[int, list[KV]] = {}
         """Behind other text: each row's keys and values, layer by layer."""
         self.scores: dict[int, Columns] = {}
@@ -69,6 +70,13 @@ class PassageServing(Serving):
         self._labels, self._before = tuple(labels), before
         self._in_context = context is not None or bool(before)
         self._planned = False
+
+    def write_lead(self, tokens: int) -> None:
+        """Let the method's lead stand before passages of so many tokens, as far as positions reach."""
+        identity, text = self.identify(closely=False), self.method.lead - 1
+        if text > 0 and self.sink is not None and not self._in_context and not isinstance(identity, str):
+            written = kept_lead(self.store, self.attachment, identity.fingerprint, self.sink, text)
+            self.context_ids = torch.cat([self.context_ids, written[None]], dim=1)[:, : max(1, self.positions - tokens)]
 
     @property
     def restored_before(self) -> int:
@@ -85,9 +93,9 @@ class PassageServing(Serving):
         identity, store = self.identify(closely=True), self.store
         if isinstance(identity, str):
             return [None] * len(passages)
-        chains = []
+        chains, before = [], 0 if self.sink is None else self.method.lead
         for passage in passages:
-            regime = rope_regime(self.attachment.config, len(passage)) or ""
+            regime = rope_regime(self.attachment.config, before + len(passage)) or ""
             hasher = store.passage_hasher(identity.fingerprint, self.method.passages, self.sink, regime)
             chains.append(b"".join(hasher.hashes(passage.numpy())))
         rows: dict[bytes, list[SegmentRow]] = {}
@@ -178,6 +186,7 @@ class PassageCache(StoredCache):
             RestoreError: what stands before them cannot be read.
         """
         serving, rows = self.passage, len(passages)
+        serving.write_lead(passages.shape[1])
         context = serving.context_ids.expand(rows, -1)  # [rows, sink and text]
         hidden = passages[:, :1].expand(-1, serving.restored_before)  # in the place of what is restored: never seen
         passes = [torch.cat([hidden, passages], dim=1)]

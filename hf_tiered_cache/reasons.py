@@ -12,7 +12,7 @@ from .geometry import HASH_TOKENS
 from .identity import differing_facts
 from .restore.passages import find_passages
 from .store import EXACT, PASSAGE
-from .store.format import is_passage
+from .store.format import is_behind_text, is_passage
 from .units import format_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +65,10 @@ MERGED = (
 OLD_PASSAGES = (
     "passages of this model were stored by an earlier version, under the name of their ranking, and are found no more; "
     "store them anew with store.precompute(model, passages, segments=True), and remove the old ones"
+)
+OTHER_LEAD = (
+    "these passages are stored behind another lead than the method's, by which it finds none; give it the lead of the "
+    "method that stored them, or store them anew with store.precompute(model, passages, method=..., segments=True)"
 )
 JOINED = (
     "stored passages stand in the prompt with another beginning or end, as where texts are joined and tokenized in one "
@@ -222,7 +226,11 @@ def _passages_otherwise(
     others = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
     for other, codec in others.items():
         hasher = store.passage_hasher(fingerprint, other, sink, regime)
-        if other == coded_provenance(PASSAGE, codec) and find_passages(tokens, hasher, store.find_parts):
-            return other_codec(codec)
-    old = any(other != coded_provenance(PASSAGE, codec) for other, codec in others.items())
-    return OLD_PASSAGES if old else ""
+        if not _is_old(other) and find_passages(tokens, hasher, store.find_parts):
+            return OTHER_LEAD if codec == codec_in(provenance) else other_codec(codec)
+    return OLD_PASSAGES if any(map(_is_old, others)) else ""
+
+
+def _is_old(provenance: str) -> bool:
+    """Return whether passages of this provenance are an earlier version's."""
+    return not is_behind_text(provenance) and provenance != coded_provenance(PASSAGE, codec_in(provenance))

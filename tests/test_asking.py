@@ -9,11 +9,11 @@ import pytest
 import torch
 from families import build
 from reference import Remembering, kv_of
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, fill, join
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, blend, fill, join, tune
 from test_rankings import scores_in
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import CacheBlend, CacheTune
+from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.restore.asking import QuestionAttention
 from hf_tiered_cache.restore.recompute import LOWEST, narrowed_shares
 
@@ -25,6 +25,9 @@ LAYERS, NARROW_AT = 6, 2
 
 class Noting(CacheTune):
     """Keeps what it has chosen."""
+
+    def __init__(self, *settings, **options):
+        super().__init__(*settings, **({"lead": 1} | options))
 
     def first_computed(self, context, attention):
         computed = super().first_computed(context, attention)
@@ -99,7 +102,7 @@ FAMILIES = ["llama", "qwen2", "phi3", "gemma2", "gemma3", "qwen2_sliding", "smol
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_chosen_under_way_is_computed_in_true_context(family, probe, store):
     model, method = build(family), Noting(0.3, probe=probe)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ours, cache = ask(model, store, PROMPT, method)
     assert 0 < len(method.chosen) < len(method.first) < COLUMNS
     theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
@@ -151,7 +154,7 @@ def highest(scores, count):
 def test_candidates_are_those_that_move_and_are_asked_for(family, store):
     """By brute force: the question over stored KV, with the model's own attention weights."""
     model, method = build(family), Noting(0.3, probe=True, widen=3)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
     attention, mine = attention_alone(eager(family), LAYERS // 2), np.flatnonzero(reusable())
     torch.testing.assert_close(torch.from_numpy(method.attention[0][mine]).double(), torch.from_numpy(attention[mine]))
@@ -171,7 +174,7 @@ def test_candidates_are_those_that_move_and_are_asked_for(family, store):
 def test_what_goes_on_has_moved_and_is_asked_for(family, store):
     """By brute force: the KV of the comparing layer, and what the question attends to up to there."""
     model, method = build(family), Noting(0.3, probe=False, widen=3)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ask(model, store, PROMPT, method)
     plain, at = eager(family), NARROW_AT
     seen = expected(plain, method.first, method.first, LAYERS, output_attentions=True)
@@ -216,7 +219,7 @@ def test_attention_by_hand():
 @pytest.mark.parametrize("probe", [True, False])
 def test_the_first_layer_may_compute_all(probe, store):
     model, method = build("qwen2"), Noting(0.3, probe=probe, check_layer=1, widen=1)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ours, cache = ask(model, store, PROMPT, method)
     assert cache.stats.recomputed == 0 and cache.stats.tokens_restored > 100
     kv = stored_kv(model, [(at, PASSAGES[n]) for n, at in PLACES.items()], COLUMNS)
@@ -230,7 +233,7 @@ def test_the_first_layer_may_compute_all(probe, store):
 @pytest.mark.parametrize("probe", [True, False])
 def test_a_prompt_that_ends_in_a_passage_asks_nobody(probe, store):
     model, method = build("qwen2"), Noting(0.3, probe=probe)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ids = join(BOS, QUESTION, PASSAGES[0], PASSAGES[1])
     _, cache = ask(model, store, ids, method)
     assert method.attention is None and method.asked_again is None
@@ -242,7 +245,7 @@ def test_a_prompt_that_ends_in_a_passage_asks_nobody(probe, store):
 def test_the_question_may_be_named(store):
     """Of a longer text behind the passages."""
     model = build("qwen2")
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     found = []
     for question in (None, 5, len(QUESTION)):
         method = Noting(0.3, probe=True, question=question)
@@ -255,7 +258,7 @@ def test_the_question_may_be_named(store):
 def test_without_a_view_of_queries_nobody_is_asked(store):
     """Eager attention: tokens are chosen by how far they move, in the layer behind."""
     model, method = eager("qwen2"), Noting(0.3, probe=True, widen=3)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     ours, _ = ask(model, store, PROMPT, method)
     assert method.attention is None and method.asked_again is None
     theirs = expected(model, method.first, method.chosen, NARROW_AT).logits
@@ -280,15 +283,15 @@ def test_cacheblend_attends_in_its_comparing_layer_with_what_it_chose(store, mon
         return counted
 
     monkeypatch.setattr(kind, "forward", counted)
-    fill(store, model, method=CacheTune())
+    fill(store, model, method=tune())
     rows()
-    _, cache = ask(model, store, PROMPT, CacheBlend(0.15))
+    _, cache = ask(model, store, PROMPT, blend(0.15))
     must = COLUMNS - int(reusable().sum())
     few = must + int(0.15 * reusable().sum())
     assert rows() == [COLUMNS, *[few] * 5]
     assert cache.stats.tokens_computed == few
     assert cache.stats.tokens_recomputed == round((COLUMNS - few) / 6)
-    ask(model, store, PROMPT, CacheBlend(0.15, gradual=2))
+    ask(model, store, PROMPT, blend(0.15, gradual=2))
     assert rows() == [COLUMNS, *(must + int(share * reusable().sum()) for share in (0.3, 0.225, 0.15, 0.15, 0.15))]
 
 
@@ -299,15 +302,15 @@ def test_the_paper_is_one_name_away(store):
     ours, cache = ask(model, store, PROMPT, method)
     assert method.ranking == "low_frequency" and not method.narrowing(24)
     assert cache.stats.tokens_recomputed == 0
-    plain = CacheTune(0.25, ranking="low_frequency", probe=False, widen=1, across=False)
+    plain = tune(0.25, ranking="low_frequency", probe=False, widen=1, across=False)
     assert torch.equal(ours, ask(model, store, PROMPT, plain)[0])
 
 
 @pytest.mark.parametrize("found, probe", [(None, True), (LOWEST, True), (0.31, False)])
 def test_where_loading_takes_longer_the_question_waits_with_the_rest(found, probe):
-    assert CacheTune(probe="auto").with_calibrated_ratio(lambda: found).probe is probe
-    assert CacheTune(probe=True).with_calibrated_ratio(lambda: found).probe is True
-    assert CacheTune(probe=False).with_calibrated_ratio(lambda: found).probe is False
+    assert tune(probe="auto").with_calibrated_ratio(lambda: found).probe is probe
+    assert tune(probe=True).with_calibrated_ratio(lambda: found).probe is True
+    assert tune(probe=False).with_calibrated_ratio(lambda: found).probe is False
 
 
 @pytest.mark.parametrize("mean", [0.02, 0.15, 0.3, 0.6, 0.95, 1.0])
@@ -324,4 +327,4 @@ def test_what_is_computed_is_a_mean_over_the_layers(mean, layers):
 )
 def test_settings_without_meaning_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        CacheTune(**wrong)
+        tune(**wrong)

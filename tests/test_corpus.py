@@ -11,18 +11,17 @@ import processes
 import pytest
 import torch
 from families import build, prompt
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, join
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, epic, join, tune
 from test_rankings import scores_in
 
 from hf_tiered_cache import KVStore, documents, passages
 from hf_tiered_cache.errors import ConfigError, StoreError
 from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import CacheTune, Epic
 from hf_tiered_cache.store.documents import DocumentRecord
 
 HERE = str(Path(__file__).parent)
-EPIC = Epic()
+EPIC = epic()
 NEW = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 128), start=20)]
 
 
@@ -229,7 +228,7 @@ with KVStore(root, engine="posix", host_memory=0) as store:
     print("ready", flush=True)
     counts = set()
     for turn in range(turns):
-        logits, cache = ask(model, store, ids, CacheTune(1.0))
+        logits, cache = ask(model, store, ids, tune(1.0))
         assert torch.equal(logits, full), turn
         counts.add(sum(each.found for each in cache.stats.passages))
         if sys.stdin in __import__("select").select([sys.stdin], [], [], 0)[0]: break
@@ -399,7 +398,7 @@ def test_passes_hold_so_many_tokens_of_one_length(model, store, monkeypatch):
 
 
 def test_the_order_of_calls_does_not_matter(model, tmp_path):
-    method, ranked = CacheTune(), []
+    method, ranked = tune(), []
     texts = [prompt(48 + 16 * (seed % 3), seed=seed)[0] for seed in range(30, 50)]
     for number, calls in enumerate(([texts], [texts[::-1]], [texts[7:], texts[:7]])):
         with KVStore(tmp_path / str(number), engine="posix") as store:
@@ -419,12 +418,12 @@ def test_the_order_of_calls_does_not_matter(model, tmp_path):
 def test_neighbours_are_no_prompt_that_is_told_of(model, store, caplog):
     """Of a neighbour that lacks its first tokens nothing is said, as of texts that were joined."""
     texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 496, 496), start=60)]
-    fill(store, model, texts, None, CacheTune())
+    fill(store, model, texts, None, tune())
     assert not caplog.records
 
 
 def test_one_passage_more_makes_few_rankings_stale(model, store):
-    method, texts = CacheTune(), [prompt(128, seed=seed)[0] for seed in range(100, 140)]
+    method, texts = tune(), [prompt(128, seed=seed)[0] for seed in range(100, 140)]
     fill(store, model, texts, None, method)
     fill(store, model, [prompt(128, seed=140)[0]], ["new"], method)
     renewed = store.rank(method, model=model, passages=texts, stale=True, progress=False)
@@ -434,7 +433,7 @@ def test_one_passage_more_makes_few_rankings_stale(model, store):
 
 
 def test_neighbours_may_be_given(model, store):
-    method, (a, b, c, d) = CacheTune(), PASSAGES
+    method, (a, b, c, d) = tune(), PASSAGES
     fill(store, model, [c], ["letter"], method)
     fill(store, model, [a, b, d], ["a", "b", "d"], method, neighbours=[[1], ["letter", 2], ["d"]])
     storage = storage_of(store)
@@ -455,7 +454,7 @@ def test_neighbours_may_be_given(model, store):
 
 
 def test_neighbours_are_computed_where_their_text_is_given(model, tmp_path):
-    method, scores = CacheTune(), []
+    method, scores = tune(), []
     for calls in ([PASSAGES], [PASSAGES[:2], PASSAGES[2:]]):
         with KVStore(tmp_path / str(len(calls)), engine="posix") as store:
             storage = storage_of(store)
@@ -518,8 +517,8 @@ def _alone_at(model, text, start, cut):
 @pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])
 def test_prompts_find_documents_in_every_kind_of_store(options, root, model):
     with KVStore(root, engine="posix", **options) as store:
-        fill(store, model, PASSAGES, list("abcd"), CacheTune())
-        _, cache = ask(model, store, PROMPT, CacheTune())
+        fill(store, model, PASSAGES, list("abcd"), tune())
+        _, cache = ask(model, store, PROMPT, tune())
         assert sum(each.found for each in cache.stats.passages) == sum(len(PASSAGES[n]) for n in PLACES)
         assert cache.stats.reason == ""
         assert {each.label for each in cache.stats.passages} == {"a", "c", "d"}

@@ -13,10 +13,10 @@ from families import build
 from hypothesis import given
 from hypothesis import strategies as st
 from test_asking import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
-from test_passages import BOS, PASSAGES, QUESTION, fill, join
+from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, join, tune
 
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Recompute
+from hf_tiered_cache.methods import Recompute
 from hf_tiered_cache.restore.columns import of_row, places, repeats, row_by_row, side_by_side
 from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
 
@@ -52,16 +52,16 @@ def close(ours, theirs):
 
 
 METHODS = {
-    "reuse": CacheTune(0.0),
-    "first layer": CacheTune(0.3, check_layer=1),
-    "settled": CacheTune(0.3, probe=False, widen=1),
-    "each passage": CacheTune(0.3, probe=False, widen=1, across=False),
-    "moved": CacheTune(0.3, probe=False),
-    "asked": CacheTune(0.3, probe=True),
-    "asked, no floor": CacheTune(0.3, probe=True, floor=0.0),
-    "blend": CacheBlend(0.15),
-    "blend, gradual": CacheBlend(0.15, gradual=2),
-    "epic": Epic(),
+    "reuse": tune(0.0),
+    "first layer": tune(0.3, check_layer=1),
+    "settled": tune(0.3, probe=False, widen=1),
+    "each passage": tune(0.3, probe=False, widen=1, across=False),
+    "moved": tune(0.3, probe=False),
+    "asked": tune(0.3, probe=True),
+    "asked, no floor": tune(0.3, probe=True, floor=0.0),
+    "blend": blend(0.15),
+    "blend, gradual": blend(0.15, gradual=2),
+    "epic": epic(),
 }
 FAMILIES = ["llama", "phi3", "gemma3", "qwen2_sliding", "smollm3", "gpt_neox", "glm4", "gemma2", "opt"]
 
@@ -222,7 +222,7 @@ def test_a_chunk_that_compares_leaves_those_before_it(how, store):
         assert torch.equal(layer.keys[:, :, :60], keys)
 
 
-@pytest.mark.parametrize("method", [CacheTune(0.0), CacheTune(0.0, check_layer=1)], ids=["reuse", "first layer"])
+@pytest.mark.parametrize("method", [tune(0.0), tune(0.0, check_layer=1)], ids=["reuse", "first layer"])
 def test_a_part_that_begins_in_the_chunk_before(method, store):
     """What is computed in the chunk before stays so, and the end of this chunk is computed."""
     model, row = build("qwen2"), (QUESTION[:4], PASSAGES[1], QUESTION)
@@ -245,7 +245,7 @@ def test_rows_that_are_alike_share_their_columns(store):
     close(ours, run(model, store, exact, Recompute())[0])
 
 
-@pytest.mark.parametrize("method", [CacheTune(1.0), CacheTune(1.0, probe=True), Epic(recompute=1.0)], ids=str)
+@pytest.mark.parametrize("method", [tune(1.0), tune(1.0, probe=True), epic(recompute=1.0)], ids=str)
 def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
     model = build("qwen2")
     fill(store, model)
@@ -288,17 +288,17 @@ def test_each_row_goes_on_by_what_has_moved_in_it():
     under_way = UnderWay(context, np.arange(24), least, compare_layers=(1,))
     moved = np.zeros((2, 24), np.float32)
     moved[0, [3, 5]], moved[1, [11, 17]] = 1, [1, 2]
-    chosen = CacheBlend(0.1).go_on(under_way, 1, np.arange(24), moved, None)
+    chosen = blend(0.1).go_on(under_way, 1, np.arange(24), moved, None)
     assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
     assert of_row(chosen, 1).tolist() == [0, 1, 17, *range(18, 24)]
     asked = [None, np.where(np.arange(24) == 11, 9.0, 1.0)]
-    chosen = CacheTune(0.1, narrow_at=1, widen=2).go_on(under_way, 1, np.arange(24), moved, asked)
+    chosen = tune(0.1, narrow_at=1, widen=2).go_on(under_way, 1, np.arange(24), moved, asked)
     assert of_row(chosen, 1).tolist() == [0, 1, 11, *range(18, 24)]
     # what was computed up to there begins with a repeated token of a passage, which is chosen once
     there = side_by_side([np.r_[3, 5:24], np.r_[0:24]])
     moved = np.zeros((2, 24), np.float32)
     moved[0, [0, 1, 2, 3, 4, 5]] = 9, 9, 9, 9, 9, 1  # columns 3, four times in front of itself, and 5
-    chosen = CacheBlend(0.1).go_on(under_way, 1, there, moved, None)
+    chosen = blend(0.1).go_on(under_way, 1, there, moved, None)
     assert of_row(chosen, 0).tolist() == [3, 5, 20, 21, 22, 23]
 
 

@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -34,8 +35,12 @@ QUESTION = prompt(24, seed=77)[0]
 BOS = torch.tensor([1])
 
 
+tune, epic, blend = (partial(method, lead=1) for method in (CacheTune, Epic, CacheBlend))
+"""Methods for passages that are computed behind the first token alone."""
+
+
 def fill(store, model, passages=PASSAGES, method=None):
-    return store.precompute(model, passages, segments=True, method=method, progress=False)
+    return store.precompute(model, passages, segments=True, method=method or tune(), progress=False)
 
 
 def join(*parts):
@@ -44,7 +49,7 @@ def join(*parts):
 
 def fixed(recompute, **options):
     """Of each passage the tokens that its ranking says, the same in all layers, whatever is asked."""
-    return CacheTune(recompute, **({"probe": False, "widen": 1, "across": False} | options))
+    return tune(recompute, **({"probe": False, "widen": 1, "across": False} | options))
 
 
 @torch.no_grad()
@@ -128,7 +133,7 @@ def test_reused_tokens_stand_at_their_new_positions(family, store):
     """Full reuse, against passages that were computed where they stand."""
     model = build(family)
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, CacheTune(recompute=0.0))
+    ours, cache = ask(model, store, PROMPT, tune(recompute=0.0))
     assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) for number in PLACES)
     theirs = expected(model, PROMPT, of_each(lambda passage: range(len(passage))))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
@@ -163,8 +168,8 @@ def test_chosen_tokens_are_computed_in_true_context(ranking, share, check_layer,
 
 def test_epic_computes_the_beginnings(store):
     model = build("qwen2")
-    fill(store, model, method=Epic())
-    ours, _ = ask(model, store, PROMPT, Epic(first=20))
+    fill(store, model, method=epic())
+    ours, _ = ask(model, store, PROMPT, epic(first=20))
     theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
 
@@ -173,7 +178,7 @@ def test_epic_computes_the_beginnings(store):
 def test_cacheblend_computes_what_has_changed_most(share, store):
     model = build("qwen2")
     fill(store, model)
-    ours, _ = ask(model, store, PROMPT, CacheBlend(recompute=share))
+    ours, _ = ask(model, store, PROMPT, blend(recompute=share))
     values, deviation = kv_of(model, PROMPT)[1][1], {}
     for number, start in PLACES.items():
         alone = kv_of(model, join(BOS, PASSAGES[number]))[1][1][:, :, 1:]
@@ -191,7 +196,7 @@ def test_cacheblend_computes_what_has_changed_most(share, store):
 def test_cacheblend_of_everything_is_full_recompute(store):
     model = build("qwen2")
     fill(store, model)
-    ours, _ = ask(model, store, PROMPT, CacheBlend(recompute=1.0))
+    ours, _ = ask(model, store, PROMPT, blend(recompute=1.0))
     full = model(input_ids=PROMPT, logits_to_keep=1).logits.detach()
     torch.testing.assert_close(ours, full, rtol=0, atol=1e-5 * float(full.abs().max()))
 
@@ -199,7 +204,7 @@ def test_cacheblend_of_everything_is_full_recompute(store):
 def test_computing_everything_is_full_recompute(store):
     model = build("qwen2")
     fill(store, model)
-    ours, cache = ask(model, store, PROMPT, CacheTune(recompute=1.0))
+    ours, cache = ask(model, store, PROMPT, tune(recompute=1.0))
     assert torch.equal(ours, model(input_ids=PROMPT, logits_to_keep=1).logits)
     assert cache.stats.tokens_restored == 0
 
@@ -209,7 +214,7 @@ def test_a_passage_at_the_beginning_is_exact(family, store):
     """Behind the sink it was computed with: nothing of it is computed, also where it could stand nowhere else."""
     model, ids = build(family), join(BOS, PASSAGES[0], QUESTION)
     fill(store, model)
-    ours, cache = ask(model, store, ids, CacheTune(recompute=0.5))
+    ours, cache = ask(model, store, ids, tune(recompute=0.5))
     assert cache.stats.tokens_restored == len(PASSAGES[0])
     full = model(input_ids=ids, logits_to_keep=1).logits.detach()
     torch.testing.assert_close(ours, full, rtol=0, atol=2e-5 * float(full.abs().max()))
@@ -254,7 +259,7 @@ def test_rows_of_a_batch_have_passages_of_their_own(store):
     ids = torch.stack([torch.cat([torch.zeros(width - len(row), dtype=torch.int64), row]) for row in rows])
     mask = (ids != 0).long()
     arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "logits_to_keep": 1}
-    cache = TieredCache(model, store, method=CacheTune(recompute=0.0), record=False)
+    cache = TieredCache(model, store, method=tune(recompute=0.0), record=False)
     with torch.no_grad():
         ours = model(input_ids=ids, past_key_values=cache, **arguments).logits
     assert cache.stats.tokens_restored > 0
@@ -265,11 +270,11 @@ def test_rows_of_a_batch_have_passages_of_their_own(store):
 def test_boundaries_may_be_named(store):
     model = build("qwen2")
     fill(store, model)
-    found, cache = ask(model, store, PROMPT, CacheTune(), segments=list(PLACES.values()))
-    everywhere, other = ask(model, store, PROMPT, CacheTune())
+    found, cache = ask(model, store, PROMPT, tune(), segments=list(PLACES.values()))
+    everywhere, other = ask(model, store, PROMPT, tune())
     assert torch.equal(found, everywhere)
     assert cache.stats.tokens_restored == other.stats.tokens_restored
-    _, none = ask(model, store, PROMPT, CacheTune(), segments=[1, 2])
+    _, none = ask(model, store, PROMPT, tune(), segments=[1, 2])
     assert none.stats.tokens_restored == 0
 
 
@@ -278,7 +283,7 @@ def test_chunked_prefill_restores_all_passages(family, store):
     """But for a chunk's last token, and for a part's beginning where the chunk ends before all of it is seen."""
     model = build(family)
     fill(store, model)
-    cache = TieredCache(model, store, method=CacheTune(recompute=0.0), record=False)
+    cache = TieredCache(model, store, method=tune(recompute=0.0), record=False)
     with torch.no_grad():
         for chunk in PROMPT.split(100, dim=1):
             ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
@@ -291,14 +296,14 @@ def test_chunked_prefill_restores_all_passages(family, store):
     assert cache.stats.tokens_restored == 112 + 96 + 80 - 13
     assert [each.missed for each in cache.stats.passages] == [0, 0, 0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
-    cache = TieredCache(model, store, method=CacheTune(recompute=0.0))
+    cache = TieredCache(model, store, method=tune(recompute=0.0))
     model.generate(PROMPT, past_key_values=cache, prefill_chunk_size=100, max_new_tokens=4, do_sample=False)
     assert (cache.stats.tokens_restored, cache.stats.tokens_stored) == (112 + 96 + 80 - 13, 0)
 
 
 @pytest.mark.parametrize(
     "method",
-    [fixed(0.25), fixed(0.25, check_layer=1), Epic(), CacheTune(0.25), CacheBlend(0.25)],
+    [fixed(0.25), fixed(0.25, check_layer=1), epic(), tune(0.25), blend(0.25)],
     ids=["fixed", "checked", "Epic", "CacheTune", "CacheBlend"],
 )
 def test_chunked_prefill_with_what_is_computed(method, store):
@@ -312,7 +317,7 @@ def test_chunked_prefill_with_what_is_computed(method, store):
         for chunk in ids.split([1 + 4 + 64 + 2, len(ids[0]) - 71], dim=1):
             ours = model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     assert [each.found for each in cache.stats.passages] == [64, 80]
-    if method in (fixed(0.25), fixed(0.25, check_layer=1), Epic()):
+    if method in (fixed(0.25), fixed(0.25, check_layer=1), epic()):
         torch.testing.assert_close(ours, whole, rtol=0, atol=1e-4 * float(whole.abs().max()))
     assert torch.isfinite(ours).all()
 
@@ -320,7 +325,7 @@ def test_chunked_prefill_with_what_is_computed(method, store):
 def test_the_next_turn_finds_passages_too(store):
     model = build("qwen2")
     fill(store, model)
-    cache = TieredCache(model, store, method=CacheTune(recompute=0.0))
+    cache = TieredCache(model, store, method=tune(recompute=0.0))
     answer = model.generate(join(BOS, QUESTION, PASSAGES[1], QUESTION), past_key_values=cache, max_new_tokens=4)
     model.generate(join(answer[0], PASSAGES[3], QUESTION), past_key_values=cache, max_new_tokens=4)
     assert cache.stats.tokens_restored == 64 + 80
@@ -337,9 +342,9 @@ def told(cache):
 
 def test_each_passage_is_told(store):
     model = build("qwen2")
-    store.precompute(model, PASSAGES, segments=True, progress=False, label="a corpus")
+    store.precompute(model, PASSAGES, segments=True, method=tune(), progress=False, label="a corpus")
     ids = join(BOS, QUESTION, changed(PASSAGES[0], 40, removed=2), QUESTION, PASSAGES[1], PASSAGES[2][:70])
-    _, cache = ask(model, store, ids, CacheTune(recompute=0.5))
+    _, cache = ask(model, store, ids, tune(recompute=0.5))
     assert told(cache) == [
         (25, 80, 16, f"16 tokens {CHANGED}"),
         (144, 64, 0, ""),
@@ -356,7 +361,7 @@ def test_what_covers_a_passage_is_told(store):
     fill(store, model)
     beginning = join(BOS, QUESTION, PASSAGES[0][:50])
     store.precompute(model, beginning, progress=False)
-    _, cache = ask(model, store, join(beginning[0], PASSAGES[0][50:], QUESTION), CacheTune(recompute=0.0))
+    _, cache = ask(model, store, join(beginning[0], PASSAGES[0][50:], QUESTION), tune(recompute=0.0))
     assert told(cache) == [(25, 48, 48, f"48 tokens {COVERED}")]
     assert cache.stats.tokens_restored == 64 + 48
 
@@ -364,7 +369,7 @@ def test_what_covers_a_passage_is_told(store):
 def test_a_passage_twice_is_told_twice(store):
     model = build("qwen2")
     fill(store, model)
-    _, cache = ask(model, store, join(BOS, PASSAGES[1], PASSAGES[1], QUESTION), CacheTune(recompute=0.0))
+    _, cache = ask(model, store, join(BOS, PASSAGES[1], PASSAGES[1], QUESTION), tune(recompute=0.0))
     assert told(cache) == [(1, 64, 0, ""), (65, 64, 0, "")]
 
 
@@ -374,7 +379,7 @@ def test_passages_that_were_named_and_are_not_stored_are_told(store, caplog):
     assert report.too_short == 1 and report.stored == 96
     assert "1 of 2 passages have fewer than 16 tokens" in caplog.text
     ids = join(BOS, PASSAGES[1], short, PASSAGES[0], QUESTION)
-    _, cache = ask(model, store, ids, CacheTune(recompute=0.0), segments=[1, 65, 74, 170])
+    _, cache = ask(model, store, ids, tune(recompute=0.0), segments=[1, 65, 74, 170])
     assert told(cache) == [
         (1, 0, 64, NOTHING_BEGINS),
         (65, 0, 9, TOO_SHORT),
@@ -387,7 +392,7 @@ def test_passages_of_rows_are_told_row_by_row(store):
     model = build("qwen2")
     fill(store, model)
     rows = torch.stack([torch.cat([BOS, QUESTION, PASSAGES[n][:64], QUESTION]) for n in (1, 0)])
-    _, cache = ask(model, store, rows, CacheTune(recompute=0.0))
+    _, cache = ask(model, store, rows, tune(recompute=0.0))
     assert [(each.row, *each_told) for each, each_told in zip(cache.stats.passages, told(cache), strict=True)] == [
         (0, 25, 64, 0, ""),
         (1, 25, 64, 32, f"16 tokens {CHANGED}; 16 tokens {CUT}"),
@@ -416,7 +421,7 @@ def test_a_passage_is_found_from_any_part(there, which, store):
     model = build("qwen2")
     fill(store, model)
     ids = join(BOS, QUESTION, there, torch.tensor([5]), PASSAGES[1], QUESTION)
-    ours, cache = ask(model, store, ids, CacheTune(recompute=0.0))
+    ours, cache = ask(model, store, ids, tune(recompute=0.0))
     shift = len(there) - len(PASSAGES[0])
     front = [i for i in which if torch.equal(there[: i + 1], PASSAGES[0][: i + 1])]
     behind = [i for i in which if i not in front]
@@ -432,7 +437,7 @@ def test_a_changed_passage_at_the_beginning_is_not_exact(store):
     model = build("qwen2")
     fill(store, model)
     ids = join(BOS, changed(PASSAGES[0], 40), QUESTION)
-    ours, cache = ask(model, store, ids, CacheTune(recompute=0.0))
+    ours, cache = ask(model, store, ids, tune(recompute=0.0))
     theirs = expected(model, ids, [(1, PASSAGES[0], [*range(32), *range(48, 96)])])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
     assert cache.stats.tokens_restored == 80
@@ -446,10 +451,10 @@ def test_passages_that_end_alike_are_two_segments(store):
     passages = [torch.cat([PASSAGES[1], end]), torch.cat([PASSAGES[3][:64], end])]
     assert fill(store, model, passages).stored == 2 * 96
     ids = join(BOS, QUESTION, *passages, QUESTION)
-    assert ask(model, store, ids, CacheTune(recompute=0.0))[1].stats.tokens_restored == 2 * 96
+    assert ask(model, store, ids, tune(recompute=0.0))[1].stats.tokens_restored == 2 * 96
     store.relayout(Geometry(16, 2), progress=False)
     assert len(store.segments()) == 2
-    assert ask(model, store, ids, CacheTune(recompute=0.0))[1].stats.tokens_restored == 2 * 96
+    assert ask(model, store, ids, tune(recompute=0.0))[1].stats.tokens_restored == 2 * 96
 
 
 def test_what_another_process_stores_and_removes_is_seen(tmp_path):
@@ -458,7 +463,7 @@ def test_what_another_process_stores_and_removes_is_seen(tmp_path):
     with KVStore(tmp_path, engine="posix") as store, KVStore(tmp_path, engine="posix") as other:
 
         def found():
-            return ask(model, other, PROMPT, CacheTune(recompute=0.0))[1].stats.tokens_restored
+            return ask(model, other, PROMPT, tune(recompute=0.0))[1].stats.tokens_restored
 
         assert found() == 0
         fill(store, model, PASSAGES[:1])
@@ -484,7 +489,7 @@ def test_a_lost_catalogue_is_read_from_the_segments(tmp_path):
     for path in tmp_path.glob("catalogue*"):
         path.unlink()
     with KVStore(tmp_path, engine="posix") as store:
-        assert ask(model, store, PROMPT, CacheTune(recompute=0.0))[1].stats.tokens_restored == 96 + 112 + 80
+        assert ask(model, store, PROMPT, tune(recompute=0.0))[1].stats.tokens_restored == 96 + 112 + 80
 
 
 def test_the_quick_hash_is_siphash():
@@ -606,7 +611,7 @@ class Listed:
 def test_what_is_approximate_is_never_taken_for_exact(store):
     model = build("qwen2")
     fill(store, model)
-    cache = TieredCache(model, store, method=CacheTune(recompute=0.15))
+    cache = TieredCache(model, store, method=tune(recompute=0.15))
     sequence = model.generate(PROMPT, past_key_values=cache, max_new_tokens=30, do_sample=False)
     assert cache.stats.tokens_stored == 0
     turn = join(sequence[0], QUESTION)
@@ -633,7 +638,7 @@ def test_a_damaged_passage_is_computed(store, tmp_path):
         for chunk in range(reader.shape.chunks_in(reader.shape.block_groups[0])):
             data[reader.header.blocks.offset + chunk * reader.shape.block_groups[0].block_bytes] ^= 1
         again._storage.disk.path(row.id).write_bytes(data)
-        ours, cache = ask(model, again, PROMPT, CacheTune(recompute=0.0))
+        ours, cache = ask(model, again, PROMPT, tune(recompute=0.0))
         left = [(start, PASSAGES[n], range(len(PASSAGES[n]))) for n, start in PLACES.items() if n != 0]
         theirs = expected(model, PROMPT, left)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -648,15 +653,15 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
         assert fill(store, model, [passage]).restored == 320
         assert len(store.segments()) == 1
         token = 6 * 2 * 2 * 64 * 4  # layers, keys and values, heads, dim, bytes
-        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=24))
+        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), epic(first=24))
         assert cache.stats.bytes_used == (320 - 24) * token
         assert cache.stats.bytes_read == (320 - 16) * token  # in their own order: the first block is not read
         assert store.reorder(progress=False) == 1  # by the ranking
         _, cache = ask(model, store, join(QUESTION, passage, QUESTION), fixed(0.15))
         assert cache.stats.bytes_used == (320 - 48) * token
         assert cache.stats.bytes_read == (320 - 48) * token  # 48 tokens are three blocks
-        fill(store, model, [passage], Epic())
-        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), Epic(first=64, ranking="context"))
+        fill(store, model, [passage], epic())
+        _, cache = ask(model, store, join(QUESTION, passage, QUESTION), epic(first=64, ranking="context"))
         assert cache.stats.bytes_used == (320 - 64) * token  # the first ones lie anywhere: more is read than used
         assert cache.stats.bytes_read > (320 - 64) * token
 
@@ -664,9 +669,9 @@ def test_a_passage_is_stored_once_and_read_without_what_is_computed(tmp_path):
 def test_epic_without_a_sink(store):
     """Each passage is computed with nothing before it, and found by who asks for such."""
     model = build("qwen2")
-    fill(store, model, method=Epic(sink=False))
-    assert ask(model, store, PROMPT, Epic(first=20))[1].stats.tokens_restored == 0
-    ours, cache = ask(model, store, PROMPT, Epic(first=20, sink=False))
+    fill(store, model, method=epic(lead=0))
+    assert ask(model, store, PROMPT, epic(first=20))[1].stats.tokens_restored == 0
+    ours, cache = ask(model, store, PROMPT, epic(first=20, lead=0))
     assert cache.stats.tokens_restored == sum(len(PASSAGES[number]) - 20 for number in PLACES)
     theirs = expected(model, PROMPT, of_each(lambda passage: range(20, len(passage))), sink=BOS[:0])
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4 * float(theirs.abs().max()))
@@ -676,7 +681,7 @@ def test_epic_without_a_sink(store):
 def test_another_model_finds_nothing(store):
     model = build("qwen2")
     fill(store, model)
-    assert ask(build("qwen2", seed=5), store, PROMPT, CacheTune())[1].stats.tokens_restored == 0
+    assert ask(build("qwen2", seed=5), store, PROMPT, tune())[1].stats.tokens_restored == 0
     assert ask(model, store, PROMPT, None)[1].stats.tokens_restored == 0
 
 
@@ -685,7 +690,7 @@ def test_another_model_finds_nothing(store):
 )
 def test_settings_without_meaning_are_refused(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        CacheTune(**wrong)
+        tune(**wrong)
 
 
 def test_passages_are_stored_for_methods_that_reuse_them(store):

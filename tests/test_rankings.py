@@ -9,12 +9,12 @@ import pytest
 import torch
 from families import build, prompt
 from reference import kv_of
-from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, expected, fill, fixed, join
+from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, blend, epic, expected, fill, fixed, join, tune
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import Geometry
-from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
+from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.reasons import unranked
 from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens
 
@@ -47,7 +47,7 @@ def test_layers_count_alike_and_ties_go_to_the_first():
 
 def test_ranked_by_how_far_other_text_moves_them(store):
     """Against the model's own KV of the passage, alone and behind the others."""
-    model, method = build("qwen2"), CacheTune(ranking="context")
+    model, method = build("qwen2"), tune(ranking="context")
     fill(store, model, PASSAGES[:2], method)
     alone, behind = kv_of(model, join(BOS, PASSAGES[0])), kv_of(model, join(BOS, PASSAGES[1], PASSAGES[0]))
     scores = torch.zeros(len(PASSAGES[0]))
@@ -63,7 +63,7 @@ def test_ranked_by_how_far_other_text_moves_them(store):
 
 def test_what_stands_before_a_passage_has_positions(store):
     """A model of 129 positions is not asked for more."""
-    model, method = build("llama", max_position_embeddings=129), CacheTune(ranking="context")
+    model, method = build("llama", max_position_embeddings=129), tune(ranking="context")
     fill(store, model, [*PASSAGES, prompt(128, seed=6)[0]], method)
     scores = scores_in(store, "context")
     assert {tokens for tokens, each in scores.items() if each.max() > 0} == set(map(len, PASSAGES))
@@ -72,7 +72,7 @@ def test_what_stands_before_a_passage_has_positions(store):
 
 def test_passages_that_stay_where_they_were_computed_are_not_ranked(store):
     """Their positions are learned: they are restored where they are exact, or not at all."""
-    fill(store, build("opt", max_position_embeddings=512), PASSAGES, CacheTune(ranking="context"))
+    fill(store, build("opt", max_position_embeddings=512), PASSAGES, tune(ranking="context"))
     assert scores_in(store, "context") == dict.fromkeys(map(len, PASSAGES))
 
 
@@ -100,7 +100,7 @@ def test_passages_share_what_is_computed_where_their_scores_compare(share, store
 
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_a_passage_given_twice_is_stored_once(store, ranking, caplog):
-    model, method = build("qwen2"), CacheTune(ranking=ranking)
+    model, method = build("qwen2"), tune(ranking=ranking)
     report = fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[0].clone()], method)
     assert report.prompts == len(store.segments()) == 2
     assert not caplog.records
@@ -141,16 +141,16 @@ WAYS = [
     replace(LOW, alpha=0.3),
     fixed(0.25, ranking="high_frequency"),
     fixed(0.25, ranking="random"),
-    CacheTune(0.25),
+    tune(0.25),
     replace(LOW, check_layer=1),
-    Epic(0.25),
-    CacheBlend(0.25),
+    epic(0.25),
+    blend(0.25),
 ]
 
 
 @pytest.mark.parametrize(
     "stored_by",
-    [CacheTune(), CacheTune.paper(), Epic(), CacheBlend()],
+    [tune(), CacheTune.paper(), epic(), blend()],
     ids=["by context", "by energy", "epic", "cache_blend"],
 )
 def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path):
@@ -180,7 +180,7 @@ def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path
 @pytest.mark.parametrize("way", WAYS[:5], ids=lambda way: way.ranked_by)
 def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path):
     model = build("qwen2_sliding")  # a part of its layers has a window
-    fill(store, model, method=Epic())
+    fill(store, model, method=epic())
     assert scores_in(store, way.ranked_by) == dict.fromkeys(map(len, PASSAGES))
     assert fill(store, model, method=way).stored == 0  # what is stored is ranked, and not computed
     first = scores_in(store, way.ranked_by)
@@ -193,7 +193,7 @@ def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path
 
 
 def test_a_ranking_is_renewed(store):
-    model, method = build("qwen2"), CacheTune(ranking="context")
+    model, method = build("qwen2"), tune(ranking="context")
     fill(store, model, PASSAGES[:2], method)
     before = scores_in(store, "context")
     fill(store, model, PASSAGES, method)  # what has been ranked keeps its ranking
@@ -206,9 +206,9 @@ def test_rankings_that_cannot_be_made_are_refused(store):
     model = build("qwen2")
     fill(store, model)
     with pytest.raises(ConfigError, match=r"model=model, passages"):
-        store.rank(CacheTune(ranking="context"), progress=False)
+        store.rank(tune(ranking="context"), progress=False)
     with pytest.raises(ConfigError, match="goes by no ranking"):
-        store.rank(Epic(), progress=False)
+        store.rank(epic(), progress=False)
     with pytest.raises(ConfigError, match="prefixes only"):
         store.rank("exact", progress=False)
     (one, *_) = store.segments()

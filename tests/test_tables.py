@@ -249,7 +249,7 @@ def test_a_passage_is_restored_up_to_the_first_token_that_a_group_lacks(model, t
         fill_passages(store, model, PASSAGES[:1])
         (row,) = store.segments()
         ids = join(BOS, prompt(7, seed=50)[0], PASSAGES[0], QUESTION)
-        method = CacheTune(recompute=0.0)
+        method = CacheTune(recompute=0.0, lead=1)
         _, cache = ask_passages(model, store, ids, method)
         assert cache.stats.tokens_restored == 96
         hold_part(store, row, lambda group: np.concatenate([np.arange(48), np.arange(70, 96)]))

@@ -75,7 +75,7 @@ class CacheTune(Passages):
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
         """The paper's: low frequencies choose when a passage is stored, the same tokens in all layers."""
-        return cls(recompute, ranking="low_frequency", probe=False, question=0, widen=1)
+        return cls(recompute, lead=1, ranking="low_frequency", probe=False, question=0, widen=1)
 
     @property
     def ranked_by(self) -> str:

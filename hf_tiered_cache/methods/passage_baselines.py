@@ -22,8 +22,8 @@ class Epic(Passages):
     Args:
         recompute: a share of each passage, or None for the `first` tokens.
         first: how many (Hu et al. 2025).
-        sink: false computes passages with nothing before them. The paper's do so: each then has a first token that
-            takes most of the attention, and computing it anew is what the method is for.
+        lead: see `Passages`. The paper's is 0: each passage then has a first token that takes most of the attention,
+            and computing it anew is what the method is for.
     """
 
     recompute: float | None = field(default=None, kw_only=False)
@@ -35,6 +35,11 @@ class Epic(Passages):
             raise ConfigError(f"first is a number of tokens, not {self.first!r}")
         if self.recompute is not None:
             check_share(self.recompute)
+
+    @classmethod
+    def paper(cls, recompute: float | None = None) -> Epic:
+        """The paper's: passages are computed with nothing before them."""
+        return cls(recompute, lead=0)
 
     def reused_tokens(
         self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
@@ -69,6 +74,11 @@ class CacheBlend(Passages):
             raise ConfigError("CacheBlend's check_layer is 1")
         if self.gradual < 0:
             raise ConfigError(f"gradual is a number of layers, not {self.gradual!r}")
+
+    @classmethod
+    def paper(cls, recompute: float = 0.15) -> CacheBlend:
+        """The paper's: passages are computed alone."""
+        return cls(recompute, lead=1)
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""

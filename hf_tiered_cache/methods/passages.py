@@ -18,7 +18,7 @@ from ..restore.columns import Columns, of_row, repeats, side_by_side
 from ..restore.passages import sink_token
 from ..restore.plan import PlanContext, RowGroup, SegmentSlice, UnderWay
 from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
-from ..store import PASSAGE
+from ..store.format import passage_provenance
 from .base import Method
 
 
@@ -35,19 +35,25 @@ class Passages(Method, ABC):
             for all, and found by all; passages that are not ranked so go by the order in which they were stored.
         alpha: share of the frequencies that are low (CacheTune, Section 4.1), where these rank.
         check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
-        sink: whether passages are computed behind the model's first token, so that no token of theirs takes its part.
+        lead: tokens that stand before a passage while its KV is computed, and whose KV is left out: the model's first
+            token, and behind it a text that is nobody's (see `hf_tiered_cache.lead`). A passage in a prompt stands
+            behind other text, and KV of one that seems to begin all text is far from what it is there. At 1 it is the
+            first token alone, so that no token of the passage takes its part; 0: nothing. Passages are found by methods
+            of the same lead.
     """
 
     geometry: Geometry = field(default=Geometry(16, 1))
     ranking: Ranking = "context"
     alpha: float = 0.5
     check_layer: Literal[0, 1] = 0
-    sink: bool = True
+    lead: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranking not in RANKINGS:
             raise ConfigError(f"ranking is one of {', '.join(RANKINGS)}, not {self.ranking!r}")
+        if isinstance(self.lead, bool) or not isinstance(self.lead, int) or self.lead < 0:
+            raise ConfigError(f"lead is a number of tokens, not {self.lead!r}")
         if not 0 < self.alpha <= 1:
             raise ConfigError(f"alpha is a share of the frequencies, above 0 and at most 1, not {self.alpha!r}")
         if self.check_layer not in (0, 1):
@@ -55,11 +61,11 @@ class Passages(Method, ABC):
 
     @property
     def passages(self) -> str:
-        return coded_provenance(PASSAGE, self.geometry.codec)
+        return coded_provenance(passage_provenance(self.lead), self.geometry.codec)
 
     def sink_token(self, config: PreTrainedConfig) -> int | None:
-        """What is set before a passage while its KV is computed, or None."""
-        return sink_token(config) if self.sink else None
+        """Return the first token that stands before a passage while its KV is computed, or None."""
+        return sink_token(config) if self.lead else None
 
     @property
     def ranks_in_context(self) -> bool:

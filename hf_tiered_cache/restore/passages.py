@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from ..geometry import HASH_TOKENS
 from ..store.catalogue import SegmentRow
-from ..store.format import HASH_BYTES
+from ..store.format import HASH_BYTES, is_behind_text
 from ..store.segment import SegmentReader
 from .passage_index import Seeds
 from .plan import SegmentSlice
@@ -43,7 +43,7 @@ class PassageFinder:
 
     Args:
         hashers: that passages are hashed with, first of all the one of the row's own RoPE regime.
-        sink: the token that stood before each passage when its KV was computed, or None.
+        sink: the first token that stood before each passage when its KV was computed, or None.
         seeds: gives the parts of passages that may stand where scan hashes say.
         reader: opens the segment of a row, or gives None.
         begins: the tokens at which passages may begin, or None for any.
@@ -75,6 +75,8 @@ class PassageFinder:
 
     def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
         """Whether a passage stands just where it stood when its KV was computed, behind the same tokens."""
+        if is_behind_text(match.row.provenance):
+            return False
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
             return False
         before = match.first * HASH_BYTES

@@ -105,9 +105,22 @@ class SegmentHeader:
         return self.blocks.offset + self.blocks.nbytes
 
 
+_BEHIND = "behind"
+
+
+def passage_provenance(lead: int) -> str:
+    """Return the provenance of passages that are computed behind so many tokens (see `Passages`), before its codec."""
+    return PASSAGE if lead <= 1 else f"{PASSAGE} {_BEHIND} {lead}"
+
+
 def is_passage(provenance: str) -> bool:
-    """Whether KV of this provenance is a passage's: computed alone, to be restored wherever it stands."""
+    """Return whether KV of this provenance is a passage's: computed to be restored wherever it stands."""
     return provenance.partition(" ")[0] == PASSAGE
+
+
+def is_behind_text(provenance: str) -> bool:
+    """Return whether KV of this provenance is that of passages behind text, which is exact nowhere."""
+    return provenance.startswith(f"{PASSAGE} {_BEHIND} ")
 
 
 def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
