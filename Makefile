@@ -62,9 +62,9 @@ MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
 # how much a decoded token's choice must gain: looked at on that other half, with running text where there is DATA
 GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,contiguous_kv:gain=0.1,contiguous_kv:gain=0.2,contiguous_kv:gain=0.4
 # the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
-PAPER := cache_tune:ranking=low_frequency:probe=false:widen=1
-RANKED := cache_tune:probe=false:widen=1
-PASSAGES := cache_tune:recompute=0,cache_tune,cache_tune:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend,cache_blend:gradual=3,epic,epic:lead=0
+PAPER := cache_tune.paper
+RANKED := cache_tune:lead=1:probe=false:widen=1
+PASSAGES := cache_tune:lead=1:recompute=0,cache_tune:lead=1,cache_tune:lead=1:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend.paper,cache_blend.paper:gradual=3,epic:lead=1,epic.paper
 # on long prefixes, and on real text
 LONG := contiguous_kv,contiguous_kv:chunk_tokens=16,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
 TEXT := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o

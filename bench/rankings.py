@@ -59,20 +59,20 @@ class Ranker:
 
     def __init__(self, model: torch.nn.Module, store: KVStore, corpus: list[torch.Tensor]) -> None:
         self.model, self.store = model, store
-        store.precompute(model, corpus, segments=True, method=CacheTune())
+        store.precompute(model, corpus, segments=True, method=CacheTune(lead=1))
         self._corpus = [self.kept(passage) for passage in corpus]  # how they rank as a corpus
         self._numbers = {tuple(passage.tolist()): number for number, passage in enumerate(corpus)}
 
     def behind(self, passage: torch.Tensor, context: torch.Tensor) -> list[KV]:
         """A passage's keys and values where `context`, int64 `[n]`, stands before it."""
-        cache = PassageCache(self.model, storage_of(self.store), CacheTune(), "", context=context.unsqueeze(0))
+        cache = PassageCache(self.model, storage_of(self.store), CacheTune(lead=1), "", context=context.unsqueeze(0))
         cache.compute(passage.unsqueeze(0))
         return cache.passage.computed[0]
 
     def kept(self, passage: torch.Tensor) -> np.ndarray:
         """How the tokens of a stored passage rank, float32 `[tokens]`."""
         storage = storage_of(self.store)
-        (row,) = PassageCache(self.model, storage, CacheTune(), "").passage.find([passage])
+        (row,) = PassageCache(self.model, storage, CacheTune(lead=1), "").passage.find([passage])
         assert row is not None, "a passage is not stored"
         reader = storage.disk.found(row)
         assert reader is not None, "a passage cannot be read"
@@ -85,7 +85,7 @@ class Ranker:
         mine = [torch.tensor(passage) for passage in prompt.passages]
         numbers = range(len(mine))
         others = [[other for other in numbers if other != number] for number in numbers]
-        self.store.rank(CacheTune(), model=self.model, passages=mine, neighbours=others, progress=False)
+        self.store.rank(CacheTune(lead=1), model=self.model, passages=mine, neighbours=others, progress=False)
         for number, passage in enumerate(mine):
             if number and len(passage) >= HASH_TOKENS:
                 yield self.look_at(passage, whole[begins:at])

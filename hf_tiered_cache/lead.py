@@ -60,7 +60,9 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
 def _tokenized(attachment: Attachment) -> list[int]:
     """Return `TEXT` as tokens of the model; [] without a tokenizer that knows its words."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(attachment.model.name_or_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            attachment.model.name_or_path, local_files_only=True, trust_remote_code=False
+        )
         text: list[int] = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     except Exception as error:  # whatever a folder holds that is no tokenizer's
         logger.debug("the model's tokenizer cannot be loaded: %r", error)
