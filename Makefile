@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 FOR_USE := $(VENV)/installed-with-$(subst =,-,$(TORCH))
 FOR_DEV := $(VENV)/installed-dev-with-$(subst =,-,$(TORCH))
 
-.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval eval-real clean
+.PHONY: demo notebooks test test-thorough test-real test-gpu soak lint types format bench eval eval-real leaderboard clean
 
 demo: $(FOR_USE)
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -127,6 +127,9 @@ eval-real: $(FOR_DEV)
 			--out $(RESULTS)/real-passages-$$model && \
 		$(BIN)/python -m eval.report $(RESULTS)/real-passages-$$model || exit; \
 	done
+
+leaderboard: $(FOR_DEV)
+	$(BIN)/python -m eval.leaderboard $(wildcard $(RESULTS)/real-*) --out docs/leaderboard.md
 
 $(FOR_USE): KIND := .[demo]
 $(FOR_DEV): KIND := .[dev]

@@ -1,0 +1,106 @@
+"""One page of all methods on pretrained models, from the results of several runs of `eval.run`.
+
+python -m eval.leaderboard eval/results/real-* --out docs/leaderboard.md
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import EvalError
+from .plots import Row, mean_over, method_of, metric_label
+from .report import read
+from .runner import FULL
+
+_INTRODUCTION = """# Leaderboard
+
+Methods on pretrained models, best first at each share. `make eval-real DATA=folder` measures, `make leaderboard` writes
+this page.
+
+- *same token, %*: how often the first new token is full KV's; *KL, nats*: how far its distribution is from that; means
+  over the tasks. Intervals, plots, times and each task stand behind the link of a table.
+- *KV read, %*: of the KV of the stored prefix, what came for the first token, with what choices were made from; an
+  index that stays in memory stands apart. *computed, %*: of the tokens of stored passages, what was computed anew, the
+  question's own pass included.
+- Each method has its defaults, unless its name says otherwise; `.paper` has its paper's settings.
+"""
+
+
+def page(folders: list[Path], out: Path) -> str:
+    """Return the Markdown page.
+
+    Args:
+        folders: of runs.
+        out: where the page is going to lie; links are relative to its folder.
+
+    Raises:
+        EvalError: a folder holds no run.
+    """
+    parts = [_INTRODUCTION]
+    for folder in folders:
+        config, tasks = read(folder)
+        rows = [row for row in mean_over(tasks) if row["budget"] is not None or row["variant"] == FULL]
+        link = os.path.relpath(folder / "README.md", out.parent)
+        weights = config.get("weights", {}).get("sha256", "")[:12]
+        examples = sum(some[0]["examples"] for some in tasks.values())
+        parts.append(
+            f"## {Path(config['model']).name}: {', '.join(tasks)}\n\n"
+            f"{config['dtype']}, weights {weights or 'of the hub'}, seed {config['seed']}, {examples} examples. "
+            f"[All of it]({link}).\n\n{_table(rows)}"
+        )
+    return "\n".join(parts)
+
+
+def _table(rows: list[Row]) -> str:
+    """Return a table: at each share the methods by divergence."""
+    computes = any("compute" in row for row in rows)
+    scored = len({row["metric"] for row in rows}) == 1
+    came = "computed, %" if computes else "KV read, %"
+    headings = ["share", "method", "same token, %", "KL, nats", came]
+    if any(_mean(row, "index") for row in rows):
+        headings.append("index, %")
+    if scored:
+        headings.append(metric_label(rows[0]["metric"]))
+    lines = [f"| {' | '.join(headings)} |", "| ---: | --- |" + " ---: |" * (len(headings) - 2)]
+    for row in sorted(rows, key=lambda row: (row["budget"] or 0, _mean(row, "kl") or 0)):
+        share = "" if row["budget"] is None else f"{row['budget']:.0%}"
+        cells = [share, f"`{method_of(row)}`", _figure(row, "top1", ".0f"), _figure(row, "kl", ".2g")]
+        cells.append(_figure(row, "compute" if computes else "brought", ".1f"))
+        if "index, %" in headings:
+            cells.append(_figure(row, "index", ".1f"))
+        if scored:
+            cells.append(_figure(row, "score", ".1f"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _mean(row: Row, name: str) -> float | None:
+    found: dict[str, Any] | None = row.get(name)
+    return None if found is None else float(found["mean"])
+
+
+def _figure(row: Row, name: str, form: str) -> str:
+    mean = _mean(row, name)
+    return "" if mean is None else f"{mean:{form}}"
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="The --out of each run of eval.run.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("docs/leaderboard.md"),
+) -> None:
+    """Write one page of several runs."""
+    try:
+        text = page(folders, out)
+    except EvalError as error:
+        typer.echo(f"eval.leaderboard: {error}", err=True)
+        raise typer.Exit(2) from None
+    out.write_text(text, encoding="utf-8")
+    typer.echo(f"{out}: {len(folders)} runs")
+
+
+if __name__ == "__main__":
+    typer.run(main)
