@@ -77,22 +77,21 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
 
 def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """The Markdown page."""
-    together = ""
+    notes = ""
     if any("compute" in row for rows in tasks.values() for row in rows):
-        how = "all prompts were stored as a corpus" if config.get("corpus") else "each prompt were stored together"
-        together = (
-            f"Passages of {how}. `computed`: of their stored tokens, as measured, a mean over the layers; a question's "
-            "own pass counts. "
+        notes = (
+            "`computed`: of the passages' stored tokens, as measured, a mean over the layers; a question's own pass "
+            "counts. "
         )
     if (half := config.get("half")) is not None:
-        together += f"Of the examples that were drawn every second one, from number {half} on. "
+        notes += f"Of the examples that were drawn every second one, from number {half} on. "
     if any("read" in row for rows in tasks.values() for row in rows):
-        together += _READ
+        notes += _READ
     lines = [
         f"# {Path(config['model']).name}: methods against full KV",
         "",
         f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens, "
-        f"{config['max_length']} with question and answer. {together}Means, with 95 % bootstrap "
+        f"{config['max_length']} with question and answer. {notes}Means, with 95 % bootstrap "
         "intervals over examples. `top-1` and `KL` compare the first new token with full KV's. In plots, points of "
         "several methods at one share stand side by side.",
     ]

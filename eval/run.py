@@ -69,10 +69,6 @@ def main(
         int | None, typer.Option(min=64, help="Tokens of prompt and answer; default: the model's.")
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, in tasks that allow it.")] = False,
-    together: Annotated[
-        bool,
-        typer.Option("--together", help="Store the passages of each prompt together, not all of a task's as a corpus."),
-    ] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
     ] = None,
@@ -113,15 +109,13 @@ def main(
             "prefix_tokens": prefix_tokens,
             "max_length": length,
             "chat": chat,
-            "corpus": not together,
             "half": half,
             "prompts": None if prompts is None else prompts.name,
             "seed": seed,
             "dtype": str(loaded.dtype).removeprefix("torch."),
         }
         _begin(out, config)
-        stores, corpus = store or out / "stores", not together
-        results = Run(loaded, tokenizer, variants, out, stores, length, chat, corpus=corpus)(examples)
+        results = Run(loaded, tokenizer, variants, out, store or out / "stores", length, chat)(examples)
     except (EvalError, TieredCacheError) as error:
         typer.echo(f"eval.run: {error}", err=True)
         raise typer.Exit(2) from None

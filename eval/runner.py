@@ -100,8 +100,6 @@ class Run:
         stores: the folder of stores, one for each method.
         max_length: tokens of prompt and answer.
         chat: whether tasks that allow it use the chat template.
-        corpus: whether the passages of all of a task's prompts are stored together, as those of a corpus are, or those
-            of each prompt by themselves.
     """
 
     model: PreTrainedModel
@@ -112,7 +110,6 @@ class Run:
     max_length: int
     chat: bool = False
     host_memory: str = "1GiB"
-    corpus: bool = True
 
     def __call__(self, tasks: dict[Task, list[Example]]) -> dict[str, dict[str, Any]]:
         """Evaluate, and return the metrics by task and variant."""
@@ -136,7 +133,7 @@ class Run:
         metric = METRICS[task.metric]() if task.metric in METRICS else None
         prompts = {e.id: encode(e, task, self.tokenizer, self.max_length, self.chat) for e in wanted}
         with Stores(self) as stores:
-            for variant in self.variants if self.corpus else ():
+            for variant in self.variants:
                 stores.subject(variant).store_passages(chain(*(prompt.passages for prompt in prompts.values())))
             for example in wanted:
                 prompt = prompts[example.id]

@@ -74,25 +74,17 @@ class Subject:
         if self.store is None or prefix in self.stored:
             return
         if isinstance(self.method, Passages):
-            self.store_passages(passages, together=True)
+            self.store_passages(passages)
         else:
             self.store.precompute(self.model, list(prefix), method=self.method, progress=False)
         self.stored.add(prefix)
 
-    def store_passages(self, passages: Iterable[tuple[int, ...]], together: bool = False) -> None:
-        """Have the KV of passages stored, if the method reuses such.
-
-        Args:
-            together: whether each that is new is ranked behind the others, and not behind any of the store.
-        """
+    def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
+        """Have the KV of passages stored, if the method reuses such."""
         long_enough = [list(passage) for passage in passages if len(passage) >= HASH_TOKENS]
         if not long_enough or self.store is None or not isinstance(self.method, Passages):
             return
-        numbers = range(len(long_enough))
-        others = [[other for other in numbers if other != number] for number in numbers] if together else None
-        self.store.precompute(
-            self.model, long_enough, segments=True, method=self.method, neighbours=others, progress=False
-        )
+        self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
         """Answer one prompt, greedily. What is new in it is not stored."""

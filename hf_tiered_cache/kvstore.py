@@ -20,7 +20,7 @@ from .errors import ConfigError
 from .geometry import Geometry
 from .lookup import Lookup, lookup, warm
 from .methods import Exact, Method, make_method
-from .passages import BATCH_TOKENS, precompute_passages, rank_passages
+from .passages import BATCH_TOKENS, precompute_passages
 from .precompute import PrecomputeReport, precompute
 from .profiling import WindowFindings, profile_windows
 from .quality import QualityFinding, calibrate_quality
@@ -168,7 +168,6 @@ class KVStore:
         pin: bool = False,
         label: str = "",
         labels: Sequence[str] | None = None,
-        neighbours: Sequence[Sequence[int | str]] | None = None,
         batch_tokens: int = BATCH_TOKENS,
         tag: str = "",
     ) -> PrecomputeReport:
@@ -181,15 +180,13 @@ class KVStore:
             segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
                 by itself, behind the method's `lead`, whose KV is left out, and stored in multiples of 16 tokens. The
                 method is then `CacheTune()`, if none is given; others of the same lead find them, too. Its ranking,
-                "context", looks at each passage behind others of the store, the same whatever calls they came in. What
-                is stored already is ranked as this method asks for if it is not yet; `rank` does that anew.
+                "context", computes each once more, without the text of the lead. What is stored already is ranked as
+                this method asks for if it is not yet.
             progress: whether to show a progress bar.
             pin: whether to keep these segments from eviction.
             label, tag: as for `TieredCache`.
             labels: of passages, for each the id of the document that it is of; several may share one. What a label
                 stood for before is deleted when all that it stands for now is stored, unless another label has it, too.
-            neighbours: of passages, for each those that the ranking sees it behind, the nearest first: numbers of
-                passages in this call, or labels. Without any, or where none is stored, they come from the store.
             batch_tokens: of passages of one length, so many are computed in one pass. 1 computes each by itself.
 
         Returns:
@@ -199,8 +196,8 @@ class KVStore:
             ConfigError: an argument is invalid. StoreError: the labels cannot be kept; what was stored is.
         """
         if not segments:
-            if labels is not None or neighbours is not None:
-                raise ConfigError("labels and neighbours are of passages: give segments=True, too")
+            if labels is not None:
+                raise ConfigError("labels are of passages: give segments=True, too")
             return precompute(
                 self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
             )
@@ -213,40 +210,19 @@ class KVStore:
             pin=pin,
             label=label,
             labels=labels,
-            neighbours=neighbours,
             batch_tokens=batch_tokens,
             tag=tag,
         )
 
-    def rank(
-        self,
-        method: Method | str | None = None,
-        *,
-        model: torch.nn.Module | None = None,
-        passages: Any = None,
-        neighbours: Sequence[Sequence[int | str]] | None = None,
-        stale: bool = False,
-        ids: Iterable[str] | None = None,
-        batch_tokens: int = BATCH_TOKENS,
-        tag: str = "",
-        progress: bool = True,
-    ) -> int:
+    def rank(self, method: Method | str, *, ids: Iterable[str] | None = None, progress: bool = True) -> int:
         """Rank the tokens of stored passages as a method wants it: add that to the rankings they have, or renew it.
 
-        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune.paper())`. The
-        ranking "context" computes passages behind others that are stored, and takes the model and their tokens, which
-        are not: `store.rank(CacheTune(), model=model, passages=passages)`. When the corpus has grown, or lost some,
-        `stale=True` renews those of the given passages whose neighbours would be others now.
+        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune.paper())`. For the
+        ranking "context" passages are computed: `precompute` makes it.
 
         Args:
-            method: whose ranking it is; `CacheTune()`, if none is given.
-            model: with `passages`, the model that they were stored for.
-            passages: as `input_ids` for `precompute`; those that are not stored are left out.
-            neighbours: with `passages`, as for `precompute`.
-            stale: with `passages`, whether only those are ranked that are not yet, or behind others than they would be.
-            ids: without `passages`, which segments; all passages, if None.
-            batch_tokens: as for `precompute`.
-            tag: as for `TieredCache`.
+            method: whose ranking it is.
+            ids: of segments; all passages, if None.
             progress: whether to show a progress bar.
 
         Returns:
@@ -255,10 +231,7 @@ class KVStore:
         Raises:
             ConfigError: the method ranks nothing, or its ranking takes the model and the passages.
         """
-        wanted = passages_method(method)
-        if model is None or passages is None:
-            return rank_stored(self._storage, wanted, ids, progress)
-        return rank_passages(self._storage, model, passages, wanted, tag, progress, neighbours, stale, batch_tokens)
+        return rank_stored(self._storage, passages_method(method), ids, progress)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""

@@ -1,4 +1,4 @@
-"""A cache in which passages are computed: a row each, alone behind the sink, or behind other text and passages."""
+"""A cache in which passages are computed, a row each, behind tokens whose KV is left out."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import nn
-from transformers import Cache
 
-from .errors import RestoreError
 from .geometry import HASH_TOKENS
 from .identity import Identity, rope_regime
 from .lead import kept_lead
 from .methods import Passages
 from .patches.attach import attach
-from .reasons import SWITCHED_OFF
 from .record import Names, Rank, Recorder
-from .request import DecodingCheck, Request
+from .request import DecodingCheck
 from .restore.history import History
-from .restore.plan import Plan, RowGroup, SegmentSlice
+from .restore.passages import sink_token
 from .restore.rankings import Columns
 from .restore.spectral import KV
-from .sequence import SequenceState
 from .serving import CacheOptions, Serving
 from .storage import Storage
 from .store.catalogue import SegmentRow
@@ -42,51 +38,32 @@ class PassageServing(Serving):
     Args:
         like: of a cache with a method for passages, which says how they are ranked and cut.
         labels: of the rows, for the headers of their segments; () for none.
-        context: int `[rows, n]`, text that stands between the sink and each passage.
-        before: for each row what is restored behind that, up to the passage: as many tokens in each; () for nothing.
-            With text or passages before it nothing is stored, and it is `computed` that counts.
+        observed_behind: tokens of the lead in place of the method's. Nothing is stored then: it is `computed` that
+            counts.
     """
 
     method: Passages
 
-    def __init__(
-        self,
-        like: Serving,
-        labels: Sequence[str],
-        context: torch.Tensor | None,
-        before: Sequence[tuple[SegmentSlice, ...]],
-    ) -> None:
+    def __init__(self, like: Serving, labels: Sequence[str], observed_behind: int | None) -> None:
         super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
         self.sink = self.method.sink_token(like.attachment.config)
-        sink = torch.tensor([[] if self.sink is None else [self.sink]], dtype=torch.int64)
-        text = [] if context is None else [context]
-        self.context_ids = torch.cat([sink.expand(len(context) if context is not None else 1, -1), *text], dim=1)
-        """What is computed before the passage, `[rows, n]` or for all rows `[1, n]`: the sink, if the model has such a
-        token, and the text, or the method's lead."""
+        first = self.sink if observed_behind is None else sink_token(like.attachment.config)
+        self.lead = torch.tensor([[] if first is None else [first]], dtype=torch.int64)
+        """What stands before the passages, `[1, n]`: the first token, and from `compute` on the text."""
         self.computed: dict[int, list[KV]] = {}
-        """Behind other text: each row's keys and values, layer by layer."""
+        """Where nothing is stored each row's keys and values, layer by layer."""
         self.scores: dict[int, Columns] = {}
         """How each row's tokens rank, once they are computed, by the name of the ranking."""
-        self._labels, self._before = tuple(labels), before
-        self._in_context = context is not None or bool(before)
-        self._planned = False
+        self._labels, self._observed_behind = tuple(labels), observed_behind
 
     def write_lead(self, tokens: int) -> None:
-        """Let the method's lead stand before passages of so many tokens, as far as positions reach."""
-        identity, text = self.identify(closely=False), self.method.lead - 1
-        if text > 0 and self.sink is not None and not self._in_context and not isinstance(identity, str):
-            written = kept_lead(self.store, self.attachment, identity.fingerprint, self.sink, text)
-            self.context_ids = torch.cat([self.context_ids, written[None]], dim=1)[:, : max(1, self.positions - tokens)]
-
-    @property
-    def restored_before(self) -> int:
-        """Tokens that are restored before each passage."""
-        return sum(piece.count for piece in self._before[0]) if self._before else 0
-
-    @property
-    def positions(self) -> int:
-        """How many the model has."""
-        return getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
+        """Let the text stand before passages of so many tokens, as far as positions reach."""
+        wanted = self.method.lead if self._observed_behind is None else self._observed_behind
+        identity = self.identify(closely=False)
+        if wanted > 1 and self.lead.shape[1] and not isinstance(identity, str):
+            written = kept_lead(self.store, self.attachment, identity.fingerprint, int(self.lead[0, 0]), wanted - 1)
+            positions = getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
+            self.lead = torch.cat([self.lead, written[None]], dim=1)[:, : max(1, positions - tokens)]
 
     def find(self, passages: Sequence[torch.Tensor]) -> list[SegmentRow | None]:
         """Of passages, int `[tokens]` each, the segments in which all their whole hashes are stored."""
@@ -112,37 +89,17 @@ class PassageServing(Serving):
                 return row
         return None
 
-    # --- a pass
-
-    def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
-        """What stands before the passages is restored; they are computed. Raises RestoreError: that has failed."""
-        count, columns = self.restored_before, request.columns
-        if self._planned:
-            raise RestoreError(self._before[0][0].reader.id, "it, or what stands beside it, cannot be restored")
-        self._planned = True
-        computed = np.arange(count, columns)  # int64 [passage's tokens]
-        groups = tuple(RowGroup((row,), 0, pieces) for row, pieces in enumerate(self._before))
-        return Plan(sequence.columns, columns, (computed,) * self.attachment.config.num_hidden_layers, groups)
-
-    def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
-        restores = self._before and sequence.columns == self.context_ids.shape[1]
-        return "" if restores else SWITCHED_OFF
-
-    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
-        sequence = super()._new_sequence(cache, request, identity, regime)
-        sequence.tells_passages = False  # what stands before the passages is no prompt
-        return sequence
-
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
         """See `Serving`."""
         method, store = self.method, self.store
         hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
         own = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
         names = Names(identity.facts, self.options.label, self._labels)
-        if self._in_context:
-            before = self.context_ids.shape[1] + self.restored_before
-            return _Observing(History(hasher, pads), *own, names=names, check=check).behind(before, self.computed)
-        history = History(hasher, [pad + self.context_ids.shape[1] for pad in pads])  # left out like padding
+        if self._observed_behind is not None:
+            return _Observing(History(hasher, pads), *own, names=names, check=check).behind(
+                self.lead.shape[1], self.computed
+            )
+        history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
         held = identity.weights_held
         return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check, weights_held=held)
@@ -170,34 +127,20 @@ class PassageCache(StoredCache):
         method: Passages,
         tag: str,
         *,
-        label: str = "",
         labels: Sequence[str] = (),
-        context: torch.Tensor | None = None,
-        before: Sequence[tuple[SegmentSlice, ...]] = (),
+        observed_behind: int | None = None,
     ) -> None:
-        options = CacheOptions(restore=bool(before), label=label, tag=tag, progress=False)
+        options = CacheOptions(restore=False, tag=tag, progress=False)
         super().__init__(*prepare(model, method), storage, method, options)
-        self.passage = self._serving = PassageServing(self._serving, labels, context, before)
+        self.passage = self._serving = PassageServing(self._serving, labels, observed_behind)
 
     def compute(self, passages: torch.Tensor) -> None:
-        """Compute passages, int `[rows, tokens]`, and have them stored, or kept in `passage.computed`.
-
-        Raises:
-            RestoreError: what stands before them cannot be read.
-        """
-        serving, rows = self.passage, len(passages)
-        serving.write_lead(passages.shape[1])
-        context = serving.context_ids.expand(rows, -1)  # [rows, sink and text]
-        hidden = passages[:, :1].expand(-1, serving.restored_before)  # in the place of what is restored: never seen
-        passes = [torch.cat([hidden, passages], dim=1)]
-        if hidden.shape[1] and context.shape[1]:
-            passes.insert(0, context)
-        else:
-            passes[0] = torch.cat([context, passes[0]], dim=1)
-        device = attach(self.model).device_of(0)  # an offloaded model's own is `meta`
+        """Compute passages, int `[rows, tokens]`, and have them stored, or kept in `passage.computed`."""
+        self.passage.write_lead(passages.shape[1])
+        ids = torch.cat([self.passage.lead.expand(len(passages), -1), passages], dim=1)  # [rows, lead and tokens]
         with torch.no_grad():
-            for ids in passes:
-                self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
+            device = attach(self.model).device_of(0)  # an offloaded model's own is `meta`
+            self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
         self.store_now()
 
 

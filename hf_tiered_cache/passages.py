@@ -1,4 +1,4 @@
-"""Storing passages: each computed alone, behind a sink token, with a ranking of its tokens, under its label."""
+"""Storing passages: each computed by itself, behind a lead, under its label."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from .context_ranking import ContextRanker, Wanted
 from .documents import Entry, enter_documents
 from .errors import ConfigError
 from .geometry import HASH_TOKENS
@@ -19,11 +18,12 @@ from .identity import varying_rope
 from .methods import Method, Passages
 from .passage_cache import PassageCache, batches, whole_tokens
 from .precompute import PrecomputeReport, as_prompts, bar_over
-from .ranking import check_ranks, passages_method, rank_one
+from .ranking import passages_method, rank_one
 from .restore.rankings import Columns
 from .storage import Storage
 from .store.catalogue import SegmentRow
 from .store.documents import check_label, passage_name
+from .store.segment import SegmentReader
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -40,8 +40,6 @@ class _Passage:
     text: torch.Tensor
     """int64 `[tokens]`, as it was given."""
     labels: dict[str, None] = field(default_factory=dict)
-    given: dict[int | str, None] = field(default_factory=dict)
-    """Its neighbours: numbers of passages in the call, or labels."""
     row: SegmentRow | None = None
     """In which all of it is stored."""
 
@@ -55,6 +53,10 @@ class _Passage:
         """Whether it is long enough to be."""
         return len(self.ids) >= HASH_TOKENS
 
+    def reader(self, storage: Storage) -> SegmentReader | None:
+        """Return the segment in which it is stored."""
+        return None if self.row is None else storage.disk.found(self.row)
+
     @property
     def name(self) -> str:
         """See `passage_name`; "" if it is not stored."""
@@ -67,42 +69,27 @@ class _Call:
     Args:
         like: a cache of the model's, which says how passages are computed.
         input_ids: see `KVStore.precompute`.
-        labels, neighbours: of each; None for none.
+        labels: of each; None for none.
 
     Raises:
         ConfigError: these are not for each passage one, or not to be understood.
     """
 
-    def __init__(
-        self,
-        like: PassageCache,
-        input_ids: Any,
-        labels: Sequence[str] | None,
-        neighbours: Sequence[Sequence[int | str]] | None,
-    ) -> None:
+    def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
         self.like = like.passage
         prompts = as_prompts(input_ids, empty=True)
-        for what, given in (("labels", labels), ("neighbours", neighbours)):
-            if given is not None and (isinstance(given, str) or len(given) != len(prompts)):
-                raise ConfigError(f"{what} are one for each passage: {len(prompts)}, not {given!r:.80}")
+        if labels is not None and (isinstance(labels, str) or len(labels) != len(prompts)):
+            raise ConfigError(f"labels are one for each passage: {len(prompts)}, not {labels!r:.80}")
         for label in labels or ():
             check_label(label)
         self.labels = list(dict.fromkeys(labels or ()))
         cut = varying_rope(self.like.attachment.config) is None  # else frequencies may follow the length
         by_ids: dict[tuple[int, ...], _Passage] = {}
-        self.given: list[_Passage] = []
-        """In order, as often as they are given."""
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
             passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, prompt))
             passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
-            passage.given |= dict.fromkeys(neighbours[number] if neighbours else ())
-            self.given.append(passage)
         self.passages = [passage for passage in by_ids.values() if passage.tokens]
-        for passage in self.passages:
-            if any(not isinstance(one, str) and not -len(prompts) <= one < len(prompts) for one in passage.given):
-                said = f"{list(passage.given)!r:.80}"
-                raise ConfigError(f"a neighbour is a label, or a number below {len(prompts)}, not {said}")
 
     @property
     def stored(self) -> list[_Passage]:
@@ -114,32 +101,6 @@ class _Call:
         passages = self.stored
         for passage, row in zip(passages, self.like.find([passage.ids for passage in passages]), strict=True):
             passage.row = row
-
-    def wanted(self) -> list[Wanted]:
-        """Those that are stored by themselves, to be ranked."""
-        named = {one for passage in self.passages for one in passage.given if isinstance(one, str)}
-        by_label = {label: [p.name for p in self.passages if label in p.labels] for label in named}
-        if unknown := {label for label, names in by_label.items() if not names}:
-            for record in self.like.store.documents.all():
-                if record.label in unknown and record.key == self.key(record.label):
-                    by_label[record.label] = list(record.passages)
-        for label in unknown:
-            if not by_label[label]:
-                raise ConfigError(f"no document of this model is called {label!r}; store.documents() lists them")
-        found = []
-        for passage in self.stored:
-            if passage.row is None or passage.row.tokens != whole_tokens(len(passage.ids)):
-                continue  # a part of another passage goes by that one's ranking
-            names = [by_label[one] if isinstance(one, str) else [self.given[one].name] for one in passage.given]
-            given = tuple(dict.fromkeys(name for some in names for name in some if name))
-            ids = passage.ids[: passage.row.tokens]
-            found.append(Wanted(ids, passage.name, given))
-        return found
-
-    def texts(self) -> dict[str, torch.Tensor]:
-        """By name those that are stored by themselves."""
-        stored = [p for p in self.stored if p.row is not None and p.row.tokens == whole_tokens(len(p.ids))]
-        return {passage.name: passage.text for passage in stored}
 
     def key(self, label: str) -> tuple[str, str, str]:
         """Of a label's record."""
@@ -171,13 +132,12 @@ def precompute_passages(
     label: str,
     tag: str,
     labels: Sequence[str] | None = None,
-    neighbours: Sequence[Sequence[int | str]] | None = None,
     batch_tokens: int = BATCH_TOKENS,
 ) -> PrecomputeReport:
     """See `KVStore.precompute(segments=True)`."""
     storage.check_open()
     wanted_method = passages_method(method)
-    call = _Call(PassageCache(model, storage, wanted_method, tag), input_ids, labels, neighbours)
+    call = _Call(PassageCache(model, storage, wanted_method, tag), input_ids, labels)
     call.find()
     found = [passage for passage in call.stored if passage.row is not None]
     report = PrecomputeReport(
@@ -201,7 +161,7 @@ def precompute_passages(
     call.find()
     if pin:
         storage.pin({passage.row.id for passage in call.stored if passage.row is not None})
-    _rank(storage, model, call, wanted_method, tag, progress, batch_tokens)
+    _rank(storage, model, wanted_method, call.stored, tag, progress, batch_tokens)
     report = replace(report, removed=enter_documents(storage, call.entries()))
     if call.labels:  # what was found may have been another label's alone, which was deleted before this one had it
         call.find()
@@ -209,34 +169,6 @@ def precompute_passages(
             report = replace(report, stored=report.stored + compute(batch))
     storage.flush()
     return report
-
-
-def rank_passages(
-    storage: Storage,
-    model: nn.Module,
-    input_ids: Any,
-    method: Passages,
-    tag: str,
-    progress: bool,
-    neighbours: Sequence[Sequence[int | str]] | None = None,
-    stale: bool = False,
-    batch_tokens: int = BATCH_TOKENS,
-) -> int:
-    """Rank stored passages. Returns how many of those that are given are stored, and ranked now.
-
-    Args:
-        stale: whether only those are that are not ranked, or behind others than they would be now.
-    """
-    check_ranks(method)
-    storage.flush()
-    call = _Call(PassageCache(model, storage, method, tag), input_ids, None, neighbours)
-    call.find()
-    if method.ranks_alone:
-        return sum(_rank_alone(storage, method, passage, stale) for passage in call.stored)
-    ranker = ContextRanker(storage, model, method, batch_tokens, tag, call.texts())
-    wanted = [one for one in call.wanted() if not stale or ranker.stale(one)]
-    with bar_over(sum(len(one.ids) for one in wanted), progress, "rank") as bar:
-        return ranker.rank(wanted, bar)
 
 
 def _compute(
@@ -261,36 +193,39 @@ def _compute(
 def _rank(
     storage: Storage,
     model: nn.Module,
-    call: _Call,
     method: Passages,
+    passages: Sequence[_Passage],
     tag: str,
     progress: bool,
     batch_tokens: int,
 ) -> None:
-    """Rank what is stored now and not ranked yet, as the method asks for."""
-    if method.ranks_alone:
-        for passage in call.stored:
-            _rank_alone(storage, method, passage, missing=True)
-    elif method.ranks_in_context:
-        unranked = {p.name for p in call.stored if p.row is not None and _lacks(storage, method, p.row)}
-        wanted = [one for one in call.wanted() if one.name in unranked]
-        if wanted:
-            with bar_over(sum(len(one.ids) for one in wanted), progress, "rank") as bar:
-                ContextRanker(storage, model, method, batch_tokens, tag, call.texts()).rank(wanted, bar)
+    """Rank stored passages that are not ranked as the method asks for. A part of another one goes by that one's."""
+    wanted = [one for one in passages if _lacks_ranking(storage, method, one)]
+    if not method.ranks_in_context:
+        for passage in wanted:
+            rank_one(storage, method, passage.reader(storage))
+        return
+    with bar_over(sum(map(_tokens, wanted)), progress and bool(wanted), "rank") as bar:
+        for batch in batches(wanted, _length, batch_tokens):
+            other = PassageCache(model, storage, method, tag, observed_behind=method.ranked_behind)
+            other.compute(torch.stack([passage.ids[: _tokens(passage)] for passage in batch]))
+            for row, passage in enumerate(batch):
+                if row in other.passage.computed:
+                    rank_one(storage, method, passage.reader(storage), other.passage.computed.pop(row))
+            bar.update(sum(map(_tokens, batch)))
 
 
-def _rank_alone(storage: Storage, method: Passages, passage: _Passage, missing: bool) -> bool:
-    """Rank a stored passage by its own KV, or with `missing` only if it is not. Returns whether it was."""
-    if passage.row is None or (missing and not _lacks(storage, method, passage.row)):
+def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> bool:
+    reader = passage.reader(storage)
+    if not method.ranked_by or reader is None or reader.shape.tokens != _tokens(passage):
         return False
-    reader = storage.disk.found(passage.row)
-    return reader is not None and rank_one(storage, method, reader)
+    moves = reader.shape.layout.position_independent or not method.ranks_in_context
+    return moves and method.ranked_by not in storage.rankings.of(reader)
 
 
-def _lacks(storage: Storage, method: Passages, row: SegmentRow) -> bool:
-    """Whether a passage has not been ranked so."""
-    reader = storage.disk.found(row)
-    return reader is not None and method.ranked_by not in storage.rankings.of(reader)
+def _tokens(passage: _Passage) -> int:
+    """Return how many of a passage's tokens are stored."""
+    return whole_tokens(len(passage.ids))
 
 
 def _length(passage: _Passage) -> tuple[int]:

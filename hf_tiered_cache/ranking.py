@@ -1,4 +1,4 @@
-"""Ranking the tokens of stored passages: from the KV that is stored, and what other text makes of it."""
+"""Ranking the tokens of stored passages: from the KV that is stored, and what another lead makes of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from .errors import ConfigError, IntegrityError
 from .methods import Method, Passages, make_method
-from .restore.spectral import KV, RANKED_IN_CONTEXT
+from .restore.spectral import KV
 from .shape import SegmentShape
 from .storage import Storage
 from .store.format import is_passage
@@ -37,11 +37,12 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
     Raises:
         ConfigError: the ranking looks at more than the stored KV.
     """
-    check_ranks(method)
-    if method.ranking in RANKED_IN_CONTEXT:
+    if not method.ranked_by:
+        raise ConfigError(f"{type(method).__name__} goes by no ranking of tokens; CacheTune does")
+    if method.ranks_in_context:
         raise ConfigError(
-            f"the ranking {method.ranking!r} computes passages behind one another; give the model and the passages' "
-            "token ids: store.rank(method, model=model, passages=[...])"
+            f"the ranking {method.ranking!r} computes passages, of which the store has no tokens: "
+            "store.precompute(model, passages, segments=True) ranks those that are not ranked so"
         )
     storage.flush()
     rows = [row for row in storage.segments() if is_passage(row.provenance)]
@@ -51,31 +52,25 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
     return sum(rank_one(storage, method, reader) for reader in readers if reader is not None)
 
 
-def check_ranks(method: Passages) -> None:
-    """Raises ConfigError: the method goes by no ranking."""
-    if not method.ranked_by:
-        raise ConfigError(f"{type(method).__name__} goes by no ranking of tokens; CacheTune does")
-
-
 def rank_one(
-    storage: Storage, method: Passages, reader: SegmentReader, kv_in_context: Iterable[KV] | None = None
+    storage: Storage, method: Passages, reader: SegmentReader | None, kv_in_context: Iterable[KV] | None = None
 ) -> bool:
     """Rank a stored passage, and keep that beside it. Returns whether it is there now.
 
     Args:
-        kv_in_context: its keys and values behind other text, for rankings that look at these.
+        kv_in_context: its keys and values behind another lead, for rankings that look at these.
     """
-    if not reader.shape.whole:
+    if reader is None or not reader.shape.whole:
         return False
     try:
-        scores = method.rank(stored_kv(storage, reader), kv_in_context)
+        scores = method.rank(_stored_kv(storage, reader), kv_in_context)
     except (IntegrityError, OSError) as error:
         storage.disk.report(reader.id, error)
         return False
     return storage.rankings.keep(reader, {method.ranked_by: scores})
 
 
-def stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
+def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
     """A whole segment's keys, before their rotation, and values, layer by layer: `[heads, tokens, dim]` each.
 
     Raises:

@@ -130,7 +130,7 @@ def unranked(ranking: str) -> str:
     """Why what is computed of passages is not what a ranking says."""
     return (
         f"passages are stored without the ranking {ranking!r}, so what is computed of them goes by the order they were "
-        "stored in; store.rank(method), for 'context' with the model and the passages, adds it"
+        "stored in; store.rank(method) adds it, or for 'context' store.precompute(model, passages, segments=True)"
     )
 
 

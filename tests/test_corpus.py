@@ -6,13 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import processes
 import pytest
 import torch
 from families import build, prompt
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, epic, join, tune
-from test_rankings import scores_in
 
 from hf_tiered_cache import KVStore, documents, passages
 from hf_tiered_cache.errors import ConfigError, StoreError
@@ -392,126 +390,6 @@ def test_passes_hold_so_many_tokens_of_one_length(model, store, monkeypatch):
     texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((64, 65, 79, 80, 64, 64), start=1)]
     fill(store, model, texts, None, batch_tokens=200)
     assert rows == [(1, 80), (3, 64), (2, 64)]
-
-
-# --- neighbours
-
-
-def test_the_order_of_calls_does_not_matter(model, tmp_path):
-    method, ranked = tune(), []
-    texts = [prompt(48 + 16 * (seed % 3), seed=seed)[0] for seed in range(30, 50)]
-    for number, calls in enumerate(([texts], [texts[::-1]], [texts[7:], texts[:7]])):
-        with KVStore(tmp_path / str(number), engine="posix") as store:
-            for some in calls:
-                fill(store, model, some, None, method)
-            renewed = store.rank(method, model=model, passages=texts, stale=True, progress=False)
-            assert (renewed > 0) == (number == 2)  # the first ones were ranked before the others were there
-            assert store.rank(method, model=model, passages=texts, stale=True, progress=False) == 0
-            storage = storage_of(store)
-            readers = {row.chain: storage.disk.reader(row.id) for row in store.segments()}
-            ranked.append({chain: storage.rankings.of(reader)["context"] for chain, reader in readers.items()})
-    for chain, scores in ranked[0].items():
-        for other in ranked[1:]:
-            np.testing.assert_allclose(scores, other[chain], rtol=1e-4, atol=1e-6)
-
-
-def test_neighbours_are_no_prompt_that_is_told_of(model, store, caplog):
-    """Of a neighbour that lacks its first tokens nothing is said, as of texts that were joined."""
-    texts = [prompt(tokens, seed=seed)[0] for seed, tokens in enumerate((48, 496, 496), start=60)]
-    fill(store, model, texts, None, tune())
-    assert not caplog.records
-
-
-def test_one_passage_more_makes_few_rankings_stale(model, store):
-    method, texts = tune(), [prompt(128, seed=seed)[0] for seed in range(100, 140)]
-    fill(store, model, texts, None, method)
-    fill(store, model, [prompt(128, seed=140)[0]], ["new"], method)
-    renewed = store.rank(method, model=model, passages=texts, stale=True, progress=False)
-    assert 0 < renewed < 16  # each has four neighbours of forty
-    store.remove_document("new")
-    assert store.rank(method, model=model, passages=texts, stale=True, progress=False) == renewed
-
-
-def test_neighbours_may_be_given(model, store):
-    method, (a, b, c, d) = tune(), PASSAGES
-    fill(store, model, [c], ["letter"], method)
-    fill(store, model, [a, b, d], ["a", "b", "d"], method, neighbours=[[1], ["letter", 2], ["d"]])
-    storage = storage_of(store)
-    readers = {row.tokens: storage.disk.reader(row.id) for row in store.segments()}
-    behind = {tokens: storage.rankings.neighbours(reader, "context") for tokens, reader in readers.items()}
-    name = {tokens: documents.by_passage([row]).popitem()[0] for row in store.segments() for tokens in [row.tokens]}
-    assert behind[96].names == (name[64],) and behind[96].given
-    assert behind[64].names == (name[112], name[80]) and behind[64].given
-    assert not behind[80].given and set(behind[80].names) == {name[96], name[64], name[112]}  # not behind itself
-    before = scores_in(store, "context")[96]
-    assert store.rank(method, model=model, passages=[a], neighbours=[["letter"]], stale=True, progress=False) == 1
-    assert not np.array_equal(scores_in(store, "context")[96], before)
-    store.remove_document("letter")
-    assert store.rank(method, model=model, passages=[a, b], stale=True, progress=False) == 2  # theirs is gone
-    for wrong in ([[9]], [["nobody"]], [[1.5]], [[0], [0]]):
-        with pytest.raises(ConfigError):
-            store.rank(method, model=model, passages=[a], neighbours=wrong, progress=False)
-
-
-def test_neighbours_are_computed_where_their_text_is_given(model, tmp_path):
-    method, scores = tune(), []
-    for calls in ([PASSAGES], [PASSAGES[:2], PASSAGES[2:]]):
-        with KVStore(tmp_path / str(len(calls)), engine="posix") as store:
-            storage = storage_of(store)
-
-            def computed(storage=storage, store=store):
-                readers = [storage.disk.reader(row.id) for row in store.segments()]
-                return [storage.rankings.neighbours(reader, "context").computed for reader in readers]
-
-            for some in calls:
-                fill(store, model, some, None, method)
-            assert all(computed()) == (len(calls) == 1)
-            behind_kv = scores_in(store, "context")
-            store.rank(method, model=model, passages=PASSAGES, stale=True, progress=False)
-            assert all(computed())
-            scores.append(scores_in(store, "context"))
-    assert any(not np.allclose(behind_kv[tokens], one, rtol=1e-3) for tokens, one in scores[0].items())
-    for tokens, one in scores[0].items():
-        np.testing.assert_allclose(scores[1][tokens], one, rtol=1e-4, atol=1e-6)
-
-
-def test_neighbours_stand_before_a_passage_as_they_are_stored(model, store):
-    """Against the model's own KV, where the columns of the neighbours hold what they have alone."""
-    from reference import kv_of
-    from test_passages import Replacing
-
-    from hf_tiered_cache.passage_cache import PassageCache
-    from hf_tiered_cache.restore.plan import SegmentSlice
-
-    fill(store, model, PASSAGES, None)
-    first, second, mine = PASSAGES[1], PASSAGES[3], PASSAGES[0]
-    disk = storage_of(store).disk
-    readers = {row.tokens: disk.reader(row.id) for row in store.segments()}
-    before = (SegmentSlice(readers[64], 16, 48, 1), SegmentSlice(readers[80], 0, 80, 49))
-    cache = PassageCache(model, storage_of(store), EPIC, "", before=[before])
-    cache.compute(mine.unsqueeze(0))
-    parts = [_alone_at(model, first, -15, 16), _alone_at(model, second, 49, 0)]
-    kv = [
-        tuple(torch.cat(tensors, dim=2) for tensors in zip(*pairs, strict=True)) for pairs in zip(*parts, strict=True)
-    ]
-    whole = Replacing(model, list(range(1, 129)), kv, 0)
-    with torch.no_grad():
-        model(input_ids=join(BOS, first[16:], second, mine), past_key_values=whole, use_cache=True)
-    for (_, values), (_, expected) in zip(cache.passage.computed[0], whole.all(), strict=True):
-        torch.testing.assert_close(values, expected[0, :, 129:], rtol=1e-4, atol=1e-5)
-    plain = kv_of(model, join(BOS, first[16:], second, mine))[-1][1][0, :, 129:]
-    assert (cache.passage.computed[0][-1][1] - plain).abs().max() > 1e-3  # so that the line above says something
-
-
-@torch.no_grad()
-def _alone_at(model, text, start, cut):
-    """A passage's keys and values, computed alone from position `start` on, without its first `cut` tokens."""
-    from reference import Remembering
-
-    cache = Remembering(model)
-    positions = torch.arange(start - 1, start + len(text)).unsqueeze(0)
-    model(input_ids=join(BOS, text), position_ids=positions, past_key_values=cache, use_cache=True)
-    return [tuple(tensor[:, :, 1 + cut :] for tensor in layer) for layer in cache.all()]
 
 
 @pytest.mark.parametrize("options", [{}, {"key": b"k" * 32}, {"codec": "int8"}], ids=["plain", "key", "codec"])

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from families import build, prompt
+from families import build
 from reference import kv_of
+from test_lead import kept_lead
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, blend, epic, expected, fill, fixed, join, tune
 
 from hf_tiered_cache import KVStore
@@ -45,29 +46,23 @@ def test_layers_count_alike_and_ties_go_to_the_first():
     assert scores.sum() == pytest.approx(2)
 
 
-def test_ranked_by_how_far_other_text_moves_them(store):
-    """Against the model's own KV of the passage, alone and behind the others."""
-    model, method = build("qwen2"), tune(ranking="context")
+@pytest.mark.parametrize("lead", [0, 1, 40])
+def test_ranked_by_how_far_the_text_of_the_lead_moves_them(lead, store):
+    """Against the model's own KV of the passage, with text before it and without; either may be stored."""
+    model, method = build("qwen2"), CacheTune(ranking="context", lead=lead)
     fill(store, model, PASSAGES[:2], method)
-    alone, behind = kv_of(model, join(BOS, PASSAGES[0])), kv_of(model, join(BOS, PASSAGES[1], PASSAGES[0]))
+    text = kept_lead(store)
+    assert len(text) == (39 if lead == 40 else 63)
+    without = [PASSAGES[0][None]] if lead == 0 else [join(BOS, PASSAGES[0])]
+    alone, behind = kv_of(model, *without), kv_of(model, join(BOS, text, PASSAGES[0]))
     scores = torch.zeros(len(PASSAGES[0]))
     for (_, mine), (_, other) in zip(alone, behind, strict=True):  # values: keys are rotated here
-        a, b = mine[0, :, 1:], other[0, :, 1 + len(PASSAGES[1]) :]
-        moved = ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
-        scores += moved
+        a, b = mine[0, :, -len(PASSAGES[0]) :], other[0, :, -len(PASSAGES[0]) :]
+        scores += ((a - b).square().sum((0, 2)) / a.square().sum((0, 2))).sqrt()
     most = np.argsort(-scores_in(store, "context")[len(PASSAGES[0])])[:24]
     ours, theirs = set(most.tolist()), set(scores.topk(24).indices.tolist())
     assert len(ours & theirs) >= 16  # values alone say nearly the same
     assert len(store.segments()) == 2  # what was only looked at is not stored
-
-
-def test_what_stands_before_a_passage_has_positions(store):
-    """A model of 129 positions is not asked for more."""
-    model, method = build("llama", max_position_embeddings=129), tune(ranking="context")
-    fill(store, model, [*PASSAGES, prompt(128, seed=6)[0]], method)
-    scores = scores_in(store, "context")
-    assert {tokens for tokens, each in scores.items() if each.max() > 0} == set(map(len, PASSAGES))
-    assert (scores[128] == 0).all()  # where no position is left for anything else
 
 
 def test_passages_that_stay_where_they_were_computed_are_not_ranked(store):
@@ -100,13 +95,9 @@ def test_passages_share_what_is_computed_where_their_scores_compare(share, store
 
 @pytest.mark.parametrize("ranking", RANKINGS)
 def test_a_passage_given_twice_is_stored_once(store, ranking, caplog):
-    model, method = build("qwen2"), tune(ranking=ranking)
-    report = fill(store, model, [PASSAGES[0], PASSAGES[1], PASSAGES[0].clone()], method)
+    report = fill(store, build("qwen2"), [PASSAGES[0], PASSAGES[1], PASSAGES[0].clone()], tune(ranking=ranking))
     assert report.prompts == len(store.segments()) == 2
     assert not caplog.records
-    store.clear(disk=True)
-    fill(store, model, [PASSAGES[2]], method)
-    assert ("store several" in caplog.text) == (ranking == "context")
 
 
 def test_laid_out_anew_a_passage_keeps_its_ranking(store):
@@ -164,7 +155,7 @@ def test_what_is_stored_once_is_found_by_every_method(stored_by, store, tmp_path
         assert cache.stats.reason == ("" if way.ranked_by in ranked else unranked(way.ranked_by))
         ranked.add(way.ranked_by)
         if way.ranked_by == "context":
-            assert store.rank(way, model=model, passages=PASSAGES, progress=False) == len(PASSAGES)
+            assert fill(store, model, method=way).stored == 0
         elif way.ranked_by:
             assert store.rank(way, progress=False) == len(PASSAGES)
         ours, cache = ask(model, store, PROMPT, way)
@@ -192,20 +183,10 @@ def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path
     assert all(np.array_equal(scores, first[tokens]) for tokens, scores in scores_in(store, way.ranked_by).items())
 
 
-def test_a_ranking_is_renewed(store):
-    model, method = build("qwen2"), tune(ranking="context")
-    fill(store, model, PASSAGES[:2], method)
-    before = scores_in(store, "context")
-    fill(store, model, PASSAGES, method)  # what has been ranked keeps its ranking
-    assert np.array_equal(scores_in(store, "context")[96], before[96])
-    assert store.rank(method, model=model, passages=[*PASSAGES, prompt(40, seed=8)[0]], progress=False) == 4
-    assert not np.array_equal(scores_in(store, "context")[96], before[96])
-
-
 def test_rankings_that_cannot_be_made_are_refused(store):
     model = build("qwen2")
     fill(store, model)
-    with pytest.raises(ConfigError, match=r"model=model, passages"):
+    with pytest.raises(ConfigError, match="the store has no tokens"):
         store.rank(tune(ranking="context"), progress=False)
     with pytest.raises(ConfigError, match="goes by no ranking"):
         store.rank(epic(), progress=False)

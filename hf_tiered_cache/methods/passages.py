@@ -21,6 +21,8 @@ from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_to
 from ..store.format import passage_provenance
 from .base import Method
 
+_RANKED_BEHIND = 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class Passages(Method, ABC):
@@ -30,7 +32,7 @@ class Passages(Method, ABC):
 
     Args:
         ranking: by what the tokens of a passage are ranked, for methods that go by it: "context" (ours: by how far
-            their KV moves when other text stands before them, for which each passage is computed twice),
+            their KV moves when text stands before them, for which each passage is computed with it and without),
             "low_frequency" (the paper's), "high_frequency" or "random" (what it is compared with). The KV is the same
             for all, and found by all; passages that are not ranked so go by the order in which they were stored.
         alpha: share of the frequencies that are low (CacheTune, Section 4.1), where these rank.
@@ -69,8 +71,13 @@ class Passages(Method, ABC):
 
     @property
     def ranks_in_context(self) -> bool:
-        """Whether a passage is computed once more, behind others, to be ranked."""
+        """Whether a passage is computed once more to be ranked."""
         return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
+
+    @property
+    def ranked_behind(self) -> int:
+        """Tokens of the lead that stands before a passage then: the first alone, or text where that is stored."""
+        return 1 if self.lead > 1 else _RANKED_BEHIND
 
     @property
     def ranks_alone(self) -> bool:
@@ -82,7 +89,7 @@ class Passages(Method, ABC):
 
         Args:
             layers: its keys and values.
-            kv_in_context: the same behind other text, for rankings that look at these too.
+            kv_in_context: the same behind another lead, for rankings that look at these too.
         """
         return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
 

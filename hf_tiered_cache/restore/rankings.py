@@ -8,21 +8,11 @@ from collections.abc import Collection, Hashable, Mapping
 import numpy as np
 import torch
 
-from ..store import HASH_BYTES
 from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
-from .neighbours import Neighbours
 
 RANKINGS_KIND = "rankings"
-"""Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`; and behind the name and a space,
-the names of the passages that it was ranked behind, uint8 `[passages, 16]`."""
-_BEHIND = {
-    " neighbours": (False, False),
-    " neighbours given": (True, False),
-    " neighbours computed": (False, True),
-    " neighbours given computed": (True, True),
-}
-"""What is behind the name, for each kind of neighbours: whether they were given, and computed."""
+"""Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`."""
 Columns = dict[str, np.ndarray]
 """By the name of a ranking how much it matters that each token is computed in its true context: float32 `[tokens]`."""
 
@@ -41,46 +31,25 @@ class KeptRankings:
 
     def of(self, reader: SegmentReader) -> Columns:
         """The columns of a segment, also those that another process has just kept."""
-        return {name: array for name, array in self._arrays(reader).items() if array.ndim == 1}
+        return dict(self._arrays(reader))
 
-    def neighbours(self, reader: SegmentReader, ranking: str) -> Neighbours | None:
-        """The passages behind which a segment was ranked; None where that is not known."""
-        for suffix, (given, computed) in _BEHIND.items():
-            if (array := self._arrays(reader).get(ranking + suffix)) is not None and array.ndim == 2:
-                names = tuple(bytes(name).hex() for name in array)
-                return Neighbours(names, given, computed)
-        return None
-
-    def keep(
-        self, reader: SegmentReader, columns: Mapping[str, np.ndarray], behind: Mapping[str, Neighbours] | None = None
-    ) -> bool:
-        """Add columns, or renew them. Returns whether they are there now (see `Beside.keep`).
-
-        Args:
-            behind: by the name of a ranking the passages behind which the segment was ranked, for those that go by it.
-        """
+    def keep(self, reader: SegmentReader, columns: Mapping[str, np.ndarray]) -> bool:
+        """Add columns, or renew them. Return whether they are there now (see `Beside.keep`)."""
         arrays = dict(self._arrays(reader))
         arrays |= {name: np.asarray(column, np.float32) for name, column in columns.items()}
-        for name in columns:
-            for suffix in _BEHIND:
-                arrays.pop(name + suffix, None)
-        suffix_of = {kind: suffix for suffix, kind in _BEHIND.items()}
-        for name, neighbours in (behind or {}).items():
-            said = np.frombuffer(b"".join(map(bytes.fromhex, neighbours.names)), np.uint8).reshape(-1, HASH_BYTES)
-            arrays[name + suffix_of[neighbours.given, neighbours.computed]] = said
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
         return self._disk.beside.keep(reader, RANKINGS_KIND, tensors, {})
 
     def _arrays(self, reader: SegmentReader) -> dict[str, np.ndarray]:
-        """All that lies beside a segment of how its tokens rank: columns `[tokens]`, and names `[passages, 16]`."""
+        """Return all columns that lie beside a segment."""
         version = self._version(reader)
         with self._lock:
             known = self._known.get(reader.id)
         if known is not None and known[0] == version:
             return known[1]
         kept = {} if version is None else self._disk.beside.kept(reader, RANKINGS_KIND, {}) or {}
-        arrays = {name: tensor.numpy() for name, tensor in kept.items() if tensor.dtype in (torch.float32, torch.uint8)}
-        found = {name: array for name, array in arrays.items() if _is_column(array, reader) or _are_names(array)}
+        arrays = {name: tensor.numpy() for name, tensor in kept.items() if tensor.dtype == torch.float32}
+        found = {name: array for name, array in arrays.items() if _is_column(array, reader)}
         with self._lock:
             self._known[reader.id] = version, found
         return found
@@ -103,7 +72,3 @@ class KeptRankings:
 def _is_column(array: np.ndarray, reader: SegmentReader) -> bool:
     right = array.dtype == np.float32 and array.shape == (reader.shape.tokens,)
     return right and bool(np.isfinite(array).all())
-
-
-def _are_names(array: np.ndarray) -> bool:
-    return array.dtype == np.uint8 and array.ndim == 2 and array.shape[1] == HASH_BYTES

@@ -10,7 +10,6 @@ import threading
 import time
 
 import datasets
-import numpy as np
 import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
@@ -298,27 +297,6 @@ def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
         everything = lines(tmp_path / task / "cache_tune-recompute=1" / "predictions.jsonl")
         full = lines(tmp_path / task / "full" / "predictions.jsonl")
         assert [line["prediction"] for line in everything] == [line["prediction"] for line in full]
-
-
-def test_passages_of_a_corpus_are_ranked_among_those_of_other_prompts(saved, folder, tmp_path):
-    common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "musique", "--device", "cpu")
-    ranked = []
-    for name, option in (("apart", ("--together",)), ("corpus", ())):
-        result = run(
-            *common, "--methods", "cache_tune:ranking=context", "--ratios", 0.15, "--out", tmp_path / name, *option
-        )
-        assert result.exit_code == 0, result.output
-        (path,) = (tmp_path / name / "stores").iterdir()
-        with KVStore(path, host_memory=0) as store:
-            rankings, disk = store._storage.rankings, store._storage.disk
-            ranked.append({row.chain: rankings.of(disk.reader(row.id))["context"] for row in store.segments()})
-        assert all(
-            line["restored"] > 0
-            for line in lines(tmp_path / name / "musique" / "cache_tune-ranking=context@0.15" / "predictions.jsonl")
-        )
-    apart, corpus = ranked
-    assert apart.keys() == corpus.keys()
-    assert any(not np.allclose(apart[chain], corpus[chain]) for chain in apart)
 
 
 def test_prompts_of_the_benchmark_may_be_given(saved, folder, tmp_path):
