@@ -61,17 +61,15 @@ MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous
 MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
 # how much a decoded token's choice must gain: looked at on that other half, with running text where there is DATA
 GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,contiguous_kv:gain=0.1,contiguous_kv:gain=0.2,contiguous_kv:gain=0.4
-# the paper's CacheTune, and its ranking by context: the same tokens in all layers, whatever is asked
-PAPER := cache_tune.paper
-RANKED := cache_tune:lead=1:probe=false:widen=1
-PASSAGES := cache_tune:lead=1:recompute=0,cache_tune:lead=1,cache_tune:lead=1:probe=true:widen=3,$(RANKED),$(PAPER),cache_blend.paper,cache_blend.paper:gradual=3,epic:lead=1,epic.paper
+# passages, each method behind the lead, and as in its paper
+PASSAGES := cache_tune,cache_tune:lead=1,cache_tune.paper,cache_blend,cache_blend.paper,epic,epic.paper
 # on long prefixes, and on real text
 LONG := contiguous_kv,contiguous_kv:chunk_tokens=16,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
 TEXT := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
 EVAL := $(BIN)/python -m eval.run --seed 45 --half 1 --dtype float32
 CHOOSE := $(BIN)/python -m eval.run --seed 43 --half 0 --dtype float32 --model eval/reference/xs
 # settings were chosen on the other half of the examples
-EVAL_PASSAGES := $(EVAL) --ratios 0.05,0.15,0.3 --model eval/reference/xs
+EVAL_PASSAGES := $(EVAL) --ratios 0.15 --model eval/reference/xs
 RESULTS := eval/results
 
 eval: $(FOR_DEV)
@@ -99,11 +97,6 @@ ifdef DATA
 	$(EVAL) --methods $(TEXT) --budgets 0.05,0.1 --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 60 \
 		--out $(RESULTS)/text-xs
 	$(BIN)/python -m eval.report $(RESULTS)/text-xs
-	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks musique,2wikimqa,hotpotqa,samsum --limit 25 \
-		--out $(RESULTS)/rag-xs
-	$(BIN)/python -m eval.report $(RESULTS)/rag-xs
-	$(EVAL_PASSAGES) --methods $(PASSAGES) --data $(DATA) --tasks multi_news --limit 6 --out $(RESULTS)/news-xs
-	$(BIN)/python -m eval.report $(RESULTS)/news-xs
 endif
 
 # methods within a budget on pretrained models (see docs/evaluation.md); DATA is a folder of data sets, without it the hub
@@ -111,8 +104,6 @@ REAL_MODELS := smollm2-135m qwen2.5-coder-0.5b
 REAL_METHODS := exact,contiguous_kv,contiguous_kv:reorder=false,contiguous_kv:codec=int8,contiguous_kv.paper,impress:probe_heads=2,h2o
 # those that may choose once for an answer, or at each of its tokens
 REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=0,contiguous_kv.paper,h2o,h2o:rechoose=1,kv_drive
-# passages, each method behind the lead, and as in its paper
-REAL_PASSAGES := cache_tune,cache_tune:lead=1,cache_tune.paper,cache_blend,cache_blend.paper,epic,epic.paper
 EVAL_REAL := $(EVAL) $(if $(DATA),--data $(DATA)) --prefix-tokens 1000
 
 eval-real: $(FOR_DEV)
@@ -123,7 +114,7 @@ eval-real: $(FOR_DEV)
 		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1 --tasks text --limit 16 \
 			--out $(RESULTS)/real-text-$$model && \
 		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model && \
-		$(EVAL_REAL) --model $$model --methods $(REAL_PASSAGES) --ratios 0.15 --tasks hotpotqa --limit 48 --max-length 2048 \
+		$(EVAL_REAL) --model $$model --methods $(PASSAGES) --ratios 0.15 --tasks hotpotqa --limit 24 --max-length 2048 \
 			--out $(RESULTS)/real-passages-$$model && \
 		$(BIN)/python -m eval.report $(RESULTS)/real-passages-$$model || exit; \
 	done

@@ -43,7 +43,7 @@ from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 PREFIX, SUFFIX = 256, 16
-METHODS = {"Exact": Exact(), "ContiguousKV": ContiguousKV(0.25), "CacheTune": CacheTune(recompute=0.15)}
+METHODS = {"Exact": Exact(), "ContiguousKV": ContiguousKV(0.25, reorder=False), "CacheTune": CacheTune(recompute=0.15)}
 KINDS = ("prompt", "token")
 CPU = torch.device("cpu")
 _PARTS_OF_FUNCTIONS = {"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>", "<module>"}

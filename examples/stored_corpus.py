@@ -68,7 +68,7 @@ class Reader:
         return Passage(text if self.speaks_language else f"{text.strip()}\n\n")
 
     def keep(self, texts: Iterable[str], progress: bool = False) -> Any:
-        """Store the KV of documents, in one call: each is ranked among the others. Those that are stored are left."""
+        """Store the KV of documents. Those that are stored are left."""
         ids = [self.passage(text).ids(self.tokenizer) for text in texts]
         return self.store.precompute(self.model, ids, segments=True, method=self.method, progress=progress)
 

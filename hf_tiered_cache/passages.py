@@ -37,16 +37,11 @@ class _Passage:
 
     ids: torch.Tensor
     """int64 `[tokens]`, as far as they are stored."""
-    text: torch.Tensor
-    """int64 `[tokens]`, as it was given."""
+    tokens: int
+    """As it was given."""
     labels: dict[str, None] = field(default_factory=dict)
     row: SegmentRow | None = None
     """In which all of it is stored."""
-
-    @property
-    def tokens(self) -> int:
-        """As it was given."""
-        return len(self.text)
 
     @property
     def is_stored(self) -> bool:
@@ -87,7 +82,7 @@ class _Call:
         by_ids: dict[tuple[int, ...], _Passage] = {}
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
-            passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, prompt))
+            passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, len(prompt)))
             passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
         self.passages = [passage for passage in by_ids.values() if passage.tokens]
 
@@ -152,9 +147,10 @@ def precompute_passages(
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
     compute = partial(_compute, storage, model, wanted_method, label=label, tag=tag)
+    lengths = partial(_computed, wanted_method.lead)
     with bar_over(report.tokens, progress) as bar:
         bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.is_stored))
-        for batch in batches([p for p in call.stored if p.row is None], _length, batch_tokens):
+        for batch in batches([p for p in call.stored if p.row is None], lengths, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
             bar.update(sum(passage.tokens for passage in batch))
     storage.flush()
@@ -165,7 +161,7 @@ def precompute_passages(
     report = replace(report, removed=enter_documents(storage, call.entries()))
     if call.labels:  # what was found may have been another label's alone, which was deleted before this one had it
         call.find()
-        for batch in batches([p for p in found if p.row is None], _length, batch_tokens):
+        for batch in batches([p for p in found if p.row is None], lengths, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
     storage.flush()
     return report
@@ -206,7 +202,7 @@ def _rank(
             rank_one(storage, method, passage.reader(storage))
         return
     with bar_over(sum(map(_tokens, wanted)), progress and bool(wanted), "rank") as bar:
-        for batch in batches(wanted, _length, batch_tokens):
+        for batch in batches(wanted, partial(_computed, method.ranked_behind), batch_tokens):
             other = PassageCache(model, storage, method, tag, observed_behind=method.ranked_behind)
             other.compute(torch.stack([passage.ids[: _tokens(passage)] for passage in batch]))
             for row, passage in enumerate(batch):
@@ -228,8 +224,9 @@ def _tokens(passage: _Passage) -> int:
     return whole_tokens(len(passage.ids))
 
 
-def _length(passage: _Passage) -> tuple[int]:
-    return (len(passage.ids),)
+def _computed(lead: int, passage: _Passage) -> tuple[int]:
+    """Return how many tokens are computed for a passage."""
+    return (lead + len(passage.ids),)
 
 
 def _keep_scores(storage: Storage, segment_id: str, columns: Columns) -> None:

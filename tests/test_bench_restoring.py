@@ -65,17 +65,6 @@ def test_identify(tmp_path, monkeypatch):
     assert "2 questions" in page
 
 
-def test_rankings(tmp_path, monkeypatch):
-    import rankings
-
-    run(monkeypatch, rankings, "--model", XS, "--tasks", "reference_hop", "--limit", 2, "--out", tmp_path)
-    document, page = read(tmp_path, "rankings-xs")
-    assert document["prompts"] == 2
-    found = document["found_and_movement_percent"]
-    assert found["context, 50%"][0] > found["random, 5%"][0] >= 0
-    assert "CacheBlend" in page
-
-
 SMALL = ["--dtype", "float32", "--device", "cpu", "--bandwidth", 1e9, "--requests", 3, "--warm-up", 2]
 
 
