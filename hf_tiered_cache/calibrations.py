@@ -230,12 +230,12 @@ def keep_quality(storage: Storage, fingerprint: str, found: list[QualityFinding]
     """Keep what was found of some methods in place of what was."""
     new = {one.method for one in found}
     others = [one for one in _qualities(storage, fingerprint) if one.method not in new]
-    _write(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
+    keep_records(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
 
 
 def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
     try:
-        return [QualityFinding(**one) for one in _read(storage).get(_quality_name(fingerprint), [])]
+        return [QualityFinding(**one) for one in records_of(storage, _quality_name(fingerprint))]
     except TypeError:  # damaged
         return []
 
@@ -257,7 +257,7 @@ def profiled_windows(
         measured.
     """
     try:
-        (found,) = (WindowFindings(**one) for one in _read(storage).get(_windows_name(fingerprint, name), []))
+        (found,) = (WindowFindings(**one) for one in records_of(storage, _windows_name(fingerprint, name)))
         window = found.quickest if window is None else window
         if window is None or not found.sizes[0] <= window <= found.sizes[-1]:
             return None
@@ -269,7 +269,7 @@ def profiled_windows(
 
 def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:
     """Keep what was found in place of what was."""
-    _write(storage, _windows_name(fingerprint, name), [found.as_dict()])
+    keep_records(storage, _windows_name(fingerprint, name), [found.as_dict()])
 
 
 def _windows_name(fingerprint: str, name: str) -> str:
@@ -290,18 +290,18 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
     """
     name = f"initial recent {fingerprint}"
     try:
-        before = [np.array(one["shares"], float) for one in _read(storage).get(name, [])]
+        before = [np.array(one["shares"], float) for one in records_of(storage, name)]
     except (KeyError, TypeError, ValueError):  # damaged
         before = []
     found = [*(each for each in before if each.shape == shares.shape), shares][-_SUSPENDED:]
     if storage.disk.backend.writable:
-        _write(storage, name, [{"shares": each.round(4).tolist()} for each in found])
+        keep_records(storage, name, [{"shares": each.round(4).tolist()} for each in found])
     return found
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
     """What `calibrate` found for this model on this device, for prompts of so many tokens, or None."""
-    found = _read(storage).get(f"{fingerprint} {_describe(device)}", [])
+    found = records_of(storage, f"{fingerprint} {_describe(device)}")
     return _between(tokens, {one["tokens"]: one["ratio"] for one in found if one.keys() >= _KEPT})
 
 
@@ -312,7 +312,7 @@ def prefix_costs(
 
     A tier that was not measured is left out. Beyond the longest prefix that was measured computing goes on to grow.
     """
-    found = _read(storage).get(_prefix_name(storage, fingerprint, device, provenance), [])
+    found = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
     try:
         known = [PrefixCosts(**one) for one in found]
         compute = _between(tokens, {one.tokens: one.compute for one in known})
@@ -372,33 +372,28 @@ def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
     return found if sound else {}  # as if nothing had been measured
 
 
-def read_found(storage: Storage, name: str) -> list[dict[str, Any]]:
-    """Return what was kept under a name that begins with a model's fingerprint."""
-    return list(_read(storage).get(name, ()))
-
-
-def keep_found(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
-    """Keep what was found under a name that begins with a model's fingerprint, in place of what was."""
-    _write(storage, name, found)
+def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
+    """Return what was kept under a name."""
+    return _read(storage).get(name, [])
 
 
 def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
     """Keep what was found, beside what was found for prompts of other lengths from the same place."""
     name = f"{fingerprint} {_describe(device)}"
-    sound = [one for one in _read(storage).get(name, ()) if one.keys() >= _KEPT]
+    sound = [one for one in records_of(storage, name) if one.keys() >= _KEPT]
     others = [one for one in sound if one["tokens"] != found.tokens and one["cold"] == found.cold]
-    _write(storage, name, [*others, found.as_dict()])
+    keep_records(storage, name, [*others, found.as_dict()])
 
 
 def keep_prefix_costs(
     storage: Storage, fingerprint: str, device: torch.device, provenance: str, found: list[PrefixCosts]
 ) -> None:
     """Keep what was found in place of what was."""
-    _write(storage, _prefix_name(storage, fingerprint, device, provenance), [one.as_dict() for one in found])
+    keep_records(storage, _prefix_name(storage, fingerprint, device, provenance), [one.as_dict() for one in found])
 
 
-def _write(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
-    """Beside what is there; alone, since conversations that are suspended write here, too."""
+def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
+    """Keep what was found under a name, in place of what was. Conversations that are suspended write here, too."""
     storage.disk.check_writable()
     with storage.disk.backend.locked():
         storage.files.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))

@@ -10,7 +10,7 @@ import logging
 import torch
 from transformers import AutoTokenizer, DynamicCache
 
-from .calibrations import keep_found, read_found
+from .calibrations import keep_records, records_of
 from .patches.attach import Attachment
 from .storage import Storage
 
@@ -47,13 +47,13 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
         tokens: of the text, at most.
     """
     name = f"{fingerprint} lead {first} {tokens}"
-    for record in read_found(storage, name):
+    for record in records_of(storage, name):
         text = record.get("text")
         if isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, one) for one in text):
             return torch.tensor(text)
     text = _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)
     if storage.disk.backend.writable:
-        keep_found(storage, name, [{"text": text}])
+        keep_records(storage, name, [{"text": text}])
     return torch.tensor(text)
 
 

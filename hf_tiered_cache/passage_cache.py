@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from torch import nn
+from transformers import Cache
 
 from .geometry import HASH_TOKENS
 from .identity import Identity, rope_regime
@@ -17,11 +18,12 @@ from .lead import kept_lead
 from .methods import Passages
 from .patches.attach import attach
 from .record import Names, Rank, Recorder
-from .request import DecodingCheck
+from .request import DecodingCheck, Request
 from .restore.history import History
 from .restore.passages import sink_token
 from .restore.rankings import Columns
 from .restore.spectral import KV
+from .sequence import SequenceState
 from .serving import CacheOptions, Serving
 from .storage import Storage
 from .store.catalogue import SegmentRow
@@ -49,7 +51,7 @@ class PassageServing(Serving):
         self.sink = self.method.sink_token(like.attachment.config)
         first = self.sink if observed_behind is None else sink_token(like.attachment.config)
         self.lead = torch.tensor([[] if first is None else [first]], dtype=torch.int64)
-        """What stands before the passages, `[1, n]`: the first token, and from `compute` on the text."""
+        """Tokens before the passages, `[1, n]`: the first one, and from `compute` on the text."""
         self.computed: dict[int, list[KV]] = {}
         """Where nothing is stored each row's keys and values, layer by layer."""
         self.scores: dict[int, Columns] = {}
@@ -88,6 +90,11 @@ class PassageServing(Serving):
             if reader is not None and reader.shape.whole:
                 return row
         return None
+
+    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+        sequence = super()._new_sequence(cache, request, identity, regime)
+        sequence.tells_passages = False  # what is computed is no prompt in which others are looked for
+        return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
         """See `Serving`."""

@@ -44,6 +44,11 @@ class _Passage:
     """In which all of it is stored."""
 
     @property
+    def stored_tokens(self) -> int:
+        """Number of tokens that are stored."""
+        return whole_tokens(len(self.ids))
+
+    @property
     def is_stored(self) -> bool:
         """Whether it is long enough to be."""
         return len(self.ids) >= HASH_TOKENS
@@ -111,7 +116,7 @@ class _Call:
         for label in self.labels:
             mine = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
             names = tuple(dict.fromkeys(passage.name for passage in mine))
-            tokens = sum(whole_tokens(len(passage.ids)) for passage in mine)
+            tokens = sum(passage.stored_tokens for passage in mine)
             found.append(Entry(self.key(label), names, tokens, facts))
         return found
 
@@ -138,7 +143,7 @@ def precompute_passages(
     report = PrecomputeReport(
         len(call.passages),
         tokens=sum(passage.tokens for passage in call.passages),
-        restored=sum(whole_tokens(len(passage.ids)) for passage in found),
+        restored=sum(passage.stored_tokens for passage in found),
         too_short=len(call.passages) - len(call.stored),
     )
     if report.too_short:
@@ -201,27 +206,22 @@ def _rank(
         for passage in wanted:
             rank_one(storage, method, passage.reader(storage))
         return
-    with bar_over(sum(map(_tokens, wanted)), progress and bool(wanted), "rank") as bar:
+    with bar_over(sum(passage.stored_tokens for passage in wanted), progress and bool(wanted), "rank") as bar:
         for batch in batches(wanted, partial(_computed, method.ranked_behind), batch_tokens):
             other = PassageCache(model, storage, method, tag, observed_behind=method.ranked_behind)
-            other.compute(torch.stack([passage.ids[: _tokens(passage)] for passage in batch]))
+            other.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
             for row, passage in enumerate(batch):
                 if row in other.passage.computed:
                     rank_one(storage, method, passage.reader(storage), other.passage.computed.pop(row))
-            bar.update(sum(map(_tokens, batch)))
+            bar.update(sum(passage.stored_tokens for passage in batch))
 
 
 def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> bool:
     reader = passage.reader(storage)
-    if not method.ranked_by or reader is None or reader.shape.tokens != _tokens(passage):
+    if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
         return False
     moves = reader.shape.layout.position_independent or not method.ranks_in_context
     return moves and method.ranked_by not in storage.rankings.of(reader)
-
-
-def _tokens(passage: _Passage) -> int:
-    """Return how many of a passage's tokens are stored."""
-    return whole_tokens(len(passage.ids))
 
 
 def _computed(lead: int, passage: _Passage) -> tuple[int]:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache import lead as module
-from hf_tiered_cache.calibrations import _read, keep_found
+from hf_tiered_cache.calibrations import _read, keep_records
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
 from hf_tiered_cache.reasons import OTHER_LEAD
 
@@ -79,7 +79,7 @@ def test_a_kept_lead_is_taken_and_a_damaged_one_written_again(tmp_path, monkeypa
     for wrong in ([{}], [{"text": []}], [{"text": [1] * LEAD}], [{"text": [-1] * (LEAD - 1)}], [{"text": "abc"}], []):
         with KVStore(tmp_path) as store:
             (name,) = [name for name in _read(store._storage) if " lead " in name]
-            keep_found(store._storage, name, wrong)
+            keep_records(store._storage, name, wrong)
             written.clear()
             fill(store, model, [prompt(64, seed=9 + len(str(wrong)))[0]], METHOD)
             assert len(written) == 1 and len(kept_lead(store)) == LEAD - 1

@@ -71,7 +71,7 @@ class Passages(Method, ABC):
 
     @property
     def ranks_in_context(self) -> bool:
-        """Whether a passage is computed once more to be ranked."""
+        """Return whether a passage is computed once more to be ranked."""
         return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
 
     @property

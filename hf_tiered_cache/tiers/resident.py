@@ -61,7 +61,7 @@ class ResidentKeys:
                 self.evicted += 1
 
     def rename(self, segment: str, named: Callable[[KeyOwner], KeyOwner]) -> None:
-        """What there is of a segment belongs to another from now on: `named` says what for each."""
+        """Move what there is of a segment to another: `named` gives the new owner of each."""
         with self._lock:
             for owner, device in [name for name in self._keys if name[0][0] == segment]:
                 self._keys[named(owner), device] = self._keys.pop((owner, device))
