@@ -35,6 +35,8 @@ _COLUMNS = (
     _Column("", "score", ".1f", interval=True),  # headed by the metric's name
     _Column("top-1, %", "top1", ".1f", interval=True),
     _Column("KL, nats", "kl", ".2g", interval=True),
+    _Column("answer's top-1, %", "answer_top1", ".1f", interval=True),
+    _Column("answer's KL, nats", "answer_kl", ".2g", interval=True),
     _Column("computed, %", "compute", ".1f"),
     _Column("read, %", "read", ".1f"),
     _Column("identified, %", "identified", ".1f", zeros=False),
@@ -92,8 +94,9 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
         "",
         f"{config['dtype']}, seed {config['seed']}, prefixes of up to {config['prefix_tokens']} tokens, "
         f"{config['max_length']} with question and answer. {notes}Means, with 95 % bootstrap "
-        "intervals over examples. `top-1` and `KL` compare the first new token with full KV's. In plots, points of "
-        "several methods at one share stand side by side.",
+        "intervals over examples. `top-1` and `KL` compare the first new token with full KV's, `answer's` "
+        "the tokens of the reference answer, fed one by one. In plots, points of several methods at one share stand "
+        "side by side.",
     ]
     if len(tasks) > 1:
         lines += ["", "![all tasks](overview.png)"]

@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,6 +56,9 @@ def main(
         typer.Option(help="For methods that reuse passages: shares of them computed anew; default: each method's."),
     ] = "",
     limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer at most; 1 looks at first tokens alone.")
+    ] = None,
     half: Annotated[
         int | None,
         typer.Option(min=0, max=1, help="Of the examples every second one, from this on: to choose by, or to report."),
@@ -87,6 +91,8 @@ def main(
         found, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
         if prompts is not None:
             found = _with_prompts(found, prompts)
+        if max_new_tokens is not None:
+            found = [replace(task, max_new_tokens=min(max_new_tokens, task.max_new_tokens)) for task in found]
         set_seed(seed)
         source = resolve(model)
         tokenizer, text_config = _load_tokenizer(source)
@@ -109,6 +115,7 @@ def main(
             "prefix_tokens": prefix_tokens,
             "max_length": length,
             "chat": chat,
+            "max_new_tokens": max_new_tokens,
             "half": half,
             "prompts": None if prompts is None else prompts.name,
             "seed": seed,
@@ -150,8 +157,6 @@ def _cannot_be_loaded(name: str) -> Iterator[None]:
 
 def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
     """LongBench tasks with the templates of a file."""
-    from dataclasses import replace
-
     try:
         templates = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

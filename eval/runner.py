@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain
@@ -22,14 +23,27 @@ from .encode import Prompt, encode
 from .errors import EvalError
 from .metrics import METRICS, interval
 from .reading import Reading
-from .subject import Answer, Subject
+from .subject import Answer, Subject, likelihoods
 from .tasks import Example, Task
 
 FULL = "full"
 """The variant that computes everything with a `DynamicCache`; the others are compared with it."""
 
 _FIGURES = (
-    *("score", "top1", "kl", "nll", "ttft", "restored", "attended", "computed", "compute", "bytes_read"),
+    *(
+        "score",
+        "top1",
+        "kl",
+        "nll",
+        "answer_top1",
+        "answer_kl",
+        "ttft",
+        "restored",
+        "attended",
+        "computed",
+        "compute",
+        "bytes_read",
+    ),
     *(field.name for field in fields(Reading)),
 )
 
@@ -142,7 +156,7 @@ class Run:
                     if variant.name == FULL or example.id not in done[variant.name]:
                         subject = stores.subject(variant)
                         subject.prepare(prompt.prefix, prompt.passages)
-                        answer = subject.ask(prompt, task.max_new_tokens)
+                        answer = subject.ask(prompt, task.max_new_tokens if task.generates else 0)
                         full = full or answer
                         if example.id not in done[variant.name]:
                             line = _line(task, variant, example, prompt, answer, full, metric)
@@ -226,22 +240,27 @@ def _line(
     if task.first_line:
         text = text.lstrip("\n").split("\n")[0]
     said = example.choices[answer.choice] if answer.choice is not None else text
+    nll = None if answer.followed is None else -float(likelihoods(answer.followed, prompt.answer).mean())
     if metric is not None:
         score = metric.score(said, list(example.answers), example)
     else:  # perplexity of the reference answer
-        score = None if answer.nll is None else float(torch.tensor(answer.nll).exp())
-    divergence = torch.nn.functional.kl_div(answer.first, full.first, reduction="sum", log_target=True)
+        score = None if nll is None else math.exp(nll)
     line = {
         "id": example.id,
         "prediction": said,
         "answers": list(example.answers),
         "score": score,
-        "top1": 100.0 * bool(answer.first.argmax() == full.first.argmax()),
-        "kl": max(0.0, float(divergence)),
-        "nll": answer.nll,
+        "top1": _same(answer.first, full.first),
+        "kl": _divergence(answer.first, full.first),
+        "nll": nll,
         "ttft": answer.ttft,
         "tokens": {"prefix": len(prompt.prefix), "question": len(prompt.question)},
     }
+    if answer.followed is not None and full.followed is not None:
+        line |= {
+            "answer_top1": _same(answer.followed, full.followed),
+            "answer_kl": _divergence(answer.followed, full.followed),
+        }
     if answer.stats is not None:
         stats = asdict(answer.stats)
         line |= {
@@ -256,6 +275,17 @@ def _line(
     if answer.reading is not None:
         line |= asdict(answer.reading)
     return line
+
+
+def _same(said: torch.Tensor, full: torch.Tensor) -> float:
+    """Return in how many per cent of all places the likeliest token is full KV's."""
+    return 100 * float((said.argmax(-1) == full.argmax(-1)).float().mean())
+
+
+def _divergence(said: torch.Tensor, full: torch.Tensor) -> float:
+    """Return the mean KL divergence of log-probabilities `[..., vocabulary]` from full KV's, in nats."""
+    each = torch.nn.functional.kl_div(said, full, reduction="none", log_target=True).sum(-1)
+    return max(0.0, float(each.mean()))
 
 
 def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:

@@ -28,7 +28,8 @@ class Answer:
         ttft: seconds until it was there.
         choice: number of the most likely choice, by the log-likelihood of its tokens, or None.
         text: what was generated, or "".
-        nll: mean negative log-likelihood of the reference answer's tokens, in nats, or None.
+        followed: log-probabilities at each token of the reference answer, fed one by one, float32 `[n, vocabulary]`;
+            None where there is none.
         stats: of the cache, or None for full KV.
         reading: what came of the prefix's KV; None where nothing of a prefix was restored.
     """
@@ -37,9 +38,14 @@ class Answer:
     ttft: float
     choice: int | None
     text: str
-    nll: float | None
+    followed: torch.Tensor | None
     stats: RequestStats | None
     reading: Reading | None = None
+
+
+def likelihoods(said: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities of tokens, `[n]`, in those of the vocabulary at each, `[n, vocabulary]`."""
+    return said.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
 
 
 @dataclass(frozen=True)
@@ -87,19 +93,25 @@ class Subject:
         self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
-        """Answer one prompt, greedily. What is new in it is not stored."""
+        """Answer one prompt, greedily. What is new in it is not stored.
+
+        Args:
+            prompt: with what it is scored by.
+            max_new_tokens: to generate; with 0 the reference answer is followed, and its reads are counted.
+        """
         asked = self.start(prompt.whole)
-        choice = nll = None
+        choice = followed = None
         text = ""
         if prompt.choices:
-            sums = [float(self.follow(asked, tokens)[0].sum()) for tokens in prompt.choices]
+            sums = [float(likelihoods(self._follow(asked, tokens), tokens).sum()) for tokens in prompt.choices]
             choice = max(range(len(sums)), key=sums.__getitem__)
         else:
             if prompt.answer:
-                nll = -float(self.follow(asked, prompt.answer)[0].mean())
-            text = self._generate(asked, max_new_tokens)
+                followed = self._follow(asked, prompt.answer, keep=not max_new_tokens)
+            if max_new_tokens:
+                text = self._generate(asked, max_new_tokens)
         reading = self._reading(prompt, asked)
-        return Answer(asked.first, asked.ttft, choice, text, nll, asked.stats, reading)
+        return Answer(asked.first, asked.ttft, choice, text, followed, asked.stats, reading)
 
     def start(self, prompt: tuple[int, ...]) -> Asked:
         """Run the prompt up to its first new token."""
@@ -112,16 +124,22 @@ class Subject:
         ttft = time.perf_counter() - started
         return Asked(cache, ids, first, ttft, copy.copy(cache.stats) if isinstance(cache, TieredCache) else None)
 
-    def follow(self, asked: Asked, tokens: tuple[int, ...]) -> tuple[torch.Tensor, bool]:
-        """Log-probabilities, float32 `[n]`, of `tokens` as what follows; and whether they are the likeliest ones."""
-        said = asked.first.unsqueeze(0)  # [n, vocabulary]
-        if len(tokens) > 1:
-            fed = torch.tensor([tokens[:-1]], device=asked.ids.device)
+    def _follow(self, asked: Asked, tokens: tuple[int, ...], keep: bool = False) -> torch.Tensor:
+        """Log-probabilities, float32 `[n, vocabulary]`, at each of `tokens` as what follows, fed one by one.
+
+        Args:
+            asked: a prompt that was run.
+            tokens: at least one.
+            keep: whether the cache has them afterwards, but for the last one.
+        """
+        cache = asked.cache if keep or len(tokens) == 1 else copy.deepcopy(asked.cache)
+        said = [asked.first]
+        for token in tokens[:-1]:
+            fed = torch.tensor([[token]], device=asked.ids.device)
             with torch.no_grad():
-                logits = self.model(input_ids=fed, past_key_values=copy.deepcopy(asked.cache), use_cache=True).logits
-            said = torch.cat([said, logits[0].float().log_softmax(-1).cpu()])
-        wanted = torch.tensor(tokens)
-        return said.gather(1, wanted.unsqueeze(1))[:, 0], bool((said.argmax(-1) == wanted).all())
+                logits = self.model(input_ids=fed, past_key_values=cache, use_cache=True).logits
+            said.append(logits[0, -1].float().log_softmax(-1).cpu())
+        return torch.stack(said)
 
     def _reading(self, prompt: Prompt, asked: Asked) -> Reading | None:
         if self.store is None or asked.stats is None or isinstance(self.method, Passages):

@@ -77,7 +77,8 @@ class Task(ABC):
         name: as on the command line.
         about: one line for `--list`, with the source.
         metric: a name of `eval.metrics.METRICS`.
-        max_new_tokens: of a generated answer.
+        max_new_tokens: of an answer.
+        generates: whether an answer without choices is generated; if not, the reference answer is followed.
         first_line: whether only the first line of a generated answer counts.
         chat: whether the prompt may be put into the model's chat template.
         keeps_passages: whether a prompt that is too long keeps the beginnings of its segments, not its own two ends.
@@ -87,6 +88,7 @@ class Task(ABC):
     about: str
     metric: str
     max_new_tokens: int = 1
+    generates: bool = True
     first_line: bool = False
     chat: bool = False
     keeps_passages: bool = False

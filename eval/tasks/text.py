@@ -36,4 +36,5 @@ TEXT = Text(
     about="perplexity of running text, behind a long passage (public-domain books)",
     metric="perplexity",
     max_new_tokens=_ANSWER_TOKENS,
+    generates=False,
 )

@@ -185,7 +185,7 @@ def test_the_page_has_a_column_of_what_was_read(finished):
     report.main(finished)
     page = (finished / "README.md").read_text()
     (headings, *_), *_ = tables = [table(part) for part in page.split("\n## ")[1:]]
-    assert headings[4:7] == ["computed, %", "read, %", "identified, %"]
+    assert headings[6:9] == ["computed, %", "read, %", "identified, %"]
     for headings, *rows in tables:
         read = {cells[0]: cells[headings.index("read, %")] for cells in rows}
         assert read["exact"] == "100.0"

@@ -11,17 +11,20 @@ import time
 
 import datasets
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from eval import report
+from eval.data import Data
+from eval.encode import encode
 from eval.models import MODELS, RealModel
 from eval.plots import draw_overview, mean_over, styles_of
 from eval.run import _show as show
 from eval.run import app
-from eval.runner import find_variants
-from eval.subject import Subject
-from eval.tasks import TASKS
+from eval.runner import draw_examples, find_variants
+from eval.tasks import TASKS, Draw
 from hf_tiered_cache import METHODS, KVStore
 from hf_tiered_cache.integrations.hub import go_offline_without_hub
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Epic
@@ -41,13 +44,8 @@ def run(*arguments):
 def finished(saved, folder, tmp_path_factory):
     out = tmp_path_factory.mktemp("run") / "results"
     common = ("--model", saved, "--data", folder, "--limit", 4, "--out", out, "--prefix-tokens", 500, "--device", "cpu")
-
-    def generate(self, asked, max_new_tokens, real=Subject._generate):
-        return real(self, asked, min(max_new_tokens, 24))  # answers of a model that never ends have up to 512 tokens
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Subject, "_generate", generate)
-        result = run("--tasks", TASKS_RUN, *common)
+    common += ("--max-new-tokens", 24)  # answers of a model that never ends have up to 512 tokens
+    result = run("--tasks", TASKS_RUN, *common)
     assert result.exit_code == 0, result.output
     return out, common
 
@@ -284,6 +282,28 @@ def test_all_budgets_of_a_method_store_a_prefix_once(saved, tmp_path, monkeypatc
     result = run(*common, "--methods", "contiguous_kv,h2o", "--budgets", "0.1,0.5", "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert len(stored) == len(set(stored)) == 2 * 2
+
+
+def test_running_text_is_followed_token_by_token(saved, folder, tmp_path):
+    common = ("--model", saved, "--data", folder, "--limit", 2, "--tasks", "text", "--device", "cpu")
+    methods = "exact,contiguous_kv:budget=0.2:gain=0,contiguous_kv:budget=0.2:rechoose=0"
+    result = run(*common, "--methods", methods, "--out", tmp_path, "--prefix-tokens", 300)
+    assert result.exit_code == 0, result.output
+    found = {path.parent.name: lines(path) for path in tmp_path.glob("text/*/predictions.jsonl")}
+    names = ("full", "exact", "contiguous_kv-budget=0.2-gain=0", "contiguous_kv-budget=0.2-rechoose=0")
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(saved), AutoTokenizer.from_pretrained(saved)
+    (_, examples), *_ = draw_examples([TASKS["text"]], Draw(Data(folder), 2, 42, 300, tokenizer)).items()
+    for example, full, exact, each, once in zip(examples, *(found[name] for name in names), strict=True):
+        prompt = encode(example, TASKS["text"], tokenizer, model.config.max_position_embeddings)
+        with torch.no_grad():
+            said = model(torch.tensor([prompt.whole + prompt.answer])).logits[0, len(prompt.whole) - 1 : -1]
+        wanted = torch.nn.functional.cross_entropy(said, torch.tensor(prompt.answer)).exp()
+        assert full["score"] == pytest.approx(float(wanted), rel=1e-4)
+        assert exact["score"] == pytest.approx(full["score"], rel=1e-4)
+        assert exact["answer_kl"] < 1e-6 and exact["answer_top1"] == 100
+        assert full["prediction"] == exact["prediction"] == ""
+        assert each["answer_kl"] > 1e-6 and once["answer_kl"] > 1e-6
+        assert each["answered"] > each["brought"] and once["answered"] == once["brought"]
 
 
 def test_passages_are_stored_apart_and_found(saved, folder, tmp_path):
