@@ -1,11 +1,14 @@
 """What it costs in answers to keep conversations in less space: Krul and its peers, by bytes stored.
 
     PYTHONPATH=. python bench/conversation_answers.py --model eval/reference/xs --tokens 480
+    PYTHONPATH=. python bench/conversation_answers.py --model smollm2-135m --tokens 768 --data DATA --dtype float32
 
 A conversation is computed and suspended, and it comes back for each question, through a store. Reported are right
 answers, and how far each token of an answer is from what full KV gives: whether the likeliest token is the same, and
 the Kullback-Leibler divergence. The right answer is given, token by token, so that all see the same. Of running text
-the last 128 tokens stand for the new turn (Krul, Section 8.1).
+the last 128 tokens stand for the new turn (Krul, Section 8.1). Chats are people's (ShareGPT): the first turns are the
+conversation, and the next question and the beginning of its answer stand behind it. Questions are asked of the
+reference models alone, in whose language they are.
 
 Bytes are those that a token's keys and values take, all layers together, as a share of all of them in the model's
 dtype. What blocks are padded to is left out, since these models' heads are small, and so are token tables; the bytes of
@@ -23,7 +26,7 @@ import copy
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import combinations, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,11 @@ from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel
 
 from eval.data import Data
 from eval.metrics import interval
+from eval.models import resolve
 from eval.reference.asking import language_of
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
+from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Method
@@ -47,11 +52,14 @@ from hf_tiered_cache.select.sharing import ALIKE, LayerDistances, calibrated_gam
 from hf_tiered_cache.shape import SegmentShape
 
 CPU = torch.device("cpu")
+REFERENCE = Path(__file__).resolve().parents[1] / "eval" / "reference"
 TURN_TOKENS = 128
-"""Of running text, that stand for the new turn."""
+"""Of running text, that stand for the new turn; of a chat, that its question has at most."""
+ANSWER_TOKENS = 48
+"""Of an answer in a chat, that are compared."""
 WITHIN = 0.99
 """Of full KV's score: what counts as no loss."""
-SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1"}
+SCORES = {"questions": "answers", "books": "top 1", "longbench": "top 1", "chat": "top 1"}
 """By kind of conversation the figure that a loss is seen in."""
 LONGBENCH = ("gov_report", "multi_news", "qmsum", "hotpotqa", "narrativeqa", "qasper", "multifieldqa_en", "musique")
 _LETTERS = 8
@@ -71,16 +79,17 @@ class Conversation:
 
 def arguments_of(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("eval/reference/xs"), help="a reference model")
+    parser.add_argument("--model", default="eval/reference/xs", help="a folder, or a short name of eval.models")
     parser.add_argument("--tokens", type=int, default=480, help="of a conversation, a multiple of 16")
     parser.add_argument("--count", type=int, default=20, help="of conversations of each kind")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the model and its KV")
-    parser.add_argument("--data", type=Path, help="a folder of evaluation sets, with longbench")
+    parser.add_argument("--data", type=Path, help="a folder of evaluation sets, with longbench and sharegpt")
     parser.add_argument("--ways", nargs="+", choices=ways(), default=list(ways()), metavar="WAY", help="beside full")
     parser.add_argument("--suffix", default="", help="of the name of the results, where not all ways are measured")
     parser.add_argument("--choosing", action="store_true", help="the other half of the seeds, to choose settings on")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     arguments = parser.parse_args(argv)
+    arguments.name, arguments.model = Path(arguments.model).name, Path(resolve(arguments.model))
     arguments.ways = list(dict.fromkeys(["full", NOISE, *arguments.ways]))  # what all are compared with
     if arguments.tokens % 16:
         parser.error("--tokens is a multiple of 16: the rest would be computed, and not restored")
@@ -99,10 +108,12 @@ def questions(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[
 
 def books(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
     """Runs of the book that ships with the project: of its first half for seed 0, else of its second; they overlap."""
-    text, tokens = language_of(arguments.model).text, arguments.tokens + TURN_TOKENS
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    text = tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"]
+    tokens = arguments.tokens + TURN_TOKENS
     half = len(text) // 2
     for at in np.linspace(seed * half, (seed + 1) * half - tokens, count).astype(int).tolist():
-        yield turned(text[at : at + tokens].tolist(), arguments)
+        yield turned(text[at : at + tokens], arguments)
 
 
 def longbench(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
@@ -116,22 +127,49 @@ def longbench(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[
         yield turned(ids, arguments)
 
 
+def chat(arguments: argparse.Namespace, seed: int, count: int) -> Iterator[Conversation]:
+    """People's conversations: those with even numbers for seed 0, else odd ones."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    rows = Data(arguments.data).rows("sharegpt", "train", ("conversations",))
+    every = (said_in(rows[number]["conversations"], tokenizer, arguments) for number in range(seed, len(rows), 2))
+    yield from islice((talk for talk in every if talk is not None), count)
+
+
+def said_in(turns: list[dict[str, str]], tokenizer: Any, arguments: argparse.Namespace) -> Conversation | None:
+    """The first turns that have so many tokens, and the question behind them; None where a chat is shorter."""
+    ids, begin = list[int](), [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    for asked, answered in zip(turns[::2], turns[1::2], strict=False):
+        prompt = begin + tokenizer(f"User: {asked['value']}\nAssistant:", add_special_tokens=False)["input_ids"]
+        answer = tokenizer(f" {answered['value'].strip()}\n", add_special_tokens=False)["input_ids"]
+        if len(ids) >= arguments.tokens and len(prompt) <= TURN_TOKENS and len(answer) >= ANSWER_TOKENS:
+            prompt = ids[arguments.tokens :][-TURN_TOKENS:] + prompt
+            return Conversation(
+                torch.tensor([ids[: arguments.tokens]]), [(tuple(prompt), tuple(answer[:ANSWER_TOKENS]))]
+            )
+        ids, begin = ids + prompt + answer, []
+    return None
+
+
 def turned(text: list[int], arguments: argparse.Namespace) -> Conversation:
     """Running text behind the first token of all that the model has read; its last tokens stand for the turn."""
-    ids = [AutoTokenizer.from_pretrained(arguments.model).bos_token_id, *text]
+    begin = AutoTokenizer.from_pretrained(arguments.model).bos_token_id
+    ids = [*([] if begin is None else [begin]), *text]
     turn = tuple(ids[arguments.tokens : arguments.tokens + TURN_TOKENS])
     return Conversation(torch.tensor([ids[: arguments.tokens]]), [(turn[:1], turn[1:])])
 
 
 def skipped(arguments: argparse.Namespace) -> dict[str, str]:
     """By kind why it is not measured."""
+    found = {} if arguments.model.resolve().parent == REFERENCE else {"questions": "not in the model's language"}
     if arguments.data is None:
-        return {"longbench": "no --data"}
-    lacking = [name for name in LONGBENCH if not Data(arguments.data).has("longbench", name)]
-    return {"longbench": f"--data has no {lacking[0]}"} if lacking else {}
+        return found | {"longbench": "no --data", "chat": "no --data"}
+    data = Data(arguments.data)
+    lacking = [name for name in LONGBENCH if not data.has("longbench", name)]
+    found |= {"longbench": f"--data has no {lacking[0]}"} if lacking else {}
+    return found | ({} if data.has("sharegpt", "train") else {"chat": "--data has no sharegpt"})
 
 
-MAKERS = {"questions": questions, "books": books, "longbench": longbench}
+MAKERS = {"questions": questions, "books": books, "longbench": longbench, "chat": chat}
 
 
 # --- asking
@@ -239,6 +277,10 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "relative": mean.relative.tolist(),
         "initial_recent": mean.initial_recent.tolist(),
         "gamma": gamma,
+        "chosen": {
+            name: [share_layers(one, gamma, 0.5, most).pairs for one in seen]
+            for name, most in (("Krul 0.5", ALIKE), ("published 0.5", 1.0))
+        },
         "fixed": {name: way.method.fixed for name, way in every.items() if isinstance(way.method, FixedPairs)},
     }
     return {"found": found, "alike": alike, "skipped": lacking}
@@ -310,10 +352,21 @@ def alike_text(alike: dict[str, Any]) -> str:
     steps = ", ".join(f"{a}-{b} {relative[a, b]:.2f}" for a, b in pairwise(range(len(relative))))
     count = sum(relative[a, b] <= ALIKE for a, b in pairwise(range(len(relative))))
     fixed = "; ".join(f"{name}: {', '.join(f'{a}-{b}' for a, b in pairs)}" for name, pairs in alike["fixed"].items())
+    overlaps = " ".join(
+        f"{name} chooses {np.mean([len(pairs) for pairs in chosen]):.1f} pairs for a conversation; of those that one "
+        f"or the other of two would choose both would {overlap(chosen):.0f} %."
+        for name, chosen in alike["chosen"].items()
+    )
     return (
         f"\nRelative distance of neighbouring layers, mean of the conversations to choose on: {steps}. {count} of "
-        f"{len(relative) - 1} are alike (up to {ALIKE:g}). Pairs that are fixed for the model: {fixed}.\n"
+        f"{len(relative) - 1} are alike (up to {ALIKE:g}). Pairs that are fixed for the model: {fixed}. {overlaps}\n"
     )
+
+
+def overlap(chosen: Sequence[Sequence[Sequence[int]]]) -> float:
+    """Of the pairs that either of two conversations would choose those that both would, %, mean over all two."""
+    sets = [{tuple(pair) for pair in pairs} for pairs in chosen]
+    return float(np.mean([100 * len(a & b) / max(1, len(a | b)) for a, b in combinations(sets, 2)] or [100]))
 
 
 def kind_text(found: dict[str, Any], score: str) -> str:
@@ -380,12 +433,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         about, results = machine(CPU, Path(folder)), measure(arguments, Path(folder))
     kept = {name: getattr(arguments, name) for name in ("tokens", "count", "dtype", "choosing")}
-    document = {"machine": about, "model": arguments.model.name, **kept, **results}
+    document = {"machine": about, "model": arguments.name, **kept, **results}
     text = report(document)
     name = (
-        f"conversation-answers-{arguments.model.name}-{arguments.dtype}"
-        + "-choosing" * arguments.choosing
-        + arguments.suffix
+        f"conversation-answers-{arguments.name}-{arguments.dtype}" + "-choosing" * arguments.choosing + arguments.suffix
     )
     save(arguments.out, name, document, text)
     plot(document, arguments.out / f"{name}.png")

@@ -3,8 +3,8 @@
     python bench/corpus.py                                   # 1,000 passages, Qwen2.5-0.5B's shape with four layers
     python bench/corpus.py --model eval/reference/xs --passages 200
 
-Each turn stores the corpus in a new store. For `context` each passage is computed once more, without the text that stands before
-it when it is stored.
+Each turn stores the corpus in a new store. For `context` each passage is computed once more, without
+the text that stands before it when it is stored.
 """
 
 from __future__ import annotations

@@ -328,7 +328,8 @@ def conversation_answers_of(tmp_path, monkeypatch, *ways):
 def test_conversation_answers(tmp_path, monkeypatch):
     ways = ("int8", "front 0.4", "Krul 0.5", "Krul 0.75 front 0.4 int8", "MiniCache 0.25", "random pairs 0.5")
     document = conversation_answers_of(tmp_path, monkeypatch, *ways, "fixed pairs 0.5", "H2O 0.5")
-    assert document["found"].keys() == {"questions", "books"} and document["skipped"] == {"longbench": "no --data"}
+    assert document["found"].keys() == {"questions", "books"}
+    assert document["skipped"] == {"longbench": "no --data", "chat": "no --data"}
     for found in document["found"].values():
         mean = {way: {name: np.mean(values) for name, values in of.items()} for way, of in found.items()}
         assert mean["full"]["storage"] == 100 and mean["full"]["KL"] < 1e-3  # kernels may round otherwise
@@ -341,6 +342,46 @@ def test_conversation_answers(tmp_path, monkeypatch):
         assert mean["Krul 0.75 front 0.4 int8"]["storage"] < 34 < mean["front 0.4"]["storage"]
     page = (tmp_path / "conversation-answers-xs-bfloat16.md").read_text()
     assert "| H2O 0.5 | 0.0 | 50.0 % | 2.00 |" in page and "Not measured: no --data" in page
+
+
+def test_conversations_of_people_come_back(tmp_path, monkeypatch):
+    import conversation_answers as answers
+
+    (tmp_path / "sharegpt").mkdir()
+    said = [{"from": who, "value": f"{who} says what is to be said " * 12} for who in ("human", "gpt") * 2]
+    long = [*said, {"from": "human", "value": "Why?"}, said[1]]
+    lines = [json.dumps({"conversations": turns}) for turns in (long, long, said[:2], long)]
+    (tmp_path / "sharegpt" / "train.jsonl").write_text("\n".join(lines))
+    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--data", str(tmp_path)]
+    arguments = answers.arguments_of([*options, "--count", "9"])
+    assert answers.skipped(arguments) == {"longbench": "--data has no gov_report"}
+    assert len(list(answers.chat(arguments, 0, 9))) == 1  # the other one is too short
+    talks = list(answers.chat(arguments, 1, 9))
+    assert len(talks) == 2
+    for talk in talks:
+        ((prompt, answer),) = talk.asked
+        assert talk.ids.shape == (1, 256) and len(answer) == answers.ANSWER_TOKENS
+        tokenizer = answers.AutoTokenizer.from_pretrained(arguments.model)
+        assert tokenizer.decode(prompt).split()[-2:] == ["Why?", "Assistant:"]
+
+
+def test_heads_agree(tmp_path, monkeypatch):
+    import heads_agree
+
+    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tasks", "reference_fact", "--tokens", "256"]
+    heads_agree.main([*options, "--limit", "2", "--budgets", "0.25", "--out", str(tmp_path)])
+    (run,) = json.loads((tmp_path / "heads-agree.json").read_text())["runs"]
+    alike, threshold = np.moveaxis(np.array(run["alike"]), -1, 0)
+    assert alike.shape == (2, 8) and run["kv_heads"] == 2
+    assert (alike > 0).all() and (alike < 1).any()
+    assert threshold == pytest.approx((0.25 / 1.75) ** 0.6, rel=0.05)
+    assert "| xs | 2 | reference_fact | 25% |" in (tmp_path / "heads-agree.md").read_text()
+
+
+def test_overlap_is_of_all_two_conversations():
+    import conversation_answers as answers
+
+    assert answers.overlap([[(1, 2), (3, 4)], [(1, 2)], [(1, 2)]]) == pytest.approx(100 * (0.5 + 0.5 + 1) / 3)
 
 
 def test_what_h2o_keeps_is_what_was_attended_to_most_and_the_last(tmp_path):

@@ -1,0 +1,150 @@
+"""Do heads attend to the same tokens, as IMPRESS's probes assume? Its test, asked of pretrained models.
+
+    PYTHONPATH=. python bench/heads_agree.py --model smollm2-135m qwen2.5-coder-0.5b --data DATA
+
+At each choice of IMPRESS (one for each layer and question) all kv heads are taken as probes: each chooses its tokens of
+the prefix. Reported are the mean Jaccard index of the sets of two heads, the share of the choices in which it reaches
+IMPRESS's threshold, so that one set may stand for all heads, and what two random sets have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from choices import questions
+from common import machine, pyplot, save, table
+from tqdm.auto import tqdm
+
+from eval.models import load
+from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.methods import Impress
+from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
+
+
+@dataclass(frozen=True)
+class ComparedHeads(ProbeHeads):
+    """Notes how alike what the heads choose is.
+
+    Args:
+        alike: mean Jaccard index and threshold of each choice.
+    """
+
+    alike: list[tuple[float, float]] = field(default_factory=list, compare=False, repr=False)
+
+    def agree(self, sets: np.ndarray, tokens: int) -> bool:
+        self.alike.append((mean_jaccard(sets), jaccard_threshold(sets.shape[1], tokens, self.alpha)))
+        return super().agree(sets, tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparingImpress(Impress):
+    """IMPRESS that notes how alike heads are. Args: see `ComparedHeads`."""
+
+    alike: list[tuple[float, float]] = field(default_factory=list, compare=False, repr=False)
+
+    def selector(self) -> ProbeHeads:
+        return ComparedHeads(heads=self.probe_heads, alpha=self.alpha, alike=self.alike)
+
+
+@torch.no_grad()
+def measure(model: Any, prompts: list[tuple[list[int], list[int]]], budget: float) -> np.ndarray:
+    """Return the Jaccard index and the threshold of each question and layer, `[questions, layers, 2]`."""
+    heads, found = model.config.num_key_value_heads, []
+    with tempfile.TemporaryDirectory() as folder, KVStore(folder, policy=Impress.policy) as store:
+        for prefix, question in tqdm(prompts, desc=f"{budget:.0%}", unit="question", leave=False):
+            method = ComparingImpress(budget=budget, probe_heads=heads, reorder=False)
+            store.precompute(model, prefix, method=method, progress=False)
+            cache = TieredCache(model, store, method=method, record=False)
+            model(input_ids=torch.tensor([prefix + question]), past_key_values=cache, logits_to_keep=1)
+            found.append(method.alike)
+    return np.array(found)
+
+
+def summary(found: np.ndarray, budget: float) -> list[str]:
+    """Return the cells of one row."""
+    alike, threshold = found[..., 0], found[..., 1]
+    agreeing = alike >= threshold
+    random = budget / (2 - budget)
+    return [
+        *(f"{alike.mean():.2f}", f"{random:.2f}", f"{threshold.mean():.2f}", f"{100 * agreeing.mean():.0f}"),
+        *(f"{alike.mean(0).min():.2f}", f"{alike.mean(0).max():.2f}"),
+    ]
+
+
+def plot(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draw the index of each layer, a panel for each model, a line for each task and budget."""
+    if (plt := pyplot()) is None:
+        return
+    models = list(dict.fromkeys(run["model"] for run in runs))
+    figure, axes = plt.subplots(1, len(models), figsize=(5 * len(models), 3.6), sharey=True, squeeze=False)
+    for panel, model in zip(axes[0], models, strict=True):
+        for run in (run for run in runs if run["model"] == model):
+            alike = np.array(run["alike"])[..., 0].mean(0)
+            panel.plot(alike, marker=".", label=f"{run['task']}, {run['budget']:.0%}")
+        panel.set(title=model, xlabel="layer", ylabel="Jaccard index of two heads' tokens", ylim=(0, 1))
+        panel.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", required=True, help="names as of eval.models.load; two kv heads at least")
+    parser.add_argument("--data", type=Path, help="folder of data sets; without it, the hub")
+    parser.add_argument("--tasks", default="sst2,rte,squad,text")
+    parser.add_argument("--tokens", type=int, default=1000, help="of a prefix, about")
+    parser.add_argument("--limit", type=int, default=8, help="questions of each task")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="every second question, from this on")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[0.1, 0.25])
+    parser.add_argument("--seed", type=int, default=47)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    runs: list[dict[str, Any]] = []
+    for name in arguments.model:
+        model, tokenizer = load(name, "float32")
+        for task in arguments.tasks.split(","):
+            prompts = list(questions(arguments, tokenizer, task))
+            for budget in arguments.budgets:
+                found = measure(model, prompts, budget)
+                about = {"model": Path(name).name, "task": task, "budget": budget, "questions": len(prompts)}
+                runs.append(about | {"kv_heads": model.config.num_key_value_heads, "alike": found.round(4).tolist()})
+    rows = [
+        [
+            *(run["model"], f"{run['kv_heads']}", run["task"], f"{run['budget']:.0%}"),
+            *summary(np.array(run["alike"]), run["budget"]),
+        ]
+        for run in runs
+    ]
+    headings = [
+        *("model", "kv heads", "task", "tokens chosen", "Jaccard", "of random sets", "threshold", "agree, %"),
+        *("least alike layer", "most alike layer"),
+    ]
+    document = {
+        "machine": machine(torch.device("cpu"), Path(__file__).parent),
+        "tokens": arguments.tokens,
+        "runs": runs,
+    }
+    text = (
+        f"# Do heads attend to the same tokens?\n\nPrefixes of about {arguments.tokens:,} tokens, "
+        f"{runs[0]['questions']} questions of each task, float32. *Jaccard*: of the sets that two kv heads choose, "
+        "mean over questions, layers and heads. *Agree*: choices in which it reaches IMPRESS's threshold (alpha "
+        f"{Impress.alpha:g}), so that the probes' set may stand for all heads.\n\n{table(headings, rows)}\n"
+    )
+    save(arguments.out, "heads-agree", document, text)
+    plot(runs, arguments.out / "heads-agree.png")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
