@@ -53,11 +53,11 @@ bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
 # what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
-METHODS := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv:rechoose=0,contiguous_kv.paper,contiguous_kv.paper:solo_layers=1,impress:probe_heads=2,h2o
+METHODS := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv:rechoose=false,contiguous_kv.paper,contiguous_kv.paper:solo_layers=1,impress:probe_heads=2,h2o
 # what was looked at to choose ContiguousKV's settings, on the other half of another draw
 SETTINGS := contiguous_kv,contiguous_kv:chunk_tokens=4,contiguous_kv:chunk_tokens=16,contiguous_kv:period=1,contiguous_kv:period=4,contiguous_kv:queries=0,contiguous_kv:ahead=2
 # a budget by mass: what was looked at, on that other half, and what was reported
-MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9,contiguous_kv:mass=0.95,contiguous_kv:rechoose=2,contiguous_kv:rechoose=4,contiguous_kv:mass=0.9:rechoose=4
+MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9,contiguous_kv:mass=0.95
 MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
 # how much a decoded token's choice must gain: looked at on that other half, with running text where there is DATA
 GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,contiguous_kv:gain=0.1,contiguous_kv:gain=0.2,contiguous_kv:gain=0.4
@@ -103,7 +103,7 @@ endif
 REAL_MODELS := smollm2-135m qwen2.5-coder-0.5b
 REAL_METHODS := exact,contiguous_kv,contiguous_kv:reorder=false,contiguous_kv:codec=int8,contiguous_kv.paper,impress:probe_heads=2,h2o
 # those that may choose once for an answer, or at each of its tokens
-REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=0,contiguous_kv.paper,h2o,h2o:rechoose=1,kv_drive
+REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=false,contiguous_kv.paper,h2o,h2o:rechoose=true,kv_drive
 EVAL_REAL := $(EVAL) $(if $(DATA),--data $(DATA)) --prefix-tokens 1000
 
 eval-real: $(FOR_DEV)

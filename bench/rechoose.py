@@ -29,7 +29,7 @@ from hf_tiered_cache.methods import ContiguousKV
 SUFFIX = 32
 AIM = 1.05
 WAYS: dict[str, dict[str, Any]] = {
-    "once": {"rechoose": 0},
+    "once": {"rechoose": False},
     "each token": {},
     "whatever it gains": {"gain": 0},
 }

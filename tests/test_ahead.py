@@ -31,7 +31,7 @@ class Partly(ContiguousKV):
 
 # layers 0 and 1 share a choice, 2 and 3, and 4 and 5; each layer has blocks of its own
 SHARED = {"per_head": False, "reorder": False}
-TWO = Partly(budget=0.25, period=2, subperiod=1, identify="keys", rechoose=0, **SHARED)
+TWO = Partly(budget=0.25, period=2, subperiod=1, identify="keys", rechoose=False, **SHARED)
 NOW, AHEAD = False, True
 
 
@@ -154,7 +154,7 @@ def test_no_more_is_under_way_than_was_told(blocks, model, tmp_path, monkeypatch
 
 # --- choices that are made ahead, by predicted queries
 
-EACH = ContiguousKV(budget=0.25, ahead=2, rechoose=0, **SHARED)
+EACH = ContiguousKV(budget=0.25, ahead=2, rechoose=False, **SHARED)
 
 
 def test_a_choice_made_ahead_has_its_blocks_on_their_way_layers_before(model, tmp_path, fetched):

@@ -90,7 +90,7 @@ def test_decoded_tokens_count_what_they_ask_for(model, tmp_path):
     ids, found = prompt(PREFIX), {}
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
         fill(store, model, ids)
-        for again in (0, 1):
+        for again in (False, True):
             stats = asked(model, store, ids, replace(METHOD, rechoose=again, gain=0))[0]
             assert purposes(stats) == from_disk(stats)
             found[again] = stats.bytes_brought

@@ -19,9 +19,9 @@ from hf_tiered_cache.methods import ContiguousKV, describe_method, make_method
 from hf_tiered_cache.select.top_chunks import TopChunks
 
 METHOD = ContiguousKV(
-    budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", rechoose=0, queries=4
+    budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", rechoose=False, queries=4
 )
-AGAIN = replace(METHOD, rechoose=1, gain=0)
+AGAIN = replace(METHOD, rechoose=True, gain=0)
 RESTORED, BOUGHT = 192, 144
 
 
@@ -86,10 +86,10 @@ def attends_to_what_was_chosen(model, method, store, chosen):
     ours, cache = ask(model, store, whole, method)
     stored, steps = kv_of(model, ids), iter(chosen)
     own, inputs, position = nothing(stored), whole[:, RESTORED:], RESTORED
-    periods, every = periods_of(cache), method.rechoose or NEW * PREFIX
+    periods = periods_of(cache)
     sizes: list[int] = []
     for step, logits in enumerate(ours.logits):
-        if step == 0 or (whole.shape[1] - RESTORED + step) % every == 0:
+        if step == 0 or method.rechoose:
             choices = [next(steps) for _ in periods]
             sizes = sizes or [len(tokens) for tokens in choices]
             assert sizes == [len(tokens) for tokens in choices]
@@ -122,7 +122,6 @@ def test_every_family_attends_to_what_holds_the_mass(family, method, store, chos
         replace(METHOD, ahead_bytes=0),
         replace(METHOD, queries=0, chunk_tokens=16),
         replace(AGAIN, identify="index", ahead=1),
-        replace(AGAIN, rechoose=3),
     ],
     ids=describe_method,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 import transformers
@@ -119,6 +121,18 @@ def test_shares_are_numbers(wrong):
         for passages in (CacheTune, CacheBlend, Epic):
             with pytest.raises(ConfigError, match="recompute is a share"):
                 passages(wrong)
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 4, None, "true"])
+def test_switches_are_true_or_false(wrong):
+    asked = 0
+    for kind in METHODS.values():
+        for option in fields(kind):
+            if option.init and option.type == "bool":
+                asked += 1
+                with pytest.raises(ConfigError, match=f"{option.name} is True or False, not"):
+                    kind(**{option.name: wrong})
+    assert asked > 5
 
 
 @pytest.mark.parametrize("wrong", [ContiguousKV, 3])

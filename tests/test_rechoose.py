@@ -22,7 +22,7 @@ from hf_tiered_cache.sources import SelectedSource
 
 PREFIX, NEW = 200, 8
 SHARED = {"per_head": False, "reorder": False, "solo_layers": 1}
-METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=1, gain=0, **SHARED)
+METHOD = ContiguousKV(budget=0.25, chunk_tokens=16, period=2, identify="keys", rechoose=True, gain=0, **SHARED)
 PER_HEAD = {"per_head": True, "identify": "index", "period": 1, "solo_layers": 0}
 GREEDY = {"do_sample": False, "max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
 
@@ -100,8 +100,8 @@ def of_sets(every, sets):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "gpt_neox", "smollm3"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"identify": "index"}, {"rechoose": 3}, {"gain": 0.0003}, PER_HEAD, PER_HEAD | {"gain": 0.0003}],
-    ids=["all", "index", "each third", "gain", "heads", "heads, gain"],
+    [{}, {"identify": "index"}, {"gain": 0.0003}, PER_HEAD, PER_HEAD | {"gain": 0.0003}],
+    ids=["all", "index", "gain", "heads", "heads, gain"],
 )
 def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, chosen):
     """A DynamicCache that holds, at each token, those chosen for it and all computed ones."""
@@ -119,16 +119,14 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     choice: list[np.ndarray] = []  # of each period, [sets, tokens]
     moved: list[int] = []
     for step in range(NEW):
-        if step == 0 or (step - 1) % method.rechoose == 0:
-            best = list(islice(choices, len(periods)))
-            for number, now in enumerate(best):
-                if step == 0:
-                    choice.append(now.tokens.copy())
-                    continue
-                for one, (mass, tokens) in enumerate(zip(now.mass, now.tokens, strict=True)):
-                    if not method.gain or mass[tokens].sum() - mass[choice[number][one]].sum() >= method.gain:
-                        choice[number][one] = tokens
-                        moved.append(step)
+        for number, now in enumerate(islice(choices, len(periods))):
+            if step == 0:
+                choice.append(now.tokens.copy())
+                continue
+            for one, (mass, tokens) in enumerate(zip(now.mass, now.tokens, strict=True)):
+                if not method.gain or mass[tokens].sum() - mass[choice[number][one]].sum() >= method.gain:
+                    choice[number][one] = tokens
+                    moved.append(step)
         kept, attended = DynamicCache(config=model.config), choice[0].shape[1]
         for period, tokens in zip(periods, choice, strict=True):
             for layer in period:
@@ -145,8 +143,7 @@ def test_each_token_attends_to_what_was_chosen_for_it(family, changes, store, ch
     assert 0 < len(moved) <= (len(chosen) - len(periods)) * len(choice[0]) - bool(method.gain)
     for mine, theirs in zip(ours.logits, logits, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
-    if method.rechoose == 1:
-        holds_what_it_says(cache, stored)
+    holds_what_it_says(cache, stored)
 
 
 @pytest.mark.parametrize("host_memory", [0, 40_000, 1 << 24])
@@ -160,20 +157,20 @@ def test_columns_hold_what_they_say_with_any_memory(model, method, tmp_path, err
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_choices_are_counted_from_the_first_decoded_token(more, model, store, chosen):
+def test_each_decoded_token_chooses(more, model, store, chosen):
     """However long the question is, and after tokens are taken back."""
-    ids, method = prompt(PREFIX), replace(METHOD, rechoose=3)
-    store.precompute(model, ids, method=method, progress=False)
-    cache = TieredCache(model, store, method=method, record=False)
+    ids = prompt(PREFIX)
+    store.precompute(model, ids, method=METHOD, progress=False)
+    cache = TieredCache(model, store, method=METHOD, record=False)
     model(input_ids=question(ids, 24 + more), past_key_values=cache, logits_to_keep=1)
     periods, made = len(chosen), []
-    for taken_back in (0, 0, 0, 0, 0, 3, 0):
+    for taken_back in (0, 0, 3, 0):
         if taken_back:
             cache.crop(-taken_back)
         chosen.clear()
         decode(model, cache, 1)
         made.append(len(chosen) / periods)
-    assert made == [1, 0, 0, 1, 0, 1, 0]
+    assert made == [1, 1, 1, 1]
 
 
 def test_beams_keep_their_rows_apart(model, method, store, erratic):
@@ -261,12 +258,6 @@ def test_a_store_that_is_closed_while_decoding_leaves_what_was_chosen(model, met
     holds_what_it_says(cache, kv_of(model, ids))
 
 
-@pytest.mark.parametrize("wrong", [-1, True, 1.5, "1"])
-def test_rechoose_is_a_number_of_tokens(wrong):
-    with pytest.raises(ConfigError, match="number of tokens"):
-        ContiguousKV(rechoose=wrong)
-
-
 @pytest.mark.parametrize("wrong", [-0.1, 1, True, "0.1"])
 def test_gain_is_a_share_of_attention(wrong):
     with pytest.raises(ConfigError, match="share of a token's attention"):
@@ -297,7 +288,7 @@ def test_a_whole_budget_chooses_nothing(model, store, chosen):
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_single_tokens_of_each_head_are_chosen_again(family, store):
-    model, ids, method = build(family), prompt(PREFIX), H2O(0.1, rechoose=1)
+    model, ids, method = build(family), prompt(PREFIX), H2O(0.1, rechoose=True)
     store.precompute(model, ids, method=method, progress=False)
     _, once = ask(model, store, question(ids), H2O(0.1))
     before = [layer.keys[:, :, : layer._num_selected].clone() for layer in once.layers]

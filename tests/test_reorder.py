@@ -503,7 +503,7 @@ def test_a_store_that_cannot_be_written_is_read_as_it_lies(model, tmp_path, monk
 # --- for each head its own order
 
 
-PER_HEAD = ContiguousKV(0.25, rechoose=0)
+PER_HEAD = ContiguousKV(0.25, rechoose=False)
 
 
 def chosen_of(monkeypatch):
@@ -596,7 +596,7 @@ def test_a_segment_that_is_laid_out_while_it_is_looked_up_is_restored(model, tmp
 
 def test_nothing_is_laid_out_under_a_cache_that_chooses(model, tmp_path):
     """As long as it may come back to its segment; one that is always in use is laid out when it is due again."""
-    ids, method = prompt(200), replace(PER_HEAD, rechoose=1)
+    ids, method = prompt(200), replace(PER_HEAD, rechoose=True)
     with KVStore(tmp_path, engine="posix") as store:
         fill(store, model, ids, method)
         (plain,) = store.segments()

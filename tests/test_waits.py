@@ -131,7 +131,7 @@ def test_a_prompt_waits_for_its_choices_alone(model, tmp_path, method, reads):
     assert counted.reads_of_the_prompt < 16
 
 
-@pytest.mark.parametrize("rechoose", [0, 1])
+@pytest.mark.parametrize("rechoose", [False, True])
 def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
     document, method = prompt(200), ContiguousKV(0.25, **BUDGET, rechoose=rechoose)
     ids = torch.cat([document, prompt(24, seed=5)], dim=1)

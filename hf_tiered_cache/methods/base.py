@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -90,8 +90,8 @@ class Method:
     reorder_every = 4
     """Prompts before the first time; then twice as many, and so on."""
 
-    rechoose = 0
-    """Decoded tokens from one choice of what is attended to, to the next; 0: the prompt's choice stays."""
+    rechoose = False
+    """Whether each decoded token chooses what is attended to again; if not, the prompt's choice stays."""
 
     prefill_tokens = 0
     """A longer prompt is computed in pieces of so many tokens, each stored before the next; 0: at once."""
@@ -114,6 +114,10 @@ class Method:
         return 0.0
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            said = getattr(self, option.name)
+            if option.type in ("bool", bool) and not isinstance(said, bool):
+                raise ConfigError(f"{option.name} is True or False, not {said!r}")
         if self.geometry.pairs:
             raise ConfigError("pairs of layers are a segment's (see `join_segments`), and of no method's geometry")
         if self.codec is not None:

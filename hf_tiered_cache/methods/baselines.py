@@ -56,12 +56,12 @@ class H2O(BudgetMethod):
         budget: share of the prefix's tokens that a head attends to, in (0, 1].
         quality: see `BudgetMethod`.
         policy: the eviction policy it is compared under, "lru" or "lfu".
-        rechoose: decoded tokens from one choice to the next; the keys stay in memory for that. 0, as in the comparisons
-            of ContiguousKV and IMPRESS, chooses once for a prompt and its answer.
+        rechoose: whether each decoded token chooses again; the keys stay in memory for that. If not, as in the
+            comparisons of ContiguousKV and IMPRESS, there is one choice for a prompt and its answer.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))
-    rechoose: int = 0
+    rechoose: bool = False
     policy: Literal["lru", "lfu"] = "lfu"
 
     def __post_init__(self) -> None:

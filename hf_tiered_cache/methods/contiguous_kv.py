@@ -49,8 +49,8 @@ class ContiguousKV(BudgetMethod):
         probe_heads: see `identify`.
         solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
             0 is the paper's.
-        rechoose: decoded tokens from one choice to the next, each by the queries of the token at hand, the first one's
-            among them. Ours is 1. 0 is the paper's: the answer attends to what the prompt's suffix has chosen.
+        rechoose: whether each decoded token chooses again, by its own queries: ours. False is the paper's: the answer
+            attends to what the prompt's suffix has chosen.
         gain: share of a decoded token's attention, in [0, 1), by which its choice must hold more than what is there, to
             take its place: what gains less is not worth the blocks that it takes. Ours is 0.05; 0 takes each choice.
         queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.
@@ -70,7 +70,7 @@ class ContiguousKV(BudgetMethod):
     identify: Literal["index", "keys", "probe_heads"] = "index"
     probe_heads: int = 1
     solo_layers: int = 0
-    rechoose: int = 1
+    rechoose: bool = True
     gain: float = 0.05
     queries: int = 8
     ahead: int = 0
@@ -85,9 +85,7 @@ class ContiguousKV(BudgetMethod):
             raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
         if isinstance(self.gain, bool) or not isinstance(self.gain, int | float) or not 0 <= self.gain < 1:
             raise ConfigError(f"gain is a share of a token's attention, 0 or more and below 1, not {self.gain!r}")
-        for name, of, zero in (
-            ("rechoose", "tokens", "never"), ("queries", "tokens", "all"), ("ahead", "layers", "none")
-        ):  # fmt: skip
+        for name, of, zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
@@ -104,7 +102,7 @@ class ContiguousKV(BudgetMethod):
         """As published: a choice for every 8 layers, by all keys of the first one, for the prompt and its answer."""
         published: dict[str, Any] = {
             "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
-            "solo_layers": 0, "rechoose": 0, "queries": 0, "ahead": 0,
+            "solo_layers": 0, "rechoose": False, "queries": 0, "ahead": 0,
         }  # fmt: skip
         return cls(budget, **(published | settings))
 

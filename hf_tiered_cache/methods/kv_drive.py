@@ -77,11 +77,13 @@ class KVDrive(BudgetMethod):
     choose_ahead: bool = False
     extents: bool = False
 
-    rechoose = 1
+    rechoose = True
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
             raise ConfigError(f"chunk_tokens is 1, 2, 4, 8 or {HASH_TOKENS}, not {self.chunk_tokens!r}")
+        object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
+        super().__post_init__()
         if self.index not in DECODE_INDEXES:
             raise ConfigError(f"index is one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
         if self.eviction not in WINDOW_POLICIES:
@@ -102,8 +104,6 @@ class KVDrive(BudgetMethod):
             raise ConfigError(f"prefill_tokens is 0, or 64 or more and a multiple of 16, not {self.prefill_tokens}")
         if self.ahead < int(self.choose_ahead):
             raise ConfigError("ahead is not negative, and at least 1 to choose by")
-        object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
-        super().__post_init__()
 
     @classmethod
     def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:

@@ -81,10 +81,6 @@ class Live(Protocol):
         """Who chooses."""
 
     @property
-    def every(self) -> int:
-        """Decoded tokens from one choice to the next."""
-
-    @property
     def may_stay(self) -> bool:
         """Whether a choice will do for later tokens, where blocks of the next one cannot be read."""
 

@@ -39,7 +39,6 @@ class LiveSelection:
             dim]`, of as many heads as the selector asks; none where it goes by an index.
         indexes: of these keys, for a selector that goes by them.
         columns: for each layer the restored ones that it holds of each row.
-        every: decoded tokens from one choice to the next.
     """
 
     selector: Selector
@@ -50,7 +49,6 @@ class LiveSelection:
     keys: dict[tuple[int, int], torch.Tensor]
     indexes: RowIndexes | None
     columns: Mapping[int, int]
-    every: int
     may_stay: bool = True
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> LiveRow:

@@ -52,7 +52,7 @@ class SelectiveRestore:
         kept: has the indexes that other processes made, for a selector that goes by such.
         prefetches: what is fetched ahead.
         importance: is told what attention each token gets, if not None.
-        rechoose: decoded tokens from one choice to the next; 0 for never.
+        rechoose: whether each decoded token chooses again.
         observed: where queries attend to all that is restored, choices are made for so many of the last ones.
     """
 
@@ -65,7 +65,7 @@ class SelectiveRestore:
         kept: KeptIndexes,
         prefetches: Collection[Prefetched],
         importance: TokenImportance | None,
-        rechoose: int,
+        rechoose: bool,
         observed: int = 0,
     ) -> None:
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
@@ -227,7 +227,6 @@ class SelectiveRestore:
                 self._kept,
                 self._indexes,
                 self._columns,
-                self._rechoose,
             )
         held: list[Any] = [None] * batch
         for place, (row, gathers) in enumerate(zip(self._rows, self._chosen[self._period_of[layer]], strict=True)):

@@ -77,7 +77,6 @@ class WindowedSelection:
     indexes: RowIndexes
     columns: int
     micro_batches: MicroBatches = field(default_factory=MicroBatches)
-    every: int = 1
     may_stay: bool = False
 
     def span(self, prefix: int) -> Span | None:

@@ -42,7 +42,6 @@ class SelectedSource(DenseSource):
         """Columns of left padding of the row that had most when it chose; its mask may begin behind them."""
         self._live: Live | None = None  # to choose from again
         self._rows: Sequence[Any] = []  # what was chosen last, for each row
-        self._due = 0  # computed columns at which the next choice is due: the first decoded token makes one
         self._pre_rope: PreRopeKV | None = None  # of the pass under way
 
     def chosen(self) -> tuple[Live, Sequence[Any]] | None:
@@ -143,10 +142,6 @@ class SelectedSource(DenseSource):
     ) -> None:
         """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
         keys, values = self._views()
-        computed = keys.shape[2] - self._num_selected
-        if computed < self._due < computed + live.every:  # beyond that, tokens were taken back
-            return
-        self._due = computed + live.every
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
             choices = forward_pass.rechoice(live)
