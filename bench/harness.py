@@ -1,0 +1,170 @@
+"""Does lm-evaluation-harness score stored KV as it scores plain transformers? Five tasks, one model, `hf` beside ours.
+
+    PYTHONPATH=. python bench/harness.py --model smollm2-135m --data DATA
+
+The tasks are SST-2, RTE, COPA, PIQA and OpenBookQA, from local files, behind solved examples, the same ones in front of
+all questions. `hf` and `hf-tiered` with the exact method must choose the same answer everywhere; within a budget
+`hf-tiered` is asked at several shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+import numpy as np
+import torch
+from common import machine, pyplot, save, table
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from eval.models import resolve
+from hf_tiered_cache.integrations.lm_eval import HFTieredLM
+
+TASKS: dict[str, dict[str, Any]] = {
+    "sst2": {
+        "doc_to_text": "{{sentence}}\nPositive or negative?",
+        "doc_to_choice": ["negative", "positive"],
+    },
+    "rte": {
+        "doc_to_text": "{{sentence1}}\nIt follows that: {{sentence2}}\nTrue or false?",
+        "doc_to_choice": ["True", "False"],
+    },
+    "copa": {
+        "doc_to_text": "{{premise.strip().rstrip('.')}} {{'because' if question == 'cause' else 'therefore'}}",
+        "doc_to_choice": "{{[choice1, choice2]}}",
+    },
+    "piqa": {"doc_to_text": "Goal: {{goal}}\nSolution:", "doc_to_choice": "{{[sol1, sol2]}}"},
+    "openbookqa": {
+        "doc_to_text": "{{question_stem}}",
+        "doc_to_choice": "{{choices.text}}",
+        "doc_to_target": "{{choices.label.index(answerKey)}}",
+    },
+}
+HF, EXACT = "hf", "hf-tiered, exact"
+
+
+def write_tasks(data: Path, shots: int, folder: Path) -> None:
+    """Write the tasks' files. Where a set has no training split, solved examples are of the one that is asked."""
+    for name, how in TASKS.items():
+        splits = {path.name.partition(".")[0]: str(path) for path in (data / name).glob("*.jsonl*")}
+        files = {"validation": splits["validation"]} | ({"train": splits["train"]} if "train" in splits else {})
+        task = {
+            "task": f"local_{name}",
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": files},
+            "test_split": "validation",
+            "fewshot_split": "train" if "train" in files else "validation",
+            "fewshot_config": {"sampler": "first_n"},
+            "num_fewshot": shots,
+            "output_type": "multiple_choice",
+            "doc_to_target": "label",
+            "metric_list": [{"metric": "acc"}],
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(task | how))  # JSON is YAML
+
+
+def ask(model: HFLM, manager: TaskManager, limit: int) -> dict[str, Any]:
+    """Return, by task, the scores of the answers, `[questions, choices]`, which were right, and the seconds."""
+    found: dict[str, Any] = {}
+    for name in TASKS:
+        started = time.perf_counter()
+        result = lm_eval.simple_evaluate(
+            model=model, tasks=[f"local_{name}"], task_manager=manager, limit=limit, bootstrap_iters=0
+        )
+        samples = result["samples"][f"local_{name}"]
+        found[name] = {
+            "scores": [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples],
+            "right": [bool(sample["acc"]) for sample in samples],
+            "seconds": time.perf_counter() - started,
+        }
+    return found
+
+
+def report(document: dict[str, Any]) -> str:
+    """Return the page in Markdown."""
+    found, rows = document["found"], []
+    for way, tasks in found.items():
+        pairs = [
+            (np.array(ours), np.array(plain))
+            for name, task in tasks.items()
+            for ours, plain in zip(task["scores"], found[HF][name]["scores"], strict=True)
+        ]
+        same = 100 * np.mean([ours.argmax() == plain.argmax() for ours, plain in pairs])
+        far = max(np.abs(ours - plain).max() for ours, plain in pairs)
+        right = [f"{100 * np.mean(task['right']):.1f}" for task in tasks.values()]
+        seconds = sum(task["seconds"] for task in tasks.values())
+        rows.append([way, *right, f"{same:.1f}", f"{far:.2g}", f"{seconds:.0f}"])
+    headings = ["model type", *TASKS, "same choice, %", "largest difference, nats", "seconds"]
+    about = document["machine"]
+    return (
+        f"# lm-evaluation-harness: {document['model']}\n\n{about['cpu']}, {about['cores']} cores; {about['date']}. "
+        f"float32, {document['shots']} solved examples, {document['limit']} questions of each task. Right answers in "
+        "per cent; *same choice* and *largest difference* of an answer's log-likelihood compare with `hf`. Seconds are "
+        f"of one run in this order, on a machine that may have been busy.\n\n{table(headings, rows)}\n"
+    )
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Draw right answers over the budget, a line for each task, and full KV's as dots."""
+    if (plt := pyplot()) is None:
+        return
+    figure, axes = plt.subplots(figsize=(6, 4))
+    found, budgets = document["found"], document["budgets"]
+    for name in TASKS:
+        right = [100 * np.mean(found[way_of(budget)][name]["right"]) for budget in budgets]
+        full = 100 * np.mean(found[HF][name]["right"])
+        axes.plot([*(100 * budget for budget in budgets), 100], [*right, full], marker="o", label=name)
+    axes.set(xlabel="budget, % of the prefix (100: hf)", ylabel="right answers, %", title=document["model"])
+    axes.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def way_of(budget: float) -> str:
+    """Return the name of a row."""
+    return f"hf-tiered, contiguous_kv, {budget:.0%}"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="a short name of eval.models, of the hub, or a folder")
+    parser.add_argument("--data", type=Path, required=True, help="folder of data sets")
+    parser.add_argument("--shots", type=int, default=16, help="solved examples in front of each question")
+    parser.add_argument("--limit", type=int, default=16, help="questions of each task")
+    parser.add_argument("--budgets", type=float, nargs="*", default=[0.05, 0.1, 0.25])
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    return parser.parse_args(arguments)
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = parse(argv)
+    common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "batch_size": 1}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_tasks(arguments.data, arguments.shots, folder)
+        manager = TaskManager(include_path=str(folder), include_defaults=False)
+        plain = HFLM(pretrained=resolve(arguments.model), **common)
+        found = {HF: ask(plain, manager, arguments.limit)}
+        ways = {EXACT: "exact"} | {way_of(budget): f"contiguous_kv:budget={budget}" for budget in arguments.budgets}
+        for number, (way, method) in enumerate(ways.items()):
+            ours = HFTieredLM(resolve(arguments.model), method=method, store=str(folder / f"kv{number}"), **common)
+            found[way] = ask(ours, manager, arguments.limit)
+        about = machine(torch.device("cpu"), folder)
+    document = {
+        **{"machine": about, "model": Path(arguments.model).name, "found": found},
+        **{name: getattr(arguments, name) for name in ("shots", "limit", "budgets")},
+    }
+    save(arguments.out, f"harness-{document['model']}", document, report(document))
+    plot(document, arguments.out / f"harness-{document['model']}.png")
+    print(report(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""bench/harness.py: `hf` and `hf-tiered` side by side, on five local tasks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+
+
+def test_the_exact_method_chooses_what_hf_does_on_every_task(saved, folder, tmp_path):
+    import harness
+
+    options = ["--model", str(saved), "--data", str(folder), "--shots", "4", "--limit", "3", "--budgets", "0.5"]
+    harness.main([*options, "--out", str(tmp_path)])
+    name = f"harness-{Path(saved).name}"
+    found = json.loads((tmp_path / f"{name}.json").read_text())["found"]
+    assert found.keys() == {harness.HF, harness.EXACT, harness.way_of(0.5)}
+    for task in harness.TASKS:
+        plain, ours = found[harness.HF][task], found[harness.EXACT][task]
+        assert len(plain["scores"]) == 3 and plain["right"] == ours["right"]
+        for a, b in zip(sum(plain["scores"], []), sum(ours["scores"], []), strict=True):
+            assert abs(a - b) < 1e-3
+        assert plain["scores"] != found[harness.way_of(0.5)][task]["scores"]
+    page = (tmp_path / f"{name}.md").read_text()
+    assert "| hf-tiered, exact |" in page and "| 100.0 |" in page
