@@ -337,10 +337,9 @@ class KVStore:
             ConfigError: a lossy codec is named, and a segment has another.
         """
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
-        cut, index = method.geometry, method.extent_index
-        if cut.codec != RAW:
-            self._check_codec(cut.codec, ids)
-        action = partial(self._storage.rewriter.relayout, geometry=cut, index=index)
+        if method.geometry.codec != RAW:
+            self._check_codec(method.geometry.codec, ids)
+        action = partial(self._storage.rewriter.relayout, geometry=method.geometry)
         return self._storage.each(action, ids, "relayout", progress)
 
     def _check_codec(self, codec: str, ids: Iterable[str] | None) -> None:

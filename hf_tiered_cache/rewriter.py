@@ -1,8 +1,8 @@
 """Rewrites stored segments in the background, in another geometry or order of tokens.
 
-Methods ask for it. `ContiguousKV` and `Impress` lay tokens out by the attention that prompts paid them, `KVDrive` each
-head's chunks in extents, cluster by cluster of the index that it chooses by. Who decodes comes back to a segment at
-each token, and what memory has of one that was replaced goes, so this waits until nobody uses the segment.
+Methods ask for it: `ContiguousKV` and `Impress` lay tokens out by the attention that prompts paid them. Who decodes
+comes back to a segment at each token, and what memory has of one that was replaced goes, so this waits until nobody
+uses it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -18,13 +18,10 @@ from dataclasses import replace
 import torch
 
 from .codecs import coded_provenance
-from .errors import FormatError, IntegrityError, StoreError
+from .errors import IntegrityError, StoreError
 from .geometry import Geometry, block_groups
-from .methods import Method
-from .restore.indexes import KeptIndexes
 from .restore.rankings import KeptRankings
 from .restore.spectral import RANKED_IN_CONTEXT
-from .select.decode_index import DecodeIndex
 from .shape import SegmentShape, TokenTables
 from .store.disk import SegmentStore
 from .store.format import EXACT
@@ -51,19 +48,14 @@ class SegmentRewriter:
     def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:
         self._disk, self._residency, self._rankings = disk, residency, rankings
         self.importance = TokenImportance()
-        self._indexes = KeptIndexes(disk, lambda write: write())
         self._lock = threading.Lock()  # of the next two
         self._users = Counter[str]()  # of segments that are to be laid out when these are gone
-        self._settled: set[str] = set()  # segments that lie in extents, or cannot
         self._due: set[str] = set()  # segments that are to be laid out by importance
         self._thread = ThreadPoolExecutor(1, "hf-tiered-rewriter")
         self._queued: set[Future[None]] = set()
 
-    def relayout(self, segment_id: str, geometry: Geometry, index: type[DecodeIndex] | None = None) -> bool:
+    def relayout(self, segment_id: str, geometry: Geometry) -> bool:
         """Cut a segment in another way; its codec stays.
-
-        Args:
-            index: lays the chunks of each head out by the clusters of its index of this kind, if one is kept.
 
         Returns:
             Whether it was. One that cannot be read, which counts, or that holds a part of its tokens, is left.
@@ -73,16 +65,9 @@ class SegmentRewriter:
             return False
         shape, tables = reader.shape, None
         geometry = replace(geometry, codec=shape.geometry.codec)
-        if not _is_prefix(reader):
-            if shape.tables is not None:  # a passage's ranking stays with it
-                groups = block_groups(shape.layout, geometry)
-                tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
-        elif index is not None and (tables := self._extents(reader, geometry, index)) is None:
-            self._disk.warn(
-                f"no {index.__name__}",
-                "segments of which no index is kept are laid out in the order of their tokens; a request with the "
-                f"method makes it: {segment_id}",
-            )
+        if shape.tables is not None and not _is_prefix(reader):  # a passage's ranking stays with it
+            groups = block_groups(shape.layout, geometry)
+            tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
         return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
@@ -125,35 +110,28 @@ class SegmentRewriter:
 
     def _reorder_soon(self, segment_id: str) -> None:
         with suppress(RuntimeError):  # the store was closed under the request, which goes on
-            self._submit(self.reorder, segment_id)
+            queued = self._thread.submit(self._reorder_quietly, segment_id)
+            self._queued.add(queued)
+            queued.add_done_callback(self._queued.discard)
 
     def begin_use(self, segments: Collection[str]) -> None:
         """A cache begins to choose from these segments: they stay as they are until `end_use`."""
         with self._lock:
             self._users.update(segments)
 
-    def end_use(self, segments: Collection[str], method: Method) -> None:
-        """It does so no more: those that nobody uses are laid out as its method reads them.
-
-        To be called behind the writing of the index that the method has made.
-        """
+    def end_use(self, segments: Collection[str]) -> None:
+        """Lay out those that are due and that nobody uses any more."""
         with self._lock:
             self._users.subtract(segments)
             self._users += Counter()  # without those that nobody uses
-            unused = [name for name in segments if name not in self._users]
-            due = [name for name in unused if name in self._due]
+            due = [name for name in segments if name in self._due and name not in self._users]
             self._due.difference_update(due)
         for segment_id in due:
             self._reorder_soon(segment_id)
-        for segment_id in unused if method.extent_index is not None else ():
-            if segment_id not in self._settled:
-                with suppress(RuntimeError):  # the store was closed
-                    self._submit(self._lay_out_unused, segment_id, method)
 
     def forget(self, segments: Collection[str]) -> None:
         """These are gone: what has their names next is another's work."""
         with self._lock:
-            self._settled.difference_update(segments)
             self._due.difference_update(segments)
 
     def recall(self, readers: Collection[SegmentReader]) -> None:
@@ -189,59 +167,19 @@ class SegmentRewriter:
         """Finish what is under way and drop the rest: it is due again another time."""
         self._thread.shutdown(cancel_futures=True)
 
-    def _submit(self, action: Callable[..., object], segment_id: str, *more: Method) -> None:
-        """Do something to a segment in the background. Raises RuntimeError: the store was closed."""
-        queued = self._thread.submit(self._quietly, action, segment_id, *more)
-        self._queued.add(queued)
-        queued.add_done_callback(self._queued.discard)
-
-    def _quietly(self, action: Callable[..., object], segment_id: str, *more: Method) -> None:
+    def _reorder_quietly(self, segment_id: str) -> None:
         try:
-            action(segment_id, *more)
+            self.reorder(segment_id)
         except (StoreError, OSError) as error:  # nothing is lost: the old form is there, or the new one, or both
             self._disk.warn(f"lay out {type(error).__name__}", f"laying segment {segment_id} out anew failed: {error}")
         except Exception:  # a background job must say what happened to it; nothing is lost
             logger.exception("segment %s was not laid out anew", segment_id)
-
-    def _lay_out_unused(self, segment_id: str, method: Method) -> None:
-        """Lay a segment out in extents, unless it lies in an order of the method's geometry, or is used meanwhile."""
-        reader, index = self._disk.reader(segment_id), method.extent_index
-        if reader is None or index is None or segment_id in self._users or segment_id in self._settled:
-            return
-        shape, geometry = reader.shape, replace(method.geometry, codec=reader.shape.geometry.codec)
-        ordered = shape.geometry == geometry and shape.tables is not None
-        if ordered or not shape.whole or not _is_prefix(reader):
-            self._settle(segment_id)
-        elif (tables := self._extents(reader, geometry, index)) is not None:  # else the next request may make one
-            self._settle(segment_id)
-            try:
-                if _differs(shape, geometry, tables):
-                    self._replace(segment_id, geometry, tables, lambda: segment_id in self._users)
-            except _UsedError:  # it is due again when that is over
-                self.forget([segment_id])
-
-    def _settle(self, segment_id: str) -> None:
-        with self._lock:
-            self._settled.add(segment_id)
-
-    def _extents(self, reader: SegmentReader, geometry: Geometry, index: type[DecodeIndex]) -> TokenTables | None:
-        """The chunks of each head in the order that a segment's kept index gives; None if there is none."""
-        shape = reader.shape
-        try:
-            found = self._indexes.find(reader, index, geometry.chunk_tokens)
-            order = {layer: one.order().numpy() for layer, one in found.items()}
-            groups = block_groups(shape.layout, geometry)
-            return TokenTables.by_chunk(order, geometry.chunk_tokens, groups, shape.tokens) if order else None
-        except (FormatError, LookupError, TypeError, ValueError, RuntimeError) as error:
-            logger.warning("the index of segment %s gives no order: %r", reader.id, error)
-            return None
 
     def _replace(
         self,
         old: str,
         geometry: Geometry,
         tables: TokenTables | None,
-        used: Callable[[], bool] = lambda: False,
         hand_over: bool = False,
     ) -> bool:
         """The new segment is whole on disk, and found by look-ups, before the old one goes.
@@ -249,11 +187,7 @@ class SegmentRewriter:
         What is kept beside the old one is kept beside the new one: it is of the same tokens.
 
         Args:
-            used: asked on the way; when it says so, the new segment is given up.
             hand_over: whether what memory has of the old one goes to the front of the new one.
-
-        Raises:
-            _UsedError: it was given up.
         """
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
         if reader is None or not self._disk.backend.writable:
@@ -264,7 +198,7 @@ class SegmentRewriter:
         handover = Handover(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
         try:
-            if not self._disk.publish(header, prefix_hashes, _unless(used, block_groups)):
+            if not self._disk.publish(header, prefix_hashes, block_groups):
                 return False
         except (IntegrityError, OSError) as error:
             self._disk.report(old, error)
@@ -276,7 +210,6 @@ class SegmentRewriter:
             for kept in beside:
                 self._disk.beside.keep(made, *kept)  # without room it is not kept, which is counted
         self.importance.rename(old, header.id)
-        self._settle(header.id)  # whoever has asked for it
         self._disk.remove([old])
         if handover is not None and made is not None:
             handover.give_to(made)
@@ -286,20 +219,6 @@ class SegmentRewriter:
 def _differs(shape: SegmentShape, geometry: Geometry, tables: TokenTables | None) -> bool:
     """Whether a segment of a shape is to be laid out anew; without tables for another geometry alone."""
     return shape.geometry != geometry or (tables is not None and not tables.same(shape.tables))
-
-
-class _UsedError(Exception):
-    """A segment that is laid out anew is used meanwhile."""
-
-
-def _unless(used: Callable[[], bool], groups: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Block groups, as long as nobody uses the segment. Raises _UsedError."""
-    for blocks in groups:
-        if used():
-            raise _UsedError
-        yield blocks
-    if used():
-        raise _UsedError
 
 
 def _is_prefix(reader: SegmentReader) -> bool:

@@ -111,8 +111,8 @@ class SequenceState:
                 self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
         if plan is None or not self._selects:
             return plan and replace(plan, budget_tokens=None)
-        if plan.budget_tokens and (self.method.extent_index is not None or self.method.reorder):
-            self.store.lay_out_after(plan.groups, self.method)
+        if plan.budget_tokens and self.method.reorder:
+            self.store.lay_out_after(plan.groups)
         return plan
 
     def _finder(self) -> PassageFinder:

@@ -97,41 +97,6 @@ class TokenTables:
         return cls(tables, of_group, importance)
 
     @classmethod
-    def by_chunk(
-        cls, order: Mapping[int, np.ndarray], chunk_tokens: int, groups: Sequence[BlockGroup], tokens: int
-    ) -> TokenTables:
-        """The chunks of each kv head in an order of its own.
-
-        Args:
-            order: by layer int64 `[kv_heads, chunks]`, the chunks side by side.
-            chunk_tokens: tokens of these chunks.
-            groups: the segment's block groups. One of several layers or heads goes by the first of them. Those of a
-                layer without an order, with a window, or of an index stay in order.
-            tokens: of the segment.
-
-        Raises:
-            FormatError: this is no order of its chunks.
-        """
-        inside = np.arange(chunk_tokens)
-        number_of: dict[tuple[int, int], int] = {}  # keys and values may lie apart
-        rows: list[np.ndarray] = []
-        of_group = np.full(len(groups), IN_ORDER, np.uint32)
-        for group in groups:
-            layer, head = group.parts[0].layer, group.parts[0].first_head
-            if group.window or group.identifies or layer not in order or head >= len(order[layer]):
-                continue
-            by_slot = (order[layer][head][:, None] * chunk_tokens + inside).ravel()
-            by_slot = by_slot[by_slot < tokens]  # the last chunk may have fewer
-            if len(by_slot) != tokens or (np.sort(by_slot) != np.arange(tokens)).any():
-                raise FormatError(f"the chunks of layer {layer}, head {head} are in no order")
-            if (by_slot[1:] > by_slot[:-1]).all():
-                continue
-            if (number := number_of.setdefault((layer, head), len(rows))) == len(rows):
-                rows.append(np.argsort(by_slot).astype(np.uint32))
-            of_group[group.index] = number
-        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
-
-    @classmethod
     def by_pairs(
         cls,
         stored_from: Sequence[int],
@@ -259,10 +224,6 @@ class SegmentShape:
         """Whether a block group holds all tokens, one after the other."""
         return self.tables is None or self.tables.of_group[group.index] == IN_ORDER
 
-    def keeps_chunks(self, group: BlockGroup) -> bool:
-        """Whether each block holds consecutive tokens, those from a multiple of the chunk tokens on, in any order."""
-        return self.in_order(group) or bool(self._keeps_chunks[self._table(group)])
-
     def tokens_in(self, group: BlockGroup) -> int:
         """How many tokens a block group holds."""
         return self.tokens if self.in_order(group) else int(self._held_of_table[self._table(group)])
@@ -353,18 +314,6 @@ class SegmentShape:
     def _table(self, group: BlockGroup) -> int:
         assert self.tables is not None
         return int(self.tables.of_group[group.index])
-
-    @cached_property
-    def _keeps_chunks(self) -> np.ndarray:
-        """bool `[tables]`; see `keeps_chunks`."""
-        assert self.tables is not None
-        chunk, slots = self.geometry.chunk_tokens, self.tables.slot_of_token
-        if self.tokens % chunk:
-            return np.zeros(len(slots), bool)
-        by_chunk = slots.reshape(len(slots), -1, chunk)
-        expected = by_chunk[:, :, :1] + np.arange(chunk, dtype=np.uint32)
-        kept = (by_chunk[:, :, 0] % chunk == 0) & (by_chunk == expected).all(axis=2) & (by_chunk[:, :, 0] != NOT_HELD)
-        return kept.all(axis=1)
 
     @cached_property
     def _held_of_table(self) -> np.ndarray:

@@ -192,8 +192,8 @@ class Storage:
             used, self._used = self._used, None
             self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
-    def lay_out_after(self, groups: Iterable[RowGroup], method: Method) -> None:
-        """Lay out the segments that a plan restores from, when nobody holds its groups of rows any more.
+    def lay_out_after(self, groups: Iterable[RowGroup]) -> None:
+        """Leave the segments that a plan restores from as they are as long as anybody holds its groups of rows.
 
         Until then caches choose from these segments, again and again, and blocks of one that was replaced would not
         stay in memory.
@@ -201,7 +201,7 @@ class Storage:
         for group in groups:
             used = frozenset(piece.reader.id for piece in group.pieces)
             self.rewriter.begin_use(used)
-            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used, method))
+            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used))
             over.atexit = False
 
     # --- storing

@@ -485,24 +485,6 @@ def test_lookahead(tmp_path, monkeypatch):
     assert "| 25.00% | 1 |" in (tmp_path / "lookahead-xs.md").read_text()
 
 
-def test_extents(tmp_path, monkeypatch):
-    import extents
-
-    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--contexts", "1", "--steps", "4"]
-    monkeypatch.setattr(sys, "argv", ["extents.py", *options, "--budgets", "0.25", "--out", str(tmp_path)])
-    extents.main()
-    found = json.loads((tmp_path / "extents-xs.json").read_text())["results"]
-    assert found.keys() == {f"{index} 0.25 {layout}" for index in extents.INDEXES for layout in extents.LAYOUTS}
-    for index in extents.INDEXES:
-        every = {layout: found[f"{index} 0.25 {layout}"] for layout in extents.LAYOUTS}
-        mean = {layout: {name: np.mean(values) for name, values in each.items()} for layout, each in every.items()}
-        assert len({mean[layout]["neighbours bytes"] for layout in ("tokens", *extents.ORDERS)}) == 1  # the same blocks
-        assert mean["tokens"]["neighbours reads"] < mean["random"]["neighbours reads"]
-        assert mean["tokens"]["gaps reads"] < mean["tokens"]["neighbours reads"]
-        assert mean["tokens"]["gaps bytes"] > mean["tokens"]["neighbours bytes"]
-    assert "| clusters that are alike |" in (tmp_path / "extents-xs.md").read_text()
-
-
 def test_beside(tmp_path, monkeypatch):
     import beside
 

@@ -7,10 +7,12 @@ import gc
 import logging
 import os
 import struct
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import processes
 import pytest
 import torch
 from families import build, prompt
@@ -498,6 +500,74 @@ def test_a_store_that_cannot_be_written_is_read_as_it_lies(model, tmp_path, monk
             store.flush()
         assert store.stats.dropped_writes == 1  # of a request, its own tokens
         assert "anew" not in caplog.text
+
+
+def has_importance(model, folder, ids):
+    """A store with one segment, in order, of whose tokens the importance is known. Returns it, and an answer."""
+    method = replace(METHOD, reorder=True)
+    with KVStore(folder, engine="posix", host_memory=0) as store:
+        fill(store, model, ids, method)
+        answer, _ = ask(model, store, question(ids), method)
+        (row,) = store.segments()
+    return row.id, answer
+
+
+@pytest.mark.parametrize("step", ["first write", "half", "linked", "index", "removed"])
+def test_kill_9_while_it_is_laid_out_leaves_one_whole_segment(step, model, tmp_path):
+    ids = prompt(400)
+    before, expected = has_importance(model, tmp_path, ids)
+    code = f"""
+import os, signal
+from hf_tiered_cache import KVStore
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+step, writes = {step!r}, 0
+store = KVStore({str(tmp_path)!r}, engine="posix", host_memory=0)
+pwrite, link, rename = os.pwrite, os.link, os.rename
+def writing(fd, data, offset):
+    global writes
+    writes += 1
+    if (step, writes) in (("first write", 1), ("half", 5)): pwrite(fd, bytes(data)[:4096], offset); die()
+    return pwrite(fd, data, offset)
+def after(name, real):
+    def call(*paths, **more):
+        real(*paths, **more)
+        if step == name: die()
+    return call
+os.pwrite, os.link, os.rename = writing, after("linked", link), after("index", rename)
+disk = store._storage.disk
+disk.remove = after("removed", disk.remove)
+store.reorder(progress=False)
+"""
+    done = processes.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == -9, done.stderr
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        there = {path.stem for path in (tmp_path / "segments").iterdir()}
+        assert (before in there) == (step != "removed") and len(there) == (2 if step in ("linked", "index") else 1)
+        assert not store.verify().bad
+        found, cache = ask(model, store, question(ids), METHOD)
+        same(found, expected)
+        assert cache.stats.tokens_restored == 400 and cache.stats.recomputed == 0
+        store.gc()
+        assert not store.verify().bad
+        same(ask(model, store, question(ids), METHOD)[0], expected)
+
+
+@pytest.mark.parametrize("room", [False, True])
+def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
+    ids = prompt(400)
+    before, expected = has_importance(model, tmp_path, ids)
+    nbytes = sum(file.stat().st_size for file in (tmp_path / "segments").iterdir())
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        store.pin([before])
+        used = store._storage.disk.used_bytes()
+    quota = used + (3 * nbytes if room else nbytes // 2)
+    with KVStore(tmp_path, engine="posix", host_memory=0, disk_quota=quota) as store:
+        assert store.reorder(progress=False) == room
+        assert (store.segments()[0].id != before) == room and len(store.segments()) == 1
+        assert store.stats.dropped_writes == (not room)
+        assert store._storage.disk.used_bytes() <= quota
+        assert not store.verify().bad
+        same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
 # --- for each head its own order

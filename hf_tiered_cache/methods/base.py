@@ -19,7 +19,6 @@ from ..restore.observe import CacheObserver, Later
 from ..restore.plan import PlanContext, UnderWay
 from ..restore.selective import PREFETCHED, Prefetched
 from ..select.by_index import WindowSizes
-from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..shape import SegmentShape
 from ..sources import DenseSource, LayerTensors, SelectedSource
@@ -184,11 +183,6 @@ class Method:
     def streams(self, tokens: int) -> bool:
         """Whether so many computed tokens of a prompt attend to all of the prefix, of which the budget's stay."""
         return 0 < self.exact_from <= tokens
-
-    @property
-    def extent_index(self) -> type[DecodeIndex] | None:
-        """The index by whose clusters the chunks of each head should lie on disk; None for the order of the tokens."""
-        return None
 
     @property
     def passages(self) -> str:

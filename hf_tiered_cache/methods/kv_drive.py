@@ -10,8 +10,6 @@ from ..errors import ConfigError
 from ..geometry import HASH_TOKENS, Geometry
 from ..select import DECODE_INDEXES
 from ..select.by_index import ByIndex, WindowSizes
-from ..select.clusters import ClusterIndex
-from ..select.decode_index import DecodeIndex
 from ..select.selector import Selector
 from ..tiers.window import WINDOW_POLICIES
 from .budget import BudgetMethod
@@ -55,10 +53,6 @@ class KVDrive(BudgetMethod):
             changes nothing but the time: layers wait less, and the CPU does more (`bench/lookahead.py`). 0: never.
             (Beyond the paper; the idea is InfiniGen's, Lee et al., OSDI 2024.)
         choose_ahead: whether the predicted queries choose, and the layer's own do not, as in InfiniGen: a baseline.
-        extents: whether segments that were used, and whose index is kept, are cut as this method reads them and laid
-            out so that each head's clusters lie in one piece (Section 7.2): once, in the background, when nobody uses
-            them, or by `store.relayout(method)`. All methods read such segments; those that choose among chunks as
-            they lie choose among these. It saved 2 to 9 % of the reads here, and is written once more for that.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -75,7 +69,6 @@ class KVDrive(BudgetMethod):
     observed: int = 64
     ahead: int = 0
     choose_ahead: bool = False
-    extents: bool = False
 
     rechoose = True
 
@@ -119,11 +112,6 @@ class KVDrive(BudgetMethod):
         cls = type(self)  # windows decide where chunks lie, not which are attended to
         window, sizes, eviction = cls.window, cls.window_sizes, cls.eviction
         return replace(super().as_measured, window=window, window_sizes=sizes, eviction=eviction)
-
-    @property
-    def extent_index(self) -> type[DecodeIndex] | None:
-        kind = DECODE_INDEXES[self.index]
-        return kind if self.extents and self.selects and issubclass(kind, ClusterIndex) else None
 
     def selector(self) -> Selector:
         return self._by_index

@@ -163,7 +163,7 @@ def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int
     alone = len({part.tensor for part in block_group.parts}) == len(block_group.parts) == 2
     heads = {(part.first_head, part.heads) for part in block_group.parts}
     whole = alone and len(heads) == 1 and block_group.parts[0].heads == 1
-    return whole and shape.geometry.chunk_tokens == chunk_tokens and shape.keeps_chunks(block_group)
+    return whole and shape.geometry.chunk_tokens == chunk_tokens and shape.in_order(block_group)
 
 
 def gather_chunks(

@@ -21,7 +21,6 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch.nn.functional import normalize
 
 from .decode_index import (
     DecodeIndex,
@@ -116,27 +115,6 @@ class ClusterIndex(DecodeIndex):
     def has_empty(self) -> bool:
         """Whether a cluster has none."""
         return int(self.sizes.min()) == 0
-
-    def order(self) -> torch.Tensor:
-        """Cluster after cluster, each followed by that of the others whose centroid is most like its own.
-
-        What a query wants beside a cluster is rather in one that is alike than in the next by position.
-        """
-        sizes = self.starts.diff(dim=1).long()  # [kv_heads, clusters]
-        directions = self.centroids.float()
-        directions = normalize(directions - directions.mean(1, keepdim=True), dim=-1)
-        heads, clusters = sizes.shape
-        every = torch.arange(heads, device=self.device)
-        out = torch.zeros(heads, clusters, dtype=torch.bool, device=self.device)  # those that have their place
-        rank = sizes.new_empty(heads, clusters)  # the place of each cluster
-        at = sizes.new_zeros(heads)
-        for place in range(clusters):
-            rank[every, at], out[every, at] = place, True
-            likeness = torch.bmm(directions, directions[every, at][:, :, None])[..., 0]
-            at = likeness.masked_fill_(out, -torch.inf).argmax(1)
-        of_slot = torch.arange(clusters, device=self.device).expand(heads, -1).reshape(-1)
-        of_slot = of_slot.repeat_interleave(sizes.flatten()).view(heads, -1)  # the cluster of each of `chunk_order`
-        return self.chunk_order.gather(1, rank.gather(1, of_slot).argsort(dim=1, stable=True)).long()
 
     @classmethod
     def rank_together(

@@ -69,15 +69,6 @@ class DecodeIndex(ABC):
         """The index of so many tokens from `first` on, of a kind that is `divisible`."""
         raise TypeError(f"{type(self).__name__} is of all its tokens together")
 
-    def order(self) -> torch.Tensor:
-        """The chunks as they should lie on disk, those often wanted together side by side: int64 `[kv_heads, chunks]`.
-
-        By position, where an index knows nothing better.
-        """
-        heads = next(iter(self.tensors().values())).shape[0]
-        device = next(iter(self.tensors().values())).device
-        return torch.arange(self.chunks, device=device).expand(heads, -1)
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """What to store beside the segment, by name: all begin with a dimension of kv heads."""
         every = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
