@@ -570,6 +570,32 @@ def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
         same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
+def test_a_request_keeps_the_indexes_that_it_began_with(model, tmp_path, monkeypatch):
+    """Its segment is laid out anew between two of its layers: no keys are read to make an index again."""
+    ids, method = prompt(400), ContiguousKV(0.25, rechoose=False)
+    with KVStore(tmp_path, engine="posix", policy=method.policy) as store:
+        fill(store, model, ids, method)
+        for seed in (1, 2):
+            ask(model, store, question(ids, seed=seed), method)
+            store.flush()
+        (before,) = store.segments()
+        rewriter, moved = store._storage.rewriter, []
+        mass = rewriter.importance.of(before.id)
+        rewriter.importance.forget([before.id])
+        rewriter.importance.load(before.id, np.random.default_rng(0).random(mass.shape).astype(mass.dtype), 2)
+
+        def choose(self, asked, real=TopChunks.choose):
+            if not moved:
+                moved.append(store.reorder(progress=False))
+            return real(self, asked)
+
+        monkeypatch.setattr(TopChunks, "choose", choose)
+        _, cache = ask(model, store, question(ids, seed=3), method)
+        assert moved == [1] and before.id not in {row.id for row in store.segments()}
+        assert cache.stats.tokens_restored == 400
+        assert cache.stats.brought_identifying == 0
+
+
 # --- for each head its own order
 
 

@@ -83,6 +83,8 @@ class RowIndexes:
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._kept = fetcher, rows, kept
+        # held from the beginning: where a segment is laid out anew meanwhile, its indexes go to the new one
+        self._held = {reader: self._in_memory(reader) for row in rows for reader in {p.reader for p in row.pieces()}}
         self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # what was kept of whole segments, by layer
         self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all that there is of these
         self._made: set[SegmentReader] = set()
@@ -202,7 +204,7 @@ class RowIndexes:
         with self._fetcher.collector.timing("index_seconds"):
             index = self._kind.build(keys, self.chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
-            self._fetcher.residency.resident.admit(self._owner(piece, layer), index)
+            self._fetcher.residency.resident.admit(self._owner(piece.reader, layer), index)
             self._of_segment.setdefault(piece.reader, {})[layer] = index
             self._made.add(piece.reader)
         return index
@@ -213,17 +215,26 @@ class RowIndexes:
         if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
         resident = self._fetcher.residency.resident
-        found = resident.get(self._owner(piece, layer), device)
+        found = self._held[reader].get(layer)
+        if found is None:
+            found = resident.get(self._owner(reader, layer), device)
         if found is None:
             if reader not in self._of_file:
                 self._of_file[reader] = self._read(reader)
             if (kept := self._of_file[reader].get(layer)) is not None:
                 found = kept.to(device)
-                resident.admit(self._owner(piece, layer), found)
+                resident.admit(self._owner(reader, layer), found)
         if found is None:
             return None
         self._of_segment.setdefault(reader, {})[layer] = found
         return self._part(row, piece, found)
+
+    def _in_memory(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
+        """Return what memory has of a segment, by layer."""
+        resident, device_of = self._fetcher.residency.resident, self._fetcher.device_of
+        layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
+        found = {layer: resident.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
+        return {layer: index for layer, index in found.items() if index is not None}
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
         """What was kept of a segment, by layer: read at once, and waited for."""
@@ -234,8 +245,8 @@ class RowIndexes:
         collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
         return found
 
-    def _owner(self, piece: SegmentSlice, layer: int) -> tuple[str, int, int, str]:
-        return piece.reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
+    def _owner(self, reader: SegmentReader, layer: int) -> tuple[str, int, int, str]:
+        return reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
 
 
 def _count(row: RowPrefix, piece: SegmentSlice) -> int:
