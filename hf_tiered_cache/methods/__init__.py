@@ -90,7 +90,7 @@ def make_method(method: Method | str | None) -> Method:
             raise ConfigError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
         try:
             chosen[key] = _read(value, known[key])
-        except ValueError:
+        except (KeyError, ValueError):
             raise ConfigError(f"{key} of {name} is of type {known[key].type}, not {value!r}") from None
     return make(**chosen)
 
@@ -112,7 +112,5 @@ def _read(text: str, option: Field) -> Any:
     if repr(text) in said.replace('"', "'"):  # one of a few words
         return text
     if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise ValueError
-        return text.lower() == "true"
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     return kind(text)
