@@ -86,8 +86,8 @@ def calibrate(
 
     With --quality it measures what methods within a budget lose on your own text: how far predictions are from those
     with all KV (KL divergence in nats), at six budgets, beside the bytes that these bring. From then on
-    ContiguousKV(quality=0.02) takes the least budget that lost no more than 0.02 in the mean, and in 95 % of the
-    questions no more than twice that; any other target can be named as well.
+    ContiguousKV(quality=0.02) takes the least budget that lost no more than a quarter of 0.02 in the mean, and in 95 %
+    of the questions no more than half of it, so that text of another kind keeps the target, too. Name any target.
     """
     parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)

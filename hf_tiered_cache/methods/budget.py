@@ -24,9 +24,9 @@ class BudgetMethod(Method):
 
     Args:
         budget: this share, in (0, 1]. At 1 the output is the exact method's.
-        quality: KL divergence from full KV, in nats, that a prompt may lose in the mean: the least budget that kept it
-            when `store.calibrate_quality` measured this model takes the place of `budget`, or 1 if none did. Where
-            nothing was measured it is a half.
+        quality: KL divergence from full KV, in nats, that a prompt may lose in the mean: the least budget that lost a
+            quarter of it when `store.calibrate_quality` measured this model takes the place of `budget`, or 1 if none
+            did; other text loses more than what was measured. Where nothing was measured it is a half.
     """
 
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
