@@ -111,7 +111,7 @@ eval-real: $(FOR_DEV)
 		$(EVAL_REAL) --model $$model --methods $(REAL_METHODS) --budgets 0.05,0.1,0.25 --tasks sst2,rte,squad --limit 48 \
 			--out $(RESULTS)/real-$$model && \
 		$(BIN)/python -m eval.report $(RESULTS)/real-$$model && \
-		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1 --tasks text --limit 16 \
+		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1,0.25 --tasks text --limit 16 \
 			--out $(RESULTS)/real-text-$$model && \
 		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model && \
 		$(EVAL_REAL) --model $$model --methods $(PASSAGES) --ratios 0.15 --tasks hotpotqa --limit 24 --max-length 2048 \

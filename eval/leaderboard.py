@@ -26,6 +26,8 @@ this page.
 - *KV read, %*: of the KV of the stored prefix, what came for the first token, with what choices were made from; an
   index that stays in memory stands apart. *computed, %*: of the tokens of stored passages, what was computed anew, the
   question's own pass included.
+- Of running text, these figures are means over 32 tokens that follow, fed one by one, and the KV read is all that came
+  for them, so methods that choose again at each token are compared with those that choose once.
 - Each method has its defaults, unless its name says otherwise; `.paper` has its paper's settings.
 """
 
@@ -57,25 +59,33 @@ def page(folders: list[Path], out: Path) -> str:
 
 def _table(rows: list[Row]) -> str:
     """Return a table: at each share the methods by divergence."""
-    computes = any("compute" in row for row in rows)
     scored = len({row["metric"] for row in rows}) == 1
-    came = "computed, %" if computes else "KV read, %"
-    headings = ["share", "method", "same token, %", "KL, nats", came]
+    same, far, came, heading = _figures_of(rows)
+    headings = ["share", "method", "same token, %", "KL, nats", heading]
     if any(_mean(row, "index") for row in rows):
         headings.append("index, %")
     if scored:
         headings.append(metric_label(rows[0]["metric"]))
     lines = [f"| {' | '.join(headings)} |", "| ---: | --- |" + " ---: |" * (len(headings) - 2)]
-    for row in sorted(rows, key=lambda row: (row["budget"] or 0, _mean(row, "kl") or 0)):
+    for row in sorted(rows, key=lambda row: (row["budget"] or 0, _mean(row, far) or 0)):
         share = "" if row["budget"] is None else f"{row['budget']:.0%}"
-        cells = [share, f"`{method_of(row)}`", _figure(row, "top1", ".0f"), _figure(row, "kl", ".2g")]
-        cells.append(_figure(row, "compute" if computes else "brought", ".1f"))
+        cells = [share, f"`{method_of(row)}`", _figure(row, same, ".0f"), _figure(row, far, ".2g")]
+        cells.append(_figure(row, came, ".1f"))
         if "index, %" in headings:
             cells.append(_figure(row, "index", ".1f"))
         if scored:
             cells.append(_figure(row, "score", ".1f"))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _figures_of(rows: list[Row]) -> tuple[str, str, str, str]:
+    """Return the names of agreement, divergence and what came for them, and the heading of the last."""
+    if any("compute" in row for row in rows):
+        return "top1", "kl", "compute", "computed, %"
+    if any("answer_kl" in row and row["metric"] == "perplexity" for row in rows):
+        return "answer_top1", "answer_kl", "answered", "KV read, %"
+    return "top1", "kl", "brought", "KV read, %"
 
 
 def _mean(row: Row, name: str) -> float | None:

@@ -129,7 +129,7 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
     for of_each in found.values():
         if len(of_each) == len(tasks):
             mean = {name: of_each[0][name] for name in ("variant", "metric", "budget")}
-            for name in ("score", "top1", "kl", "index", *_MEASURED):
+            for name in ("score", "top1", "kl", "answer_top1", "answer_kl", "answered", "index", *_MEASURED):
                 if all(row.get(name) for row in of_each):
                     middle = fmean(row[name]["mean"] for row in of_each)
                     mean[name] = {"mean": middle, "low": middle, "high": middle}
