@@ -1,1 +1,1 @@
-"""What methods cost in accuracy, measured."""
+"""Evaluation of the accuracy cost of methods."""

@@ -1,4 +1,4 @@
-"""Rows of the evaluation sets, loaded by `datasets`: from the hub, or from a folder in the same schema."""
+"""Rows of the evaluation data sets, loaded by `datasets` from the hub or from a folder with the same schema."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SUFFIXES = (".jsonl.gz", ".jsonl", ".json.gz", ".json")
 
 @dataclass(frozen=True)
 class HubSource:
-    """Where a set lies on the hub.
+    """Location of a data set on the hub.
 
     Args:
-        repository: its name there.
-        config: of the set's configurations, the one meant.
-        files: for a repository that is no set by itself: a path into it, with `{split}`.
+        repository: repository name.
+        config: configuration name of the data set, or None.
+        files: path of the data files, with `{split}`, if the repository cannot be loaded as a data set.
     """
 
     repository: str
@@ -44,25 +44,25 @@ HUB: dict[str, HubSource] = {
     "subj": HubSource("SetFit/subj"),
     "trec": HubSource("CogComp/trec"),
 }
-"""Each set under the name of its folder in `--data`. Others (sharegpt, ruler's words) have no one home on the hub."""
+"""Hub source of each data set, by folder name in `--data`. Other sets (sharegpt, ruler's words) are not on the hub."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where rows come from.
+    """Source of rows: a local folder or the hub.
 
     Args:
-        folder: holds `<set>/<split>.jsonl.gz` (or .jsonl, .json); None takes the hub.
+        folder: folder with `<set>/<split>.jsonl.gz` (or .jsonl, .json) files; None for the hub.
     """
 
     folder: Path | None = None
     _loaded: dict[tuple[str, str], Any] = field(default_factory=dict, repr=False, compare=False)
 
     def rows(self, name: str, split: str, columns: Iterable[str]) -> Any:
-        """The rows of one split, indexable, each a dict that has `columns`.
+        """Return the rows of one split, indexable, each a dict with at least `columns`.
 
         Raises:
-            EvalError: there is no such set, or a column is missing.
+            EvalError: the set cannot be loaded, or a column is missing.
         """
         key = (name, split)
         if key not in self._loaded:
@@ -76,7 +76,7 @@ class Data:
         return rows
 
     def has(self, name: str, split: str) -> bool:
-        """Whether rows of this split can be asked for (on the hub: whether a home is known)."""
+        """Return whether this split is available (on the hub: whether `HUB` has a source for the set)."""
         return name in HUB if self.folder is None else _local(self.folder, name, split) is not None
 
 
@@ -108,7 +108,7 @@ def _load(name: str, split: str, folder: Path | None) -> Any:
             return datasets.load_dataset("json", data_files=source.files.format(split=split), split="train")
         try:
             return datasets.load_dataset(source.repository, source.config, split=split)
-        except RuntimeError:  # a set that is a script: the hub keeps a converted copy
+        except RuntimeError:  # the data set is a script: load the converted copy on the hub
             return datasets.load_dataset(source.repository, source.config, split=split, revision="refs/convert/parquet")
     except Exception as error:
         raise EvalError(

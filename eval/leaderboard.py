@@ -1,4 +1,4 @@
-"""One page of all methods on pretrained models, from the results of several runs of `eval.run`.
+"""Page that compares all methods on pretrained models, from the results of several runs of `eval.run`.
 
 python -m eval.leaderboard eval/results/real-* --out docs/leaderboard.md
 """
@@ -36,11 +36,11 @@ def page(folders: list[Path], out: Path) -> str:
     """Return the Markdown page.
 
     Args:
-        folders: of runs.
-        out: where the page is going to lie; links are relative to its folder.
+        folders: output folders of the runs.
+        out: path of the page; links are relative to its folder.
 
     Raises:
-        EvalError: a folder holds no run.
+        EvalError: a folder contains no results of a run.
     """
     parts = [_INTRODUCTION]
     for folder in folders:
@@ -58,7 +58,7 @@ def page(folders: list[Path], out: Path) -> str:
 
 
 def _table(rows: list[Row]) -> str:
-    """Return a table: at each share the methods by divergence."""
+    """Return a Markdown table, sorted by share, then by divergence."""
     scored = len({row["metric"] for row in rows}) == 1
     same, far, came, heading = _figures_of(rows)
     headings = ["share", "method", "same token, %", "KL, nats", heading]
@@ -80,7 +80,7 @@ def _table(rows: list[Row]) -> str:
 
 
 def _figures_of(rows: list[Row]) -> tuple[str, str, str, str]:
-    """Return the names of agreement, divergence and what came for them, and the heading of the last."""
+    """Return the names of the agreement, divergence and cost figures, and the heading of the cost column."""
     if any("compute" in row for row in rows):
         return "top1", "kl", "compute", "computed, %"
     if any("answer_kl" in row and row["metric"] == "perplexity" for row in rows):
@@ -102,7 +102,7 @@ def main(
     folders: Annotated[list[Path], typer.Argument(help="The --out of each run of eval.run.")],
     out: Annotated[Path, typer.Option(help="The page.")] = Path("docs/leaderboard.md"),
 ) -> None:
-    """Write one page of several runs."""
+    """Write one page that compares several runs."""
     try:
         text = page(folders, out)
     except EvalError as error:

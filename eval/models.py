@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True)
 class RealModel:
-    """A pretrained model and its two sources.
+    """Pretrained model and its two sources.
 
     Args:
         name: short name.
@@ -47,13 +47,13 @@ class RealModel:
 
     @property
     def packages(self) -> GgufPackages:
-        """Source of the model where the hub does not answer."""
+        """Source of the model if the hub does not answer."""
         about = {"model": self.hub_id, "licence": self.licence}
         return GgufPackages(self.name, self.requirements, self.gguf_sha256, about)
 
 
 def _numbered(package: str, count: int, version: str) -> tuple[str, ...]:
-    """Return the requirements of packages that are numbered from 1."""
+    """Return the requirements of `count` packages, numbered from 1."""
     return tuple(f"{package}{number}=={version}" for number in range(1, count + 1))
 
 
@@ -91,7 +91,7 @@ MODELS: dict[str, RealModel] = {model.name: model for model in _TABLE}
 
 
 def resolve(name: str) -> str:
-    """Return what `from_pretrained` takes: the folder of a short name, any other name or folder unchanged.
+    """Return the argument for `from_pretrained`: the folder of a short name, any other name or folder unchanged.
 
     Raises:
         EvalError: the model of a short name is not available.
@@ -114,7 +114,7 @@ def folder_of(name: str) -> Path:
 
 
 def cached_folder(name: str) -> Path | None:
-    """Return the folder of a model that is already on this machine, or None. Nothing is downloaded."""
+    """Return the folder of a model if it is already on this machine, else None. Nothing is downloaded."""
     model = _model_of(name)
     return _hub_folder(model, online=False) or model.packages.cached()
 
@@ -124,7 +124,7 @@ def load(name: str, dtype: Any = "auto") -> tuple[Any, Any]:
 
     Args:
         name: a short name, a name on the hub, or a folder.
-        dtype: as in `from_pretrained`.
+        dtype: data type of the weights, as in `from_pretrained`.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
@@ -137,14 +137,14 @@ def load(name: str, dtype: Any = "auto") -> tuple[Any, Any]:
 
 
 def revision_of(name: str) -> dict[str, str]:
-    """Return what identifies the weights of a model, for the records of results.
+    """Return the identity of a model's weights, to be recorded with results.
 
     Args:
         name: a short name, a name on the hub, or a folder.
 
     Returns:
-        `source` ("hub", "packages" or "folder"), and as far as they are known `hub_id`, `revision` (a commit on the
-        hub), `sha256` of the weights, and `gguf_sha256` of the GGUF file that the weights were converted from.
+        `source` ("hub", "packages" or "folder") and, if known, `hub_id`, `revision` (commit on the hub), `sha256` of
+        the weights, and `gguf_sha256` of the GGUF file that the weights were converted from.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -170,7 +170,7 @@ def _model_of(name: str) -> RealModel:
 
 
 def _hub_folder(model: RealModel, online: bool) -> Path | None:
-    """Return the snapshot of a model in the hub's cache, downloading it if `online`; None if there is none."""
+    """Return the snapshot folder of a model in the hub's cache, or None. Download the snapshot if `online`."""
     from huggingface_hub import snapshot_download
 
     try:

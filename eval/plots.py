@@ -1,4 +1,4 @@
-"""Plots of metrics against shares, or what was read, and times, in which curves that coincide can be told apart."""
+"""Plots of metrics against shares (or measured reads) and times. Styles keep coinciding curves distinguishable."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .runner import FULL
 Row = dict[str, Any]
 
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F4F24", "#999999")
-_MARKERS = "osD^vPX*<"  # one more than colors, so that pairs do not repeat soon
+_MARKERS = "osD^vPX*<"  # one more than colors, so that pairs repeat late
 _LINES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (6, 1.5, 1, 1.5)))
 _DODGE = 1.045
-"""By which factor points of neighbouring methods at one share stand apart."""
+"""Factor between the x positions of neighbouring methods at the same share."""
 _IN_WORDS = {"qa_f1": "F1", "qa_f1_zh": "F1", "rouge_l": "ROUGE-L", "rouge_l_zh": "ROUGE-L"}
 _PANELS_A_ROW = 4
 _SHARE = "share attended to or computed anew"
@@ -27,7 +27,7 @@ _MEASURED = {
     "brought": "KV read for the first token, measured",
     "answered": "KV read for the answer, measured",
 }
-"""What methods with a share are drawn against, where it was measured for all of them."""
+"""X-axis labels of measured figures, which replace the share if all methods with a share have them."""
 _TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LINEAR_BELOW = 1e-4
 _LABELS = {"kl": "KL to full KV, nats", "top1": "first token as full KV's, %"}
@@ -35,7 +35,7 @@ _LABELS = {"kl": "KL to full KV, nats", "top1": "first token as full KV's, %"}
 
 @dataclass(frozen=True)
 class Style:
-    """How a method looks, in all plots of a report; `place` is where it stands among `of` methods with shares."""
+    """Appearance of a method in all plots of a report. `place` is its index among the `of` methods with shares."""
 
     color: str = "black"
     marker: str = "o"
@@ -48,17 +48,17 @@ class Style:
 
 
 def method_of(row: Row) -> str:
-    """The method of a variant, without its share."""
+    """Return the method name of a variant, without its share."""
     return str(row["variant"]).split("@")[0]
 
 
 def metric_label(metric: str) -> str:
-    """A metric as an axis names it."""
+    """Return the axis label of a metric."""
     return _IN_WORDS.get(metric, metric.replace("_", " ")) + ("" if metric == "perplexity" else ", %")
 
 
 def styles_of(rows: list[Row]) -> dict[str, Style]:
-    """A style for each method; full KV is a black line."""
+    """Return a style for each method; full KV is a black line."""
     curves = sorted({method_of(row) for row in rows if row["budget"] is not None})
     levels = sorted({method_of(row) for row in rows} - {FULL, *curves})
     styles = {FULL: Style(marker="*")}
@@ -70,9 +70,7 @@ def styles_of(rows: list[Row]) -> dict[str, Style]:
 
 
 def draw_task(task: str, rows: list[Row], styles: dict[str, Style]) -> Figure:
-    """One task: its metric and how first tokens differ against the share, or what was measured of it, and its metric
-    against the time to the first token.
-    """
+    """Plot one task: metric and first-token divergence against the share (or its measurement), metric against TTFT."""
     figures = _figures(rows)
     figure = Figure(figsize=(4.3 * (len(figures) + 1), 4.4), layout="constrained")
     *panels, times = figure.subplots(1, len(figures) + 1)
@@ -86,7 +84,7 @@ def draw_task(task: str, rows: list[Row], styles: dict[str, Style]) -> Figure:
 
 
 def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figure:
-    """All tasks side by side, and their mean where one metric serves them all; the metric above, first tokens below."""
+    """Plot all tasks side by side, metrics above first-token figures. Add their mean if all have the same metric."""
     panels = dict(tasks)
     if len({row["metric"] for rows in tasks.values() for row in rows}) == 1:
         panels[f"mean of {len(tasks)} tasks"] = mean_over(tasks)
@@ -102,7 +100,7 @@ def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figu
         under = [_MEASURED.get(_measured(rows, up), _SHARE) for up in figures]
         for place, (axes, up) in enumerate(zip(panel, figures, strict=True)):
             _against_share(axes, rows, up, styles)
-            if under[place] not in under[place + 1 :]:  # the lowest of those with one
+            if under[place] not in under[place + 1 :]:  # only below the lowest panel with this label
                 axes.set_xlabel(under[place], fontsize="small")
             if column and (place or rows[0]["metric"] == list(panels.values())[number - 1][0]["metric"]):
                 axes.set_ylabel("")
@@ -120,7 +118,7 @@ def draw_overview(tasks: dict[str, list[Row]], styles: dict[str, Style]) -> Figu
 
 
 def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
-    """The mean of what every task has, variant by variant; without intervals."""
+    """Return the mean over tasks of each variant that all tasks have. Intervals have zero width."""
     found: dict[str, list[Row]] = {}
     for rows in tasks.values():
         for row in rows:
@@ -138,7 +136,7 @@ def mean_over(tasks: dict[str, list[Row]]) -> list[Row]:
 
 
 def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style]) -> None:
-    """A curve for each method over its shares, or what was measured of them; a level for one that has none."""
+    """Draw a curve of each method over its shares (or measured figures); a horizontal line for one without shares."""
     measured, at = _measured(rows, up), list[float]()
     for name, found in _by_method(rows, up, styles):
         style, means = styles[name], [row[up]["mean"] for row in found]
@@ -173,12 +171,12 @@ def _against_share(axes: Axes, rows: list[Row], up: str, styles: dict[str, Style
 
 
 def _figures(rows: list[Row]) -> tuple[str, ...]:
-    """What is drawn against shares; first tokens, too, where these are measured in bytes."""
+    """Return the figures to plot against shares. `top1` is included if KV reads for the first token were measured."""
     return ("score", "top1", "kl") if _measured(rows, "top1") == "brought" else ("score", "kl")
 
 
 def _measured(rows: list[Row], up: str) -> str:
-    """What figure `up` of methods with a share is drawn against, if that was measured for all of them, or ""."""
+    """Return the measured x-axis figure for `up` if all rows with a share have it, else ""."""
     budgeted = [row for row in rows if row["budget"] is not None]
     for name in ("compute", "answered" if up == "score" else "brought"):
         if budgeted and all(name in row for row in budgeted):
@@ -218,7 +216,7 @@ def _curve(
 
 
 def _by_method(rows: list[Row], up: str, styles: dict[str, Style]) -> list[tuple[str, list[Row]]]:
-    """The rows of each method that have this figure, by their shares."""
+    """Return the rows of each method that have figure `up`, sorted by share."""
     found = {
         name: sorted((r for r in rows if method_of(r) == name and r.get(up)), key=lambda r: r["budget"] or 0)
         for name in styles
@@ -227,7 +225,7 @@ def _by_method(rows: list[Row], up: str, styles: dict[str, Style]) -> list[tuple
 
 
 def _around(rows: list[Row], name: str) -> list[list[float]]:
-    """Distances from the mean to the ends of the interval: `[2, rows]`."""
+    """Return the distances from the mean to the ends of the interval, `[2, rows]`."""
     values = [row[name] for row in rows]
     return [[max(0.0, v["mean"] - v["low"]) for v in values], [max(0.0, v["high"] - v["mean"]) for v in values]]
 

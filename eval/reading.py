@@ -1,4 +1,4 @@
-"""What came of a prefix's KV for one answer, from whichever tier."""
+"""Share of a prefix's KV that was read for one answer, from any tier."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from hf_tiered_cache import RequestStats
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes in percent of what all KV of the stored prefix takes in blocks, in which padding counts as it does here.
+    """Bytes read, in percent of all blocks with KV of the stored prefix. Padding of blocks counts in both.
 
     Args:
-        read: of blocks that hold something that the prompt attends to, whole, whatever of them it is.
-        identified: of blocks that the prompt's choices were made from, and that hold nothing of what was chosen.
-        guessed: of blocks that came for a choice that fell otherwise.
-        brought: these three together.
-        answered: all that came until the answer was there.
-        per_token: all that came for a generated token, a mean over these; None if none was, but the first.
-        index: of the index in memory that was chosen by, in percent of the KV itself; no part of `brought`.
+        read: blocks with at least one token that the prompt attends to, counted in full.
+        identified: blocks that were read only to select tokens, without any selected token.
+        guessed: blocks that were fetched for a wrong speculation.
+        brought: sum of `read`, `identified` and `guessed`.
+        answered: all blocks that were read until the answer was complete.
+        per_token: mean over the answer tokens after the first; None if there are none.
+        index: size of the index in memory that selections used, in percent of the KV without padding; not part of
+            `brought`.
     """
 
     read: float
@@ -31,14 +32,14 @@ class Reading:
 
 
 def reading_of(whole: int, kv: int, prompt: RequestStats, answered: RequestStats, tokens: int) -> Reading:
-    """What was counted, as shares.
+    """Convert byte counts of one request into percentages.
 
     Args:
-        whole: bytes that all KV of the prefix takes in blocks.
-        kv: its own, without padding.
-        prompt: when the first new token was there.
-        answered: when the answer was there.
-        tokens: of the answer that a pass of their own gave.
+        whole: bytes of all blocks with KV of the prefix.
+        kv: bytes of the KV of the prefix, without padding.
+        prompt: statistics at the first new token.
+        answered: statistics at the end of the answer.
+        tokens: number of forward passes after that of the prompt, one per answer token.
     """
 
     def share(nbytes: float) -> float:

@@ -1,4 +1,4 @@
-"""Plots and a page from the results of `eval.run`.
+"""Plots and a Markdown page from the results of `eval.run`.
 
 python -m eval.report results/
 """
@@ -20,7 +20,7 @@ from .runner import FULL
 
 @dataclass(frozen=True)
 class _Column:
-    """A figure of a table."""
+    """Column of a results table."""
 
     heading: str
     name: str
@@ -28,11 +28,11 @@ class _Column:
     unit: float = 1
     interval: bool = False
     zeros: bool = True
-    """Whether it stands there also where it is 0 in all rows."""
+    """Whether to show the column if it is 0 in all rows."""
 
 
 _COLUMNS = (
-    _Column("", "score", ".1f", interval=True),  # headed by the metric's name
+    _Column("", "score", ".1f", interval=True),  # the heading is the name of the metric
     _Column("top-1, %", "top1", ".1f", interval=True),
     _Column("KL, nats", "kl", ".2g", interval=True),
     _Column("answer's top-1, %", "answer_top1", ".1f", interval=True),
@@ -58,9 +58,10 @@ _READ = (
 
 
 def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
-    """A run's configuration, and its metrics by task: those that `eval.run` left, or a report before.
+    """Read the configuration of a run, and its metrics by task as written by `eval.run` or an earlier report.
 
-    Raises EvalError if there is no run.
+    Raises:
+        EvalError: the folder contains no run, or no metrics yet.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -78,7 +79,7 @@ def read(folder: Path) -> tuple[dict[str, Any], dict[str, list[Row]]]:
 
 
 def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
-    """The Markdown page."""
+    """Return the Markdown page."""
     notes = ""
     if any("compute" in row for rows in tasks.values() for row in rows):
         notes = (
@@ -113,7 +114,7 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
 
 
 def _columns_of(rows: list[Row]) -> Iterator[_Column]:
-    """Those that have something to say of some row."""
+    """Yield the columns that at least one row has. A column of zeros is omitted unless it has `zeros`."""
     for column in _COLUMNS:
         means = [row[column.name]["mean"] for row in rows if row.get(column.name)]
         if any(means) or (means and column.zeros):
@@ -129,7 +130,7 @@ def _cell(row: Row, column: _Column) -> str:
 
 
 def main(folder: Annotated[Path, typer.Argument(help="The --out of eval.run.")]) -> None:
-    """Draw metrics and divergence against shares, metrics against TTFT; write README.md and metrics.json beside."""
+    """Plot metrics and divergence against shares, metrics against TTFT; write README.md and metrics.json."""
     try:
         config, tasks = read(folder)
     except EvalError as error:

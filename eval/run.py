@@ -1,4 +1,4 @@
-"""Evaluate methods on tasks: what does restoring KV cost in accuracy?
+"""Evaluate methods on tasks, to measure the accuracy cost of restoring KV.
 
 python -m eval.run --model Qwen/Qwen2.5-7B-Instruct --tasks sst2,rte,longbench_qasper --methods exact --out results/
 python -m eval.run --list
@@ -103,8 +103,8 @@ def main(
         if half is not None:
             examples = {task: some[half::2] for task, some in examples.items()}
         for task, some in examples.items():
-            encode(some[0], task, tokenizer, length, chat)  # what cannot be encoded is said before anything is written
-        loaded = _load(source, dtype, device)  # last: data that is missing is said at once, however large the model
+            encode(some[0], task, tokenizer, length, chat)  # report encoding errors before any output is written
+        loaded = _load(source, dtype, device)  # load the model last, so that missing data is reported at once
         config = {
             "model": model,
             "weights": revision_of(model),
@@ -156,7 +156,7 @@ def _cannot_be_loaded(name: str) -> Iterator[None]:
 
 
 def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
-    """LongBench tasks with the templates of a file."""
+    """Return the tasks, with the LongBench templates of a file."""
     try:
         templates = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -171,7 +171,11 @@ def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
 
 
 def _begin(out: Path, config: dict[str, Any]) -> None:
-    """Write what is going to be run, before it is; go on only with the same."""
+    """Write configuration and package versions to the results folder, before the run starts.
+
+    Raises:
+        EvalError: the folder holds a run with another configuration (apart from tasks, variants and limit).
+    """
     path = out / "config.json"
     if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -203,7 +207,7 @@ def _show_all() -> None:
 
 
 def _show(results: dict[str, dict[str, Any]]) -> None:
-    """A table for each task, of at most 80 columns."""
+    """Print a table for each task, at most 80 characters wide."""
     console = Console()
     for task, variants in results.items():
         first = next(iter(variants.values()))
@@ -213,7 +217,7 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
         for heading in ("share", metric_label(first["metric"]), "top-1, %", "KL, nats", "TTFT, s"):
             table.add_column(heading, justify="right", no_wrap=True)
         for method, rows in itertools.groupby(variants.values(), key=method_of):
-            # what does not fit into one line of the method's column goes on beside its next share
+            # a long method name continues in the rows of its next shares
             for name, row in itertools.zip_longest(_in_lines(method), rows):
                 table.add_row(name, *(() if row is None else _cells(row)))
         console.print(table)
@@ -233,7 +237,7 @@ _NAME_WIDTH = 25
 
 
 def _in_lines(method: str) -> list[str]:
-    """A method with its options, a new line before one that would make it too long."""
+    """Split a method name before options that would exceed `_NAME_WIDTH` characters per line."""
     first, *options = method.split(":")
     lines = [first]
     for option in options:

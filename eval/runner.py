@@ -1,4 +1,4 @@
-"""One evaluation: every example under every variant of every method, written line by line, and resumed where it was."""
+"""Evaluation run: answer every example with every variant of every method. Interrupted runs can be resumed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .subject import Answer, Subject, likelihoods
 from .tasks import Example, Task
 
 FULL = "full"
-"""The variant that computes everything with a `DynamicCache`; the others are compared with it."""
+"""Name of the reference variant, which computes everything with a `DynamicCache`."""
 
 _FIGURES = (
     *(
@@ -50,10 +50,12 @@ _FIGURES = (
 
 @dataclass(frozen=True)
 class Variant:
-    """A method with a budget, if it has one.
+    """Method to evaluate, with one of its shares if it has such an option.
 
     Args:
-        method: None for full KV.
+        name: method with its options, and `@share` if there is one; `FULL` for full KV.
+        method: the method; None for full KV.
+        budget: share of tokens to attend to or to recompute, or None.
     """
 
     name: str
@@ -62,17 +64,21 @@ class Variant:
 
     @property
     def folder(self) -> str:
-        """A name for files."""
+        """Name for folders and files."""
         return self.name.replace(":", "-")
 
 
 def find_variants(methods: str, budgets: str = "", ratios: str = "") -> list[Variant]:
-    """Full KV, and every method of a comma-separated list with every budget or ratio. Raises EvalError.
+    """Return full KV and each method of a comma-separated list, with each budget or ratio.
 
     Args:
-        budgets: for methods that attend to a share of what they restore, where their names do not say which; "" is
-            each method's own default.
-        ratios: the same for methods that compute a share of what they could restore.
+        methods: comma-separated method names, with options.
+        budgets: comma-separated shares to attend to, for methods with a `budget` that their name does not set; "" for
+            the default of each method.
+        ratios: comma-separated shares to recompute, for methods with a `recompute` option; otherwise like `budgets`.
+
+    Raises:
+        EvalError: a method is unknown or has wrong options, or a share is not in (0, 1].
     """
     shares = {"budget": _shares("budgets", budgets), "recompute": _shares("ratios", ratios)}
     variants = [Variant(FULL)]
@@ -107,13 +113,17 @@ def _shares(name: str, text: str) -> list[float]:
 
 @dataclass
 class Run:
-    """One evaluation.
+    """Evaluation of all variants on tasks.
 
     Args:
-        out: the folder of results; a task has a folder in it, and a variant a folder in that.
-        stores: the folder of stores, one for each method.
-        max_length: tokens of prompt and answer.
+        model: model to evaluate.
+        tokenizer: tokenizer of the model.
+        variants: variants to compare, `FULL` first.
+        out: folder of results, in `<task>/<variant>/`.
+        stores: parent folder of the stores.
+        max_length: maximum number of tokens of prompt and answer.
         chat: whether tasks that allow it use the chat template.
+        host_memory: host memory of each store.
     """
 
     model: PreTrainedModel
@@ -126,7 +136,7 @@ class Run:
     host_memory: str = "1GiB"
 
     def __call__(self, tasks: dict[Task, list[Example]]) -> dict[str, dict[str, Any]]:
-        """Evaluate, and return the metrics by task and variant."""
+        """Evaluate the examples of each task and return the metrics by task and variant."""
         results: dict[str, dict[str, Any]] = {}
         total = sum(len(examples) for examples in tasks.values()) * len(self.variants)
         with tqdm(total=total, unit="answer", desc="evaluating") as bar:
@@ -167,7 +177,7 @@ class Run:
         return self.out / task.name / variant.folder
 
     def _read(self, task: Task, variant: Variant) -> dict[str, dict[str, Any]]:
-        """The lines that are there; a last line that was cut off is dropped."""
+        """Read the predictions of a variant by example id. An incomplete last line is removed from the file."""
         path = self._folder(task, variant) / "predictions.jsonl"
         if not path.exists():
             return {}
@@ -201,15 +211,17 @@ class Run:
 
 
 class Stores:
-    """The stores of a run, one for each method, since methods cut segments differently; of passages one for each way to
-    store them.
+    """Stores and subjects of a run, created on first use.
+
+    Methods cut segments differently, so each method has its own store. Methods that reuse passages share a store if
+    they store passages in the same way.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._subjects: dict[str, Subject] = {}
         self._stores: dict[str, KVStore] = {}
-        self._stored: dict[str, set[tuple[int, ...]]] = {}  # by method: whatever the share, these are stored alike
+        self._stored: dict[str, set[tuple[int, ...]]] = {}  # by method: the share does not change what is stored
 
     def subject(self, variant: Variant) -> Subject:
         if variant.name not in self._subjects:
@@ -235,7 +247,7 @@ class Stores:
 def _line(
     task: Task, variant: Variant, example: Example, prompt: Prompt, answer: Answer, full: Answer, metric: Any
 ) -> dict[str, Any]:
-    """What is written of one answer."""
+    """Return the record of one answer for `predictions.jsonl`."""
     text = answer.text
     if task.first_line:
         text = text.lstrip("\n").split("\n")[0]
@@ -243,7 +255,7 @@ def _line(
     nll = None if answer.followed is None else -float(likelihoods(answer.followed, prompt.answer).mean())
     if metric is not None:
         score = metric.score(said, list(example.answers), example)
-    else:  # perplexity of the reference answer
+    else:  # metric is the perplexity of the reference answer
         score = None if nll is None else math.exp(nll)
     line = {
         "id": example.id,
@@ -278,18 +290,22 @@ def _line(
 
 
 def _same(said: torch.Tensor, full: torch.Tensor) -> float:
-    """Return in how many per cent of all places the likeliest token is full KV's."""
+    """Return the percentage of positions where the most likely token is that of full KV."""
     return 100 * float((said.argmax(-1) == full.argmax(-1)).float().mean())
 
 
 def _divergence(said: torch.Tensor, full: torch.Tensor) -> float:
-    """Return the mean KL divergence of log-probabilities `[..., vocabulary]` from full KV's, in nats."""
+    """Return the mean KL divergence KL(full || said) of log-probabilities `[..., vocabulary]`, in nats."""
     each = torch.nn.functional.kl_div(said, full, reduction="none", log_target=True).sum(-1)
     return max(0.0, float(each.mean()))
 
 
 def draw_examples(tasks: list[Task], draw: Any) -> dict[Task, list[Example]]:
-    """All examples of all tasks, before anything is written. Raises EvalError."""
+    """Draw all examples of all tasks, so that errors appear before anything is written.
+
+    Raises:
+        EvalError: data is missing, or a task has no examples or duplicate ids.
+    """
     return {task: list(_checked(task, draw)) for task in tasks}
 
 

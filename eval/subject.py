@@ -1,4 +1,4 @@
-"""The model under a method: asks, chooses, generates, and says how sure it was."""
+"""Model under evaluation with one method: run prompts, choose or generate answers, return log-probabilities."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .reading import Reading, reading_of
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one prompt.
+    """Result of one prompt.
 
     Args:
         first: log-probabilities of the first new token, float32 `[vocabulary]`.
-        ttft: seconds until it was there.
-        choice: number of the most likely choice, by the log-likelihood of its tokens, or None.
-        text: what was generated, or "".
-        followed: log-probabilities at each token of the reference answer, fed one by one, float32 `[n, vocabulary]`;
-            None where there is none.
-        stats: of the cache, or None for full KV.
-        reading: what came of the prefix's KV; None where nothing of a prefix was restored.
+        ttft: time to the first new token, in seconds.
+        choice: index of the most likely choice, by the log-likelihood of its tokens, or None.
+        text: generated text, or "".
+        followed: log-probabilities at each token of the reference answer, fed one by one, float32 `[n, vocabulary]`,
+            or None.
+        stats: statistics of the cache at the first new token; None for full KV.
+        reading: share of the prefix's KV that was read; None if no prefix was restored.
     """
 
     first: torch.Tensor
@@ -44,13 +44,13 @@ class Answer:
 
 
 def likelihoods(said: torch.Tensor, tokens: tuple[int, ...]) -> torch.Tensor:
-    """Log-probabilities of tokens, `[n]`, in those of the vocabulary at each, `[n, vocabulary]`."""
+    """Select the log-probabilities of `tokens`, `[n]`, from those of the vocabulary, `[n, vocabulary]`."""
     return said.gather(1, torch.tensor(tokens).unsqueeze(1))[:, 0]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt that was run: its cache, its ids `[1, tokens]`, and as in `Answer`."""
+    """State after the prefill of a prompt: cache, ids `[1, tokens]`, and the first fields of an `Answer`."""
 
     cache: Cache
     ids: torch.Tensor
@@ -61,12 +61,14 @@ class Asked:
 
 @dataclass
 class Subject:
-    """A model, and how it gets its KV.
+    """Model together with the source of its KV.
 
     Args:
-        store: of the method, or None for full KV: everything is computed, with a `DynamicCache`.
-        method: how stored KV is restored.
-        stored: prefixes whose KV the store has as the method wants it; may be shared with other subjects.
+        model: model to evaluate.
+        tokenizer: tokenizer of the model.
+        store: store of the method; None for full KV, which is computed with a `DynamicCache`.
+        method: method that restores stored KV.
+        stored: prefixes already stored for the method; may be shared with other subjects.
     """
 
     model: PreTrainedModel
@@ -76,7 +78,7 @@ class Subject:
     stored: set[tuple[int, ...]] = field(default_factory=set)
 
     def prepare(self, prefix: tuple[int, ...], passages: tuple[tuple[int, ...], ...] = ()) -> None:
-        """Have the KV of a prefix stored, or that of its passages, each by itself, if the method reuses such."""
+        """Store the KV of a prefix, or of each of its passages if the method reuses passages."""
         if self.store is None or prefix in self.stored:
             return
         if isinstance(self.method, Passages):
@@ -86,18 +88,19 @@ class Subject:
         self.stored.add(prefix)
 
     def store_passages(self, passages: Iterable[tuple[int, ...]]) -> None:
-        """Have the KV of passages stored, if the method reuses such."""
+        """Store the KV of passages of at least `HASH_TOKENS` tokens, if the method reuses passages."""
         long_enough = [list(passage) for passage in passages if len(passage) >= HASH_TOKENS]
         if not long_enough or self.store is None or not isinstance(self.method, Passages):
             return
         self.store.precompute(self.model, long_enough, segments=True, method=self.method, progress=False)
 
     def ask(self, prompt: Prompt, max_new_tokens: int) -> Answer:
-        """Answer one prompt, greedily. What is new in it is not stored.
+        """Answer one prompt with greedy decoding. New KV is not stored.
 
         Args:
-            prompt: with what it is scored by.
-            max_new_tokens: to generate; with 0 the reference answer is followed, and its reads are counted.
+            prompt: prompt with its choices or reference answer.
+            max_new_tokens: number of tokens to generate. With 0, the reads of the reference answer are counted
+                instead.
         """
         asked = self.start(prompt.whole)
         choice = followed = None
@@ -114,7 +117,7 @@ class Subject:
         return Answer(asked.first, asked.ttft, choice, text, followed, asked.stats, reading)
 
     def start(self, prompt: tuple[int, ...]) -> Asked:
-        """Run the prompt up to its first new token."""
+        """Prefill the prompt and compute the log-probabilities of the first new token."""
         cache = self._cache()
         ids = torch.tensor([prompt], device=self.model.device)
         started = time.perf_counter()
@@ -125,12 +128,12 @@ class Subject:
         return Asked(cache, ids, first, ttft, copy.copy(cache.stats) if isinstance(cache, TieredCache) else None)
 
     def _follow(self, asked: Asked, tokens: tuple[int, ...], keep: bool = False) -> torch.Tensor:
-        """Log-probabilities, float32 `[n, vocabulary]`, at each of `tokens` as what follows, fed one by one.
+        """Return the log-probabilities at each of `tokens`, fed one by one, float32 `[n, vocabulary]`.
 
         Args:
-            asked: a prompt that was run.
-            tokens: at least one.
-            keep: whether the cache has them afterwards, but for the last one.
+            asked: prefilled prompt.
+            tokens: continuation of the prompt, at least one token.
+            keep: whether the tokens, except the last one, remain in the cache.
         """
         cache = asked.cache if keep or len(tokens) == 1 else copy.deepcopy(asked.cache)
         said = [asked.first]
@@ -149,7 +152,7 @@ class Subject:
         if not (whole := sum(stored.bytes.values())):
             return None
         layers: Any = asked.cache.layers
-        of_each = sum(t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values))  # token
+        of_each = sum(t.nbytes // t.shape[2] for layer in layers for t in (layer.keys, layer.values))  # bytes per token
         tokens = asked.cache.get_seq_length() - len(prompt.whole)
         return reading_of(whole, of_each * stored.stored, asked.stats, asked.cache.stats, tokens)
 

@@ -1,4 +1,4 @@
-"""A KV cache for Hugging Face `generate()` that outlives the request."""
+"""KV cache for Hugging Face `generate()` that keeps KV beyond the request, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ _ELSEWHERE = {
     "detach": "patches",
     "tiered": "session",
 }
-"""Where public names stand; the others are errors. Each is imported when it is first asked for: listing a store on the
-command line takes no torch."""
+"""Submodules of the public names; names not listed here are in `errors`. Each name is imported on first access, so
+listing a store on the command line does not import torch."""
 
 mark_lines()
 
@@ -99,7 +99,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f".{_ELSEWHERE.get(name, 'errors')}", __name__), name)
-    globals()[name] = value  # from now on without this function
+    globals()[name] = value  # later accesses bypass this function
     return value
 
 

@@ -1,4 +1,4 @@
-"""TieredCache: what users make. What it does stands in `StoredCache`."""
+"""`TieredCache`, the cache class that users create. The implementation is in `StoredCache`."""
 
 from __future__ import annotations
 
@@ -25,35 +25,37 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class TieredCache(StoredCache):
-    """A cache whose KV outlives it: `model.generate(**inputs, past_key_values=TieredCache(model, store))`.
+    """KV cache for `generate()` that restores KV from a `KVStore` and stores new KV in it.
 
-    The longest stored prefix of the prompt is restored from device memory, host memory or disk, only the rest is
-    computed, and what is new is stored, generated tokens too. The output is `DynamicCache`'s. A cache serves one
-    request, or one conversation that goes on; it is cheap to make.
+    Usage: `model.generate(**inputs, past_key_values=TieredCache(model, store))`.
+
+    The cache restores the longest stored prefix of the prompt from device memory, host memory or disk. The model
+    computes only the remaining tokens. New KV is stored, including that of generated tokens. With the default method,
+    the output is that of `DynamicCache`. A cache serves one request or one ongoing conversation. It is cheap to create.
 
     Args:
-        model: any decoder-only causal LM of transformers; it is attached (see `attach`) if it is not yet.
-        store: a `KVStore`, or the path of one. A path's store is opened once for each model, and closed by `detach`.
-        conversation: an id, of 1 to 200 letters, under which the conversation comes back: `suspend()` stores it, and
-            the next cache with this id, in any process, goes on with it, given the whole history as always. One cache
-            at a time: a newer one of this process takes over, and the older one finishes its answer and then raises,
-            until the newer one is suspended or gone.
-        method: how KV is restored: a `Method`, its name, or None for exact reuse.
-        restore: whether stored KV is used.
-        record: whether new KV is stored.
-        segments: for methods that reuse passages, the tokens of the prompt at which stored ones may begin; None looks
-            for them everywhere.
-        strict: what happens when the cache is given a prompt that does not begin with what it holds. False crops it to
-            what the two have in common, restores what the store has, and goes on; True raises CacheMismatchError.
-        progress: whether prompts that are computed in pieces (`KVDrive`) show a bar.
-        label: stands in the header of the segments that this cache stores, for `hf-tiered-cache ls`.
-        tag: a name for what the model computes, where that has none of its own (a hook that steers it, a replaced
-            forward, an attention function of the user's). KV is shared only under the same tag.
+        model: decoder-only causal LM of transformers. It is attached (see `attach`) if it is not attached yet.
+        store: `KVStore`, or the path of one. A store given by path is opened once per model and closed by `detach`.
+        conversation: id of the conversation, 1 to 200 characters. `suspend()` stores the conversation. The next cache
+            with this id, in any process, continues it when it is given the full history. Only one cache can use a
+            conversation at a time: a newer cache of the same process takes over. The older cache finishes its current
+            answer and then raises ConversationInUseError until the newer one is suspended or garbage-collected.
+        method: how KV is restored: a `Method`, the name of one, or None for exact reuse.
+        restore: whether to restore stored KV.
+        record: whether to store new KV.
+        segments: positions in the prompt, in tokens, at which stored passages may begin, for methods that reuse
+            passages. None searches all positions.
+        strict: behavior if the prompt does not begin with the tokens that the cache holds. False crops the cache to the
+            common prefix, restores what the store has, and continues. True raises CacheMismatchError.
+        progress: whether to show a progress bar for prompts that are computed in pieces (`KVDrive`).
+        label: text in the header of the segments that this cache stores, shown by `hf-tiered-cache ls`.
+        tag: name for the model's computation if the model has custom code without a name of its own (a steering hook, a
+            replaced forward, a custom attention function). KV is shared only between caches with the same tag.
 
     Raises:
-        ConfigError: an argument is not valid, or the model's attention does not suit the method.
-        UnsupportedModelError: the model keeps state that is no KV of single tokens, or the method cannot serve it.
-        ConversationInUseError: another process goes on with the conversation.
+        ConfigError: an argument is invalid, or the model's attention implementation does not suit the method.
+        UnsupportedModelError: the model keeps state other than per-token KV, or the method cannot serve the model.
+        ConversationInUseError: another process uses the conversation.
         StoreClosedError: the store was closed, or opened before this process was forked.
     """
 
@@ -86,22 +88,24 @@ class TieredCache(StoredCache):
 
     @property
     def store(self) -> KVStore:
-        """Where KV is looked for, and stored."""
+        """Store that KV is restored from and written to."""
         return self._store
 
     @property
     def conversation(self) -> str | None:
-        """The id of the conversation that it goes on with."""
+        """Id of the cache's conversation, or None."""
         return None if self._serving.conversation is None else self._serving.conversation.id
 
     def suspend(self) -> Suspended:
-        """Store what is computed and not stored yet, note the conversation, and let its KV and its lock go.
+        """Store all computed KV, save the conversation's record, and release its memory and lock.
 
-        The cache is empty then; used again, it restores. Tokens are stored in multiples of 16, and the next turn
-        computes the few behind. Without a conversation, too, all is stored and let go. It waits until all is durable.
+        The cache is empty afterwards. If it is used again, it restores from the store. Tokens are stored in multiples
+        of 16; the next turn computes the remaining ones. Without a conversation, KV is stored and released as well. The
+        call returns when everything is durable.
 
         Returns:
-            How much is stored; and where the disk is full or cannot be written, what could not be kept, and why.
+            Number of tokens and bytes stored. If something could not be stored, for example because the disk is full or
+            not writable, `reason` says why.
 
         Raises:
             StoreClosedError: the store was closed.
@@ -109,7 +113,7 @@ class TieredCache(StoredCache):
         serving = self._serving
         with ExitStack() as stack:
             if serving.conversation is not None:
-                stack.callback(serving.conversation.release)  # last
+                stack.callback(serving.conversation.release)  # runs last
             stack.callback(self._start_over, serving.collector)
             return put_away(serving, self.get_seq_length())
 
@@ -122,7 +126,7 @@ class TieredCache(StoredCache):
         except StoreClosedError as closed:
             if error is None:
                 raise
-            logger.warning("the conversation was not suspended: %s", closed)  # what was raised first comes through
+            logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
 
     @torch.compiler.disable
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -131,7 +135,7 @@ class TieredCache(StoredCache):
         if conversation is None:
             return super().run(attachment, forward, kwargs)
         begins, empty, ids = serving.untold, not self.get_seq_length(), kwargs.get("input_ids")
-        if begins or empty:  # an answer under way is finished, whoever has taken over
+        if begins or empty:  # an answer in progress is finished even if another cache took over
             conversation.claim()
         if empty and isinstance(ids, torch.Tensor):
             _check_one(ids)
@@ -157,7 +161,7 @@ class TieredCache(StoredCache):
 
 
 def _check_one(ids: torch.Tensor) -> None:
-    """Raises ConfigError: the rows of a batch, int `[rows, n]`, are several conversations, and not beams of one."""
+    """Raise ConfigError if the rows of a batch, int `[rows, n]`, differ, so that they are several conversations."""
     if ids.ndim == 2 and len(ids) > 1 and not bool((ids == ids[:1]).all()):
         raise ConfigError(
             f"a cache with a conversation goes on with one prompt, not a batch of {len(ids)}; make a TieredCache with "

@@ -1,4 +1,4 @@
-"""Measuring on this machine: the fastest ratio of recomputation, and what restoring a prefix costs."""
+"""Measurements on this machine: the fastest recompute ratio, and the cost of restoring a prefix."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .storage import Storage
 from .stored_cache import StoredCache
 
 _WIDTH = 0.02
-"""How far apart the last two probes of the search are: finer than that, machines are too noisy to tell."""
+"""Interval width at which the search for the ratio stops; timing noise hides finer differences."""
 _FINALS = 3
-"""Rounds in which the best ratio runs against the lowest one."""
+"""Rounds that compare the best ratio with the lowest one."""
 
 
 def calibrate(
@@ -43,23 +43,23 @@ def calibrate(
     cold: bool = True,
     progress: bool = True,
 ) -> Calibration:
-    """Measure how long a prompt of passages takes at several ratios, and keep the best one in the store.
+    """Measure the time to first token of a prompt of passages at several recompute ratios, and save the best one.
 
-    Random passages are stored, asked for, and removed again; with `cold` the store's memory is emptied each time. What
-    was kept for prompts of other lengths stays, if passages came from the same place.
+    Random passages are stored, requested and removed again. Earlier results for other prompt lengths are kept if they
+    were measured with the same `cold`.
 
     Args:
-        storage: whose disk and memory it is about.
-        model: any causal LM.
-        passages: in the prompt.
-        tokens: of each passage.
-        suffix: tokens behind them.
-        repeats: of each measurement; the median counts.
-        cold: whether passages are read from disk each time, or come from memory once they were read.
+        storage: storage to measure, and to save the result in.
+        model: causal LM.
+        passages: number of passages in the prompt.
+        tokens: number of tokens per passage.
+        suffix: number of tokens after the passages.
+        repeats: number of runs per measurement; the median is used.
+        cold: whether to clear the store's memory before each run, so that passages are read from disk.
         progress: whether to show a progress bar.
 
     Raises:
-        ConfigError: the model's positions end before such a prompt does.
+        ConfigError: the prompt is longer than the model's maximum position.
     """
     storage.check_open()
     method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
@@ -94,7 +94,7 @@ def calibrate(
             bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{typical(ratio):.3f}")
             return typical(ratio)
 
-        ask(0.5)  # what is done once only: hooks, kernels, open files
+        ask(0.5)  # warm-up: hooks, kernels, open files
         reused, full = measured(0.0), measured(1.0)
         one = statistics.median(
             _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
@@ -104,7 +104,7 @@ def calibrate(
         costs = Costs(compute, load, one / layers)
         best = fastest_ratio(measured, costs.balanced, width=_WIDTH)
         finals = sorted({LOWEST, 1.0 if full < typical(best) else best})
-        for _ in range(_FINALS * (len(finals) > 1)):  # side by side, so that no passing load decides
+        for _ in range(_FINALS * (len(finals) > 1)):  # alternate, so that temporary load affects both ratios
             for ratio in finals:
                 measured(ratio, 1)
     seconds = {ratio: typical(ratio) for ratio in times}
@@ -123,22 +123,23 @@ def calibrate_prefix(
     repeats: int = 3,
     progress: bool = True,
 ) -> list[PrefixCosts]:
-    """Measure what a token of a prefix costs, computed and restored from disk and memory, and keep it in the store.
+    """Measure the cost per prefix token of computing and of restoring from disk and memory, and save it.
 
-    `Exact()` then computes as much of a prefix as makes it come soonest, while the rest is loaded. Random prefixes are
-    stored, asked for, and removed again. Memory is that tier which the store's budgets let a prefix come to: with
-    device memory, the device; without any, it is not measured.
+    `Exact()` then computes the share of a prefix that makes it available soonest, while the rest is loaded. Random
+    prefixes are stored, requested and removed again. Memory means the tier that a prefix reaches within the store's
+    budgets: device memory if it has a budget, else host memory. Without a memory budget, memory is not measured.
 
     Args:
-        storage: whose disk and memory it is about.
-        model: any causal LM.
-        tokens: lengths of prefixes; between them costs go from one to the other. Two or more tell how computing grows.
-        suffix: tokens behind each.
-        repeats: of each measurement; the median counts.
+        storage: storage to measure, and to save the result in.
+        model: causal LM.
+        tokens: prefix lengths to measure; costs are interpolated between them. The growth of the compute cost with the
+            length needs at least two.
+        suffix: number of tokens after each prefix.
+        repeats: number of runs per measurement; the median is used.
         progress: whether to show a progress bar.
 
     Raises:
-        ConfigError: a length is below 16, or the model's positions end before.
+        ConfigError: a length is below 16, or above the model's maximum position.
     """
     storage.check_open()
     method = Exact(recompute=0.0, decline=False).coded(storage.codec)
@@ -162,14 +163,14 @@ def calibrate_prefix(
 def _prefix_costs(
     storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int
 ) -> PrefixCosts:
-    """For one prefix, the first `length` of `ids`, int `[tokens]`."""
+    """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
     prompt = ids.unsqueeze(0).to(model.device)
     before = {row.id for row in storage.segments()}
     precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
     mine = [row.id for row in storage.segments() if row.id not in before]
 
     def ask(restore: bool) -> tuple[float, RequestStats]:
-        """Seconds, and what was counted."""
+        """Run the prompt. Return the duration in seconds, and the request's statistics."""
         cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
         took = _seconds(
             lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
@@ -177,11 +178,11 @@ def _prefix_costs(
         return took, cache.stats
 
     try:
-        times: dict[str, list[float]] = {}  # by the slowest tier that something came from
+        times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
         reading: list[float] = []
-        ask(True)  # what is done once only
+        ask(True)  # warm-up
         for _ in range(repeats):
-            storage.residency.forget(mine)  # what held it stays, as where other prompts went through
+            storage.residency.forget(mine)  # the allocated buffers stay, as after other prompts
             for took, stats in (ask(True), ask(True), ask(False)):
                 times.setdefault(stats.tier, []).append(took)
                 if stats.tier == TIERS[-1]:
@@ -200,7 +201,7 @@ def _prefix_costs(
 def _stored(
     storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
 ) -> Iterator[None]:
-    """Passages in the store for as long as this lasts."""
+    """Keep passages in the store for the duration of the context."""
     before, stored_as = {row.id for row in storage.segments()}, method.coded(storage.codec).passages
     precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label="", tag="")
     try:

@@ -1,7 +1,7 @@
-"""The results of `calibrate`, `calibrate_prefix` and `profile_windows`, kept with the store.
+"""Results of `calibrate`, `calibrate_prefix`, `profile_windows` and `calibrate_quality`, saved with the store.
 
-Computing a token costs more in a longer prompt, loading it does not; so what was found holds for prompts of one length,
-and between two such the ratio, or the time, goes from one to the other.
+Computing a token costs more in a longer prompt, while loading it does not. Results therefore hold for one prompt
+length, and ratios and costs are interpolated between measured lengths.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from .store.kinds import CALIBRATIONS, CALIBRATIONS_NAME, encode_record
 from .tiers.window_sizes import WindowProfile, best_sizes
 
 _SUSPENDED = 64
-"""Times that conversations of one model were suspended, of which it is noted where their attention went."""
+"""Number of suspended conversations per model for which attention shares are kept."""
 _NEAR = 1.03
-"""Times that differ by less are the same."""
+"""Factor up to which two times count as equal."""
 TRANSFER = 4
-"""How many times as much text of one kind loses as text of another: up to 3.6 of a target (bench/quality.py)."""
+"""Factor by which a loss may be larger on text of another kind: up to 3.6 times a target was measured
+(bench/quality.py)."""
 _MUCH = 0.1
-"""Nats that no budget should lose unnoticed."""
+"""Mean loss in nats above which a budget causes a warning."""
 _KEPT = {"tokens", "ratio", "cold"}
-"""What is read again of each `Calibration`."""
+"""Keys of a `Calibration` record that are read back."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found for one model on one device.
+    """Result of `calibrate` for one model on one device.
 
     Args:
-        ratio: share of each passage to compute: `CacheTune(recompute="auto")` takes it.
-        seconds: to the first token at that ratio, and at those that were tried, by ratio; 1 is full recompute.
-        costs: of a token in one layer.
-        balanced: the ratio that these say, where the search began.
-        tokens: of the prompt.
-        cold: whether passages were read from disk, or came from memory.
+        ratio: share of each passage to compute, used by `CacheTune(recompute="auto")`.
+        seconds: time to first token by ratio, for all ratios that were measured; 1 is full recompute.
+        costs: costs of a token in one layer.
+        balanced: ratio that follows from these costs, where the search started.
+        tokens: number of tokens in the prompt.
+        cold: whether passages were read from disk rather than from memory.
     """
 
     ratio: float
@@ -57,21 +58,21 @@ class Calibration:
     cold: bool
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields, JSON-ready."""
         return asdict(self) | {"seconds": {f"{ratio:.4f}": value for ratio, value in sorted(self.seconds.items())}}
 
 
 @dataclass(frozen=True)
 class PrefixCosts:
-    """What a token of a prefix costs, for one model on one device, through one engine, stored with one codec.
+    """Costs per prefix token, for one model on one device with one I/O engine and codec.
 
     Args:
-        tokens: of the prefix it was measured with.
-        compute: seconds to compute one.
-        restore: seconds to restore one, by the name of the tier.
-        load: of these, how long reading it keeps a tier busy, where that was measured.
-        least: seconds of a pass without a prefix, whose time is left out above.
-        growth: by how much `compute` grows with each token of the prefix; what was found for several lengths says it.
+        tokens: length of the prefix that was measured.
+        compute: seconds to compute a token.
+        restore: seconds to restore a token, by tier name.
+        load: seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
+        least: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
+        growth: increase of `compute` per token of the prefix, from measurements at several lengths.
     """
 
     tokens: int
@@ -82,37 +83,40 @@ class PrefixCosts:
     growth: float = 0.0
 
     def computing(self, tokens: int | np.ndarray) -> np.ndarray:
-        """Seconds to compute a prefix of so many tokens."""
+        """Return the seconds to compute a prefix of `tokens` tokens."""
         return tokens * np.maximum(self.compute + self.growth * (np.asarray(tokens) - self.tokens), 0.0)
 
     def placing(self, tier: str) -> float:
-        """Seconds that a pass takes for a token of a tier when it has arrived: what those take that lie in memory."""
+        """Return the seconds per token that a pass takes for KV of a tier after it has arrived.
+
+        This is the lowest restore cost, memory tiers included; 0 if memory or the tier was not measured.
+        """
         memory = [cost for name, cost in self.restore.items() if name != TIERS[-1]]
         return min([*memory, self.restore[tier]]) if memory and tier in self.restore else 0.0
 
     def loading(self, tier: str) -> float:
-        """Seconds in which a token of a tier arrives, while the pass may do other things."""
+        """Return the seconds per token of a tier for its transfer, which may overlap with computation."""
         if tier in self.load:
             return self.load[tier]
         return self.restore.get(tier, 0.0) - (self.placing(tier) if tier != TIERS[-1] else 0.0)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields, JSON-ready."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class WindowFindings:
-    """What windows of several sizes were found to have, for one model and one way to choose.
+    """Hit rates of windows of several sizes, for one model and one selection method.
 
     Args:
-        layers: of the model, those that choose.
-        sizes: of windows, ascending, in multiples of what a head attends to.
-        hit_rates: for each of these layers, each kv head and each size the share of chosen entries that the window had.
-        columns: entries that a head attended to, a mean over the texts.
-        entry_bytes: of one of them, keys and values.
-        steps: tokens that were decoded, of all texts.
-        seconds: of a token, with windows of each size, a median; () where that was not measured.
+        layers: layers of the model that select.
+        sizes: window sizes, ascending, as multiples of the number of entries that a head attends to.
+        hit_rates: share of selected entries that were in the window, by layer, kv head and size.
+        columns: number of entries that a head attended to, mean over the texts.
+        entry_bytes: size of one entry, key and value.
+        steps: number of decoded tokens, over all texts.
+        seconds: median seconds per token with windows of each size; () if not measured.
     """
 
     layers: tuple[int, ...]
@@ -125,33 +129,36 @@ class WindowFindings:
 
     @property
     def quickest(self) -> float | None:
-        """The size with which tokens came quickest; of those that took as long, to the noise, the smallest."""
+        """Smallest size with which decoding is as fast as with any other, up to noise; None if not measured."""
         near = _NEAR * min(self.seconds, default=0.0)
         return next((float(size) for size, took in zip(self.sizes, self.seconds, strict=False) if took <= near), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields, JSON-ready."""
         return asdict(self)
 
     def profile(self) -> WindowProfile:
-        """What sizes save and cost; one window of the size 1 costs 1, since all that it is asked for has one B."""
+        """Return savings and costs by layer, head and size.
+
+        A window of size 1 costs 1 in every head, because all heads attend to the same number of entries.
+        """
         benefits = np.array(self.hit_rates, float) * self.columns * self.entry_bytes  # [layers, heads, sizes]
         return WindowProfile(self.sizes, benefits, np.broadcast_to(np.array(self.sizes), benefits.shape))
 
     def chosen(self, window: float, choose: Callable[[WindowProfile, int], np.ndarray] = best_sizes) -> np.ndarray:
-        """Sizes by layer and head in the memory of windows of one size: int64 `[layers, heads]`.
+        """Return sizes by layer and head that fit in the memory of equal windows: int64 `[layers, heads]`.
 
         Args:
-            window: that size.
-            choose: of a profile, within a budget; those that save most, by default.
+            window: size of the equal windows.
+            choose: function that selects sizes from a profile within a budget; maximizes the savings by default.
 
         Raises:
-            ConfigError: it is below all that were measured.
+            ConfigError: `window` is below all measured sizes.
         """
         return choose(self.profile(), int(window * np.size(self.hit_rates) / len(self.sizes)))
 
     def hit_rate(self, sizes: np.ndarray) -> float:
-        """The share of chosen entries that windows of these sizes, int64 `[layers, heads]`, had."""
+        """Return the share of selected entries that windows of these sizes, int64 `[layers, heads]`, had."""
         return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
 
 
@@ -160,13 +167,13 @@ class QualityFinding:
     """Losses of a method at one budget, for one model.
 
     Args:
-        method: `describe_method` of its `as_measured`.
+        method: `describe_method` of the method's `as_measured`.
         budget: share of the prefix.
         losses: KL divergence of each question's prediction from that with full KV, in nats.
-        agreement: share of the questions whose likeliest token was the same.
-        brought: bytes that came until the first token, as a share of the prefix's KV; a mean. Without the index.
-        index: bytes of the index that was chosen by, as a share of the prefix's KV.
-        seconds: to the first token, a median.
+        agreement: share of the questions with the same most likely token.
+        brought: bytes loaded until the first token, without the index, as a share of the prefix's KV; a mean.
+        index: bytes of the index used for selection, as a share of the prefix's KV.
+        seconds: median time to first token.
     """
 
     method: str
@@ -179,32 +186,33 @@ class QualityFinding:
 
     @property
     def loss(self) -> float:
-        """The mean of the losses."""
+        """Mean of the losses, in nats."""
         return float(np.mean(self.losses))
 
     def keeps(self, quality: float) -> bool:
-        """Return whether it should lose `quality` at most in the mean, and twice that at most in 95 % of the questions.
+        """Return whether the loss should be at most `quality` on average, and twice that in 95 % of questions.
 
-        Also of text of another kind than was measured: there it may lose `TRANSFER` times as much.
+        Text of another kind than was measured may lose `TRANSFER` times as much, so the measured losses must be lower
+        by this factor.
         """
         most = quality / TRANSFER
         return self.loss <= most and float(np.quantile(self.losses, 0.95)) <= 2 * most
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields, JSON-ready."""
         return asdict(self)
 
 
 def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
-    """Return the least budget at which a method was found to keep its target on this model; 1 if it keeps it at none.
+    """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
 
     Args:
-        storage: keeps what was found.
-        fingerprint: of the model.
-        method: with a target.
+        storage: storage that holds the measurements.
+        fingerprint: fingerprint of the model.
+        method: method with a quality target.
 
     Returns:
-        None where nothing was measured, which warns once.
+        Budget, or None with a one-time warning if nothing was measured.
     """
     name, quality = describe_method(method.as_measured), method.quality
     assert quality is not None
@@ -220,7 +228,7 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
 
 
 def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
-    """Warn once if a budget is known to lose much on this model: it, or a larger one, did when it was measured."""
+    """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
     name = describe_method(method.as_measured)
     known = [one for one in _qualities(storage, fingerprint) if one.method == name and one.budget >= method.budget]
     least = min(known, key=lambda one: one.budget, default=None)
@@ -233,7 +241,7 @@ def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> No
 
 
 def keep_quality(storage: Storage, fingerprint: str, found: list[QualityFinding]) -> None:
-    """Keep what was found of some methods in place of what was."""
+    """Save findings, and replace earlier ones of the same methods."""
     new = {one.method for one in found}
     others = [one for one in _qualities(storage, fingerprint) if one.method not in new]
     keep_records(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
@@ -253,14 +261,17 @@ def _quality_name(fingerprint: str) -> str:
 def profiled_windows(
     storage: Storage, fingerprint: str, name: str, window: float | None
 ) -> tuple[float, WindowSizes] | None:
-    """What `profile_windows` found for this model and a method's choices.
+    """Return the window sizes by layer and head that `profile_windows` found best.
 
     Args:
-        window: a size, in whose memory all windows are to lie; None for the one that was quickest.
+        storage: storage that holds the profile.
+        fingerprint: fingerprint of the model.
+        name: profile name of the method (`KVDrive.profile_name`).
+        window: size of equal windows that determines the total memory; None for the fastest size.
 
     Returns:
-        This size, and those by layer and head. None where nothing was found, or the size lies beyond those that were
-        measured.
+        This size, and the sizes by layer and head. None if nothing was measured, or the size is outside the measured
+        range.
     """
     try:
         (found,) = (WindowFindings(**one) for one in records_of(storage, _windows_name(fingerprint, name)))
@@ -274,7 +285,7 @@ def profiled_windows(
 
 
 def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:
-    """Keep what was found in place of what was."""
+    """Save findings, and replace earlier ones of the same model and name."""
     keep_records(storage, _windows_name(fingerprint, name), [found.as_dict()])
 
 
@@ -283,16 +294,18 @@ def _windows_name(fingerprint: str, name: str) -> str:
 
 
 def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:
-    """Keep how much attention each layer gave to the ends of its context in a conversation that this model has had.
+    """Save the attention that each layer gave to the first and last positions of its context in a conversation.
 
     Args:
+        storage: storage to save it in.
+        fingerprint: fingerprint of the model.
         shares: `LayerDistances.initial_recent`, float `[layers]`.
 
     Returns:
-        The last ones that were noted, this one the last.
+        Most recent shares of this model's conversations, at most 64, ending with the new ones.
 
     Raises:
-        StoreBusyError, OSError: it cannot be kept.
+        StoreBusyError, OSError: the shares cannot be saved.
     """
     name = f"initial recent {fingerprint}"
     try:
@@ -306,7 +319,7 @@ def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) 
 
 
 def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
-    """What `calibrate` found for this model on this device, for prompts of so many tokens, or None."""
+    """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
     found = records_of(storage, f"{fingerprint} {_describe(device)}")
     return _between(tokens, {one["tokens"]: one["ratio"] for one in found if one.keys() >= _KEPT})
 
@@ -314,9 +327,10 @@ def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, t
 def prefix_costs(
     storage: Storage, fingerprint: str, device: torch.device, provenance: str, tokens: int
 ) -> PrefixCosts | None:
-    """What `calibrate_prefix` found for this model, device, engine and codec, for a prefix of so many tokens, or None.
+    """Return the costs that `calibrate_prefix` measured, interpolated to `tokens` tokens, or None.
 
-    A tier that was not measured is left out. Beyond the longest prefix that was measured computing goes on to grow.
+    They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
+    Beyond the longest measured prefix, the compute cost grows linearly.
     """
     found = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
     try:
@@ -337,7 +351,7 @@ def prefix_costs(
 
 
 def _by_tier(tokens: int, known: dict[int, dict[str, float]]) -> dict[str, float]:
-    """For each tier that is known for some lengths, the value for another."""
+    """Return each tier's value for a length, interpolated between the lengths at which it is known."""
     found = {}
     for tier in {tier for costs in known.values() for tier in costs}:
         cost = _between(tokens, {length: costs[tier] for length, costs in known.items() if tier in costs})
@@ -347,7 +361,7 @@ def _by_tier(tokens: int, known: dict[int, dict[str, float]]) -> dict[str, float
 
 
 def _growth(known: list[PrefixCosts]) -> float:
-    """Of the cost of computing a token with the length of the prefix, on the line that lies closest."""
+    """Return the slope of the compute cost per token over the prefix length, by least squares; never negative."""
     if len({one.tokens for one in known}) < 2:
         return 0.0
     slope = float(np.polyfit([one.tokens for one in known], [one.compute for one in known], 1)[0])
@@ -355,7 +369,7 @@ def _growth(known: list[PrefixCosts]) -> float:
 
 
 def _between(tokens: int, known: dict[int, float]) -> float | None:
-    """Of what is known for some lengths, the value for another; beyond them that of the nearest."""
+    """Return the value for a length, interpolated linearly, or that of the nearest length outside the range."""
     lengths = sorted(known)
     return float(np.interp(tokens, lengths, [known[length] for length in lengths])) if lengths else None
 
@@ -369,7 +383,7 @@ def _describe(device: torch.device) -> str:
 
 
 def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
-    """For each model on each device what was found, as `Calibration.as_dict` gives it."""
+    """Return all saved records by name; {} if there are none, or the file is damaged."""
     try:
         found = json.loads(storage.files.read(CALIBRATIONS, CALIBRATIONS_NAME))
         sound = all(isinstance(one, dict) for some in found.values() for one in some)
@@ -379,12 +393,12 @@ def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
 
 
 def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
-    """Return what was kept under a name."""
+    """Return the records that are saved under a name."""
     return _read(storage).get(name, [])
 
 
 def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
-    """Keep what was found, beside what was found for prompts of other lengths from the same place."""
+    """Save a calibration. Earlier ones for other prompt lengths are kept if they have the same `cold`."""
     name = f"{fingerprint} {_describe(device)}"
     sound = [one for one in records_of(storage, name) if one.keys() >= _KEPT]
     others = [one for one in sound if one["tokens"] != found.tokens and one["cold"] == found.cold]
@@ -394,12 +408,12 @@ def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibr
 def keep_prefix_costs(
     storage: Storage, fingerprint: str, device: torch.device, provenance: str, found: list[PrefixCosts]
 ) -> None:
-    """Keep what was found in place of what was."""
+    """Save prefix costs, and replace earlier ones of the same model, device, engine and codec."""
     keep_records(storage, _prefix_name(storage, fingerprint, device, provenance), [one.as_dict() for one in found])
 
 
 def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
-    """Keep what was found under a name, in place of what was. Conversations that are suspended write here, too."""
+    """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
     storage.disk.check_writable()
     with storage.disk.backend.locked():
         storage.files.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))

@@ -1,4 +1,4 @@
-"""KV as passes leave it, pieces one after the other for each layer, and how the blocks of a segment are made of it."""
+"""Captured KV of forward passes, as lists of tensors per layer, and packing it into the blocks of a segment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .tiers.staging import Staging
 from .tiers.streams import CopyStream, Event
 
 Sources = dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
-"""For each layer its keys and its values, `[batch, heads, tokens, dim]` each, one after the other."""
+"""Keys and values by layer: two lists of `[batch, heads, tokens, dim]` tensors, consecutive in tokens."""
 
 
 @dataclass
 class LayerBuffer:
-    """Pre-RoPE KV of one layer, as `[batch, heads, tokens, dim]` tensors one after the other."""
+    """Pre-RoPE KV of one layer, as lists of consecutive `[batch, heads, tokens, dim]` tensors."""
 
     kind: LayerKV
     device: torch.device
@@ -36,19 +36,23 @@ def packer(
     streams: dict[torch.device, CopyStream],
     computed: list[Event],
 ) -> Callable[[], Iterator[Group]]:
-    """A function that packs a segment's block groups, one after the other, from column `start` of `row` of the sources.
+    """Return a function that packs a segment's KV cache groups one by one from the sources.
 
-    Each is packed where its first layer lies, on the side stream, and comes down in one copy; what is yielded is good
-    until the next.
+    Each group is packed on its first layer's device, on the side stream, and copied to the host at once. A yielded
+    group is valid until the next one is requested.
 
     Args:
-        streams: the side stream of each device.
-        computed: the points after which the sources are computed.
+        shape: shape of the segment.
+        sources: captured keys and values.
+        row: row of the batch.
+        start: first position of the segment in the sources.
+        streams: side stream of each device.
+        computed: events after which the sources are computed.
     """
 
     def block_groups() -> Iterator[Group]:
         for event in computed:
-            event.synchronize()  # in the writer's thread: the side stream, where blocks also come up, waits for nothing
+            event.synchronize()  # wait in the writer's thread, not on the side stream, which also uploads blocks
         staging: Staging | None = None
         for block_group in shape.block_groups:
             device = _tensors_of(sources, block_group.parts[0])[0].device
@@ -73,26 +77,26 @@ def packer(
 
 
 def _tensors_of(sources: Sources, part: Part) -> list[torch.Tensor]:
-    """The tensors that a part is packed from."""
+    """Return the tensors that a part is packed from."""
     return sources[part.layer][0 if part.tensor == "key" else 1]
 
 
 def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
-    """`[heads, count, dim]`, from column `start` of the tensors set one after the other."""
+    """Return `count` tokens, `[heads, count, dim]`, from position `start` of the concatenated tensors."""
     mine = [t[row, heads] for t in tensors]
     whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
     return whole[:, start : start + count]
 
 
 def compact(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that keeps no more memory alive than it needs: fused projections hand out slices of a larger one."""
+    """Return the tensor, or a copy if it is a slice that keeps a larger storage alive (as of fused projections)."""
     if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
         return tensor.clone()
     return tensor
 
 
 def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
-    """A copy of the last `columns` columns of the tensors set one after the other."""
+    """Return a copy of the last `columns` positions of the concatenated tensors."""
     found: list[torch.Tensor] = []
     for tensor in reversed(tensors):
         found.insert(0, tensor[:, :, -columns:])
@@ -103,7 +107,7 @@ def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
 
 
 def cut_end(tensors: list[torch.Tensor], columns: int) -> None:
-    """Let the last `columns` columns of the tensors go."""
+    """Remove the last `columns` positions from the list of tensors, in place."""
     while columns > 0 and tensors:
         last = tensors[-1]
         if last.shape[2] <= columns:

@@ -1,4 +1,4 @@
-"""A cache's part in its conversation: it alone goes on with it, and leaves a record of it when it is suspended."""
+"""Conversation of a cache: holds its ownership lock, and saves a record of it when it is suspended."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suspended:
-    """What `TieredCache.suspend` has kept.
+    """Result of `TieredCache.suspend`.
 
     Args:
-        tokens: of the conversation that are stored: the next turn restores them.
-        left: that the cache held and that are not. The next turn computes them; below 16, unless `reason` says why.
-        bytes: that the segments with these tokens take on disk.
-        seconds: that it took.
-        reason: what could not be kept, and why, or "".
+        tokens: number of the conversation's tokens that are stored. The next turn restores them.
+        left: number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless `reason`
+            says why.
+        bytes: size on disk of the segments with the stored tokens.
+        seconds: duration of the call.
+        reason: what could not be stored, and why, or "".
     """
 
     tokens: int
@@ -46,29 +47,33 @@ class Suspended:
 
 
 class Conversation:
-    """The conversation of a cache.
+    """Conversation of a cache. Creating it takes the conversation over from an older cache of this process.
 
     Args:
-        storage: where it lies.
-        conversation_id: its name. An older cache of this process gives way.
+        storage: storage that holds the conversation.
+        conversation_id: id of the conversation.
 
     Raises:
-        ConfigError: it is no id.
-        ConversationInUseError: another process goes on with it.
+        ConfigError: the id is invalid.
+        ConversationInUseError: another process uses the conversation.
     """
 
     def __init__(self, storage: Storage, conversation_id: str) -> None:
         self.id = conversation_id
         self.turns = 0
-        """Prompts since it was last taken up."""
+        """Number of prompts since the conversation was last resumed."""
         self.record: ConversationRecord | None = None
-        """What was known of it then."""
+        """Record as of the last acquisition or save; None if there is none."""
         self._storage = storage
         self._ownership = storage.conversations.ownership(conversation_id)
         self._take(over=True)
 
     def claim(self) -> None:
-        """The cache is used: go on with the conversation, as it is now. Raises ConversationInUseError: another does."""
+        """Acquire the conversation's lock and reload its record, unless this cache holds the lock already.
+
+        Raises:
+            ConversationInUseError: another cache or process uses the conversation.
+        """
         if not self._ownership.held and self._storage.usable:
             self._take(over=False)
 
@@ -77,12 +82,12 @@ class Conversation:
         self.record = self._storage.conversations.read(self.id)
 
     def release(self) -> None:
-        """Let others go on with it."""
+        """Release the conversation's lock."""
         self.turns = 0
         self._ownership.release()
 
     def why_nothing(self, identity: Identity, method: Method) -> str:
-        """Why nothing of it is restored, where nothing that is stored begins as the prompt does."""
+        """Return the reason why no stored prefix of the conversation matches the prompt."""
         record = self.record
         if record is None:
             return reasons.NOTHING
@@ -94,20 +99,20 @@ class Conversation:
         return reasons.OTHER_HISTORY if there else reasons.EVICTED
 
     def keep(self, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> str:
-        """Renew the record. Where nothing is stored, it stays as it was.
+        """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.
 
         Args:
-            sequence: the tokens.
-            rows: the segments that they are stored in, in order.
-            tokens: how many are.
+            sequence: state of the cache's tokens.
+            rows: segments that hold the tokens, in order.
+            tokens: number of tokens stored.
 
         Returns:
-            Why it was not, or "".
+            Reason why the record was not saved, or "".
         """
         if not tokens or not self.turns:
             return ""
         try:
-            self.claim()  # an older cache leaves the record to the newer one
+            self.claim()  # only the newest cache may save the record
         except ConversationInUseError as error:
             return str(error)
         before, now = self.record, time.time()
@@ -135,10 +140,11 @@ class Conversation:
 
 
 def put_away(serving: Serving, held: int) -> Suspended:
-    """Store all that a cache has computed, tell its method, and note its conversation.
+    """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
 
     Args:
-        held: columns that the cache holds.
+        serving: executor of the cache.
+        held: number of positions that the cache holds.
 
     Raises:
         StoreClosedError: the store was closed.
@@ -149,7 +155,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     if sequence is None:
         return Suspended(0, held, 0, time.perf_counter() - started, serving.bypass)
     reason = ""
-    sequence.recorder.crop(0)  # from here on nobody takes back the last columns of a pass
+    sequence.recorder.crop(0)  # the last positions of a pass can no longer be taken back
     try:
         serving.store_now()
         storage.writer.flush()
@@ -172,7 +178,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
     if conversation is not None and serving.options.record:
         reason = conversation.keep(sequence, rows, tokens) or reason
         if made is not None and conversation.record is not None and made in conversation.record.segments:
-            try:  # the record names the new one: only now may the old ones go
+            try:  # delete old segments only after the record names the new one
                 storage.remove(replaced)
             except OSError as error:
                 reason = reason or f"a segment whose tokens are stored anew was not deleted: {error}"
@@ -183,7 +189,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
 
 
 def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> IdleConversation:
-    """What is known of a conversation that goes idle, in these segments."""
+    """Return the input of `Method.compact` for these segments. Raise StoreError if one cannot be read."""
     storage, observer, method = serving.store, serving.observer, sequence.method
     readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
     if len(readers) < len(rows):
@@ -207,14 +213,14 @@ def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tok
 
 
 def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
-    """The segments that a later look-up finds of the first row's tokens, and how many tokens these are."""
+    """Return the segments that a later look-up finds for the first row, and the number of tokens in them."""
     prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
     runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, asking=sequence.recorder)]
     return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
 
 
 def _why_left(serving: Serving, sequence: SequenceState) -> str:
-    """Why tokens that could be stored are not."""
+    """Return the reason why tokens that could be stored were not."""
     if not serving.options.record:
         return reasons.NOT_RECORDED
     if serving.bypass:

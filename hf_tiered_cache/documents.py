@@ -1,4 +1,4 @@
-"""Documents of a store: entering, replacing and deleting them, with the passages that no other label names."""
+"""Documents of a store: adding, replacing and deleting labels, and the passages that no other label names."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from .store.documents import DocumentInfo, DocumentRecord, by_passage, changed
 
 
 class Entry(NamedTuple):
-    """A label, and what is stored under it from now on."""
+    """Label, and the passages to be stored under it."""
 
     key: tuple[str, str, str]
-    """Label, fingerprint, and how the passages were computed (see `DocumentRecord`)."""
+    """Label, model fingerprint, and how the passages were computed (see `DocumentRecord`)."""
     passages: tuple[str, ...]
     tokens: int
     model: Mapping[str, str]
 
 
 def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
-    """Let labels stand for what was stored for them, and delete what they stood for, unless others name it, too.
+    """Save the records of labels, and delete replaced passages unless other labels name them.
 
-    A label stands for the old passages or for the new ones, whoever is killed when; what was to be deleted then is
-    deleted by `gc`, or when the label is entered again.
+    At any time, a label names either its old or its new passages, even if a process is killed. In that case, `gc` or
+    the next save of the label deletes the replaced passages.
 
     Args:
-        entries: whose passages are durable.
+        storage: storage to save the records in.
+        entries: labels and their passages, which must be durable.
 
     Returns:
-        How many segments were deleted.
+        Number of segments deleted.
 
     Raises:
-        StoreError, OSError: not all labels were entered.
+        StoreError, OSError: not all labels were saved.
     """
     if not entries:
         return 0
@@ -54,12 +55,12 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
 
 
 def documents_of(storage: Storage, label: str | None) -> list[DocumentInfo]:
-    """What is known of this label, or of all."""
+    """Return the documents with this label, or all documents if `label` is None."""
     return storage.documents.listed(storage.segments(), label)
 
 
 def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:
-    """The records of labels. Raises ConfigError: there is none of one."""
+    """Return the records of labels. Raise ConfigError if a label has none."""
     found = [record for record in storage.documents.all() if record.label in labels]
     if unknown := set(labels) - {record.label for record in found}:
         raise ConfigError(f"no document is called {min(unknown)!r}; store.documents() lists them")
@@ -67,33 +68,37 @@ def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRe
 
 
 def segments_of_documents(storage: Storage, labels: Collection[str]) -> list[SegmentRow]:
-    """The segments that only these labels name. Raises ConfigError: one is not there."""
+    """Return the segments that only these labels name. Raise ConfigError if a label does not exist."""
     records = find_documents(storage, labels)
     names = {name for record in records for name in (*record.passages, *record.leaving)}
     return rows_of(storage, storage.documents.only_of(records, names))
 
 
 def remove_documents(storage: Storage, labels: Collection[str]) -> int:
-    """Delete documents, and `segments_of_documents`. Returns how many segments went.
+    """Delete documents and the segments that only they name. Return the number of segments deleted.
 
     Raises:
-        ConfigError: one is not there; then none is deleted.
+        ConfigError: a label does not exist; then nothing is deleted.
     """
     storage.check_open()
     storage.disk.check_writable()
     storage.flush()
     with storage.disk.backend.locked():
         records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
-        removed = storage.remove(row.id for row in rows)  # first: killed here, the label still says what it was
+        removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
         storage.documents.forget(records)
     return removed
 
 
 def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
-    """Delete what replaced documents left behind where their process was killed, and records of which nothing is left.
+    """Delete replaced passages that a killed process did not delete, and records without stored passages.
+
+    Args:
+        storage: storage to clean up.
+        dry_run: whether to delete nothing.
 
     Returns:
-        The files of the records that went, or with `dry_run` would.
+        Files of the records that were deleted, or with `dry_run` would be.
     """
     storage.check_open()
     if not dry_run:
@@ -105,7 +110,7 @@ def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
 
 
 def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
-    """The segments of these passages."""
+    """Return the segments of passages, given the names of the passages."""
     if not names:
         return []
     there = by_passage(storage.segments())
@@ -113,12 +118,12 @@ def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
 
 
 def _settle(storage: Storage, records: Sequence[DocumentRecord]) -> int:
-    """Delete what these documents leave behind, and note that. Returns how many segments went."""
+    """Delete the replaced passages of these records, and update the records. Return the number of segments deleted."""
     if not records:
         return 0
     try:
         only = storage.documents.only_of((), {name for record in records for name in record.leaving})
-    except (FormatError, OSError) as error:  # a label that cannot be read may name any of it
+    except (FormatError, OSError) as error:  # an unreadable record may name any passage
         storage.disk.warn("documents", f"what documents were replaced by new ones stays for now: {error}")
         return 0
     removed = storage.remove(row.id for row in rows_of(storage, only))
@@ -128,5 +133,5 @@ def _settle(storage: Storage, records: Sequence[DocumentRecord]) -> int:
 
 @contextmanager
 def _there(nbytes: int) -> Iterator[None]:
-    """Room that was made for all at once."""
+    """Yield without reserving space: the caller has done so, or the record becomes smaller."""
     yield

@@ -1,7 +1,7 @@
-"""Everything that can go wrong, each with a name of its own.
+"""Exceptions of the library.
 
-A fault of the disk never raises out of a request: it is a counted miss, and the prompt is computed as if
-nothing were stored. What raises is a mistake that only the caller can mend.
+A disk fault never raises out of a request: it counts as a miss, and the prompt is computed as if nothing were stored.
+Exceptions report errors that only the caller can fix.
 """
 
 from __future__ import annotations
@@ -12,42 +12,42 @@ from collections.abc import Hashable
 
 
 class TieredCacheError(Exception):
-    """Base of every exception raised by hf_tiered_cache."""
+    """Base class of all exceptions of hf_tiered_cache."""
 
 
 class ConfigError(TieredCacheError, ValueError):
-    """An argument is not valid: a size that cannot be read, an unknown method, engine or policy."""
+    """Invalid argument, such as an unreadable size or an unknown method, engine or policy."""
 
 
 class UnsupportedModelError(ConfigError):
-    """The model keeps state that is not the KV of single tokens, so it cannot be cut into chunks."""
+    """Model that keeps state other than per-token KV, so that it cannot be cut into chunks."""
 
 
 class CacheMismatchError(TieredCacheError):
-    """A cache is used with another model, or a strict one with a prompt that does not begin with what it holds.
+    """Use of a cache with another model, or of a strict cache with a prompt that does not begin with its tokens.
 
-    Or in a pass that is not its attached model's own, where only such a pass gives each layer a mask that fits it.
+    Also raised in passes outside the attached model's own forward, if layers need masks of different widths.
     """
 
 
 class StoreError(TieredCacheError):
-    """The store cannot be used at all: its path is no folder, or it was closed."""
+    """Unusable store, for example because its path is not a folder. Base class of all store errors."""
 
 
 class StoreClosedError(StoreError):
-    """The store was used after `close()`."""
+    """Use of a store after `close()`, or in a process forked after the store was opened."""
 
 
 class StoreBusyError(StoreError):
-    """Another process or thread holds the store's lock and does not let go of it."""
+    """Timeout while another process or thread holds the store's lock."""
 
 
 class ModelChangedError(StoreError):
-    """The weights were changed after KV was computed with them, so that it cannot be stored under their name."""
+    """KV that cannot be stored, because the model's weights were changed after it was computed."""
 
 
 class ConversationInUseError(StoreError):
-    """Another process, or a newer cache of this one, goes on with the conversation. Nothing is lost on either side."""
+    """Conversation in use by another process, or by a newer cache of this process. No data is lost."""
 
     def __init__(self, conversation: str, pid: int | None, since: float | None) -> None:
         who = "another process" if pid is None else f"process {pid}"
@@ -60,42 +60,42 @@ class ConversationInUseError(StoreError):
 
 
 class EngineUnavailableError(StoreError):
-    """The I/O engine asked for does not work on this machine."""
+    """Requested I/O engine that does not work on this machine."""
 
 
 class FormatError(StoreError):
-    """A file is no whole segment: bad magic, header, table or length."""
+    """File that is not a complete segment: bad magic, header, table or length."""
 
 
 class NotOursError(FormatError):
-    """A segment may be whole, and is not for this store to read or to judge: it is left alone."""
+    """Segment that may be intact, but that this store must not read or judge. It is left alone."""
 
 
 class NewerFormatError(NotOursError):
-    """A segment was written by a newer version of the library."""
+    """Segment written by a newer version of the library."""
 
 
 class OtherKeyError(NotOursError):
-    """A segment is encrypted with another key than the store's, or only one of the two has a key."""
+    """Segment encrypted with another key than the store's, or only one of the two has a key."""
 
 
 class IntegrityError(StoreError):
-    """The bytes of a block are not those that were written."""
+    """Block that does not contain the bytes that were written."""
 
     def __init__(self, message: str, valid_hashes: int = 0, version: Hashable = None) -> None:
         super().__init__(message)
         self.valid_hashes = valid_hashes
-        """The segment's prefix hashes that stand before the first bad block."""
+        """Number of the segment's prefix hashes before the first damaged block."""
         self.version = version
-        """Which bytes were read (see `Stored`); None if that is not known."""
+        """Version of the bytes that were read (see `Stored`); None if unknown."""
 
 
 class QuotaError(StoreError):
-    """A segment does not fit: the quota, the free-space floor or the disk itself is exhausted."""
+    """Segment that does not fit: the quota, the free-space floor or the disk itself is exhausted."""
 
 
 class RestoreError(TieredCacheError):
-    """Stored KV did not arrive or does not fit the model. Internal: the request is planned again without it."""
+    """Stored KV that did not arrive or does not fit the model. Internal: the request is planned again without it."""
 
     def __init__(self, segment: str, reason: str) -> None:
         super().__init__(f"segment {segment}: {reason}")
@@ -103,13 +103,14 @@ class RestoreError(TieredCacheError):
 
 
 class LayerOrderError(TieredCacheError):
-    """Layers run in another order than that of their caches. Internal: the request is computed without a restore."""
+    """Layers that run in a different order than their caches. Internal: the request is computed without a restore."""
 
 
 class LostKVError(TieredCacheError):
-    """Stored KV that decoded tokens attend to cannot be read any more. The pass is undone, and the segment reported.
+    """Stored KV that decoded tokens attend to and that can no longer be read.
 
-    Ask again with all tokens so far and a new cache: what is stored whole is restored, and the rest is computed.
+    The pass is undone and the segment is reported. Call `generate()` again with all tokens so far and a new cache:
+    intact stored KV is restored, and the rest is computed.
     """
 
     def __init__(self, segment: str, reason: str) -> None:

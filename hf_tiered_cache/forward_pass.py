@@ -1,4 +1,4 @@
-"""One forward pass: what the model computes is recorded, and what it does not compute comes from the store."""
+"""Forward passes: computed KV is recorded, and other KV is restored from the store."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ from .suitability import cannot_select, needs_attention
 from .transfers import to_device
 
 _layer_kv = lru_cache(maxsize=256)(LayerKV)
-"""Layers are alike at every token, and often among themselves: what describes them is made once."""
+"""Cached constructor of `LayerKV`: layers are described alike at every token, and often among themselves."""
 
 
 class ForwardPass(Scope):
-    """A pass that computes all it is given.
+    """Forward pass that computes all tokens it is given.
 
     Args:
-        cache: whose pass it is.
-        sources: the cache's layers.
-        attachment: of the model.
-        collector: counts what happens.
-        recorder: takes what is computed, if not None.
-        first: column of the sequence that is computed first.
+        cache: cache that the pass belongs to.
+        sources: layers of the cache.
+        attachment: attachment of the model.
+        collector: collector of the request's statistics.
+        recorder: recorder of the computed KV, or None.
+        first: first position of the sequence that is computed.
     """
 
     observer: PassObserver | None
@@ -69,7 +69,7 @@ class ForwardPass(Scope):
         self.sources, self.attachment, self.recorder = sources, attachment, recorder
         self.collector = collector
         self.assemble_seconds = 0.0
-        """Time of this thread in what is restored and chosen, waiting for it included."""
+        """Seconds that this thread spent on restored and selected KV, including waiting for it."""
         self._rechoice: Choices | None = None
         self._look_ahead: LookAhead | None = None
         self._choose_ahead = False
@@ -78,7 +78,7 @@ class ForwardPass(Scope):
         self._captures = recorder is not None or self.selects
 
     def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run the model's `forward` on these arguments."""
+        """Run the model's `forward` with these arguments."""
         with self._stack as stack:
             stack.callback(self._count)
             self._begin(stack)
@@ -87,15 +87,16 @@ class ForwardPass(Scope):
             return self._compute(forward, kwargs)
 
     def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run the model, within the scope of the pass."""
+        """Run the model within the scope of the pass."""
         return forward(**kwargs)
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
-        """Let an observer see its queries.
+        """Let an observer see the queries of the pass.
 
         Args:
-            stop: the column behind the last one of the pass.
-            pads: columns of left padding of each row.
+            observer: observer of the cache.
+            stop: end (exclusive) of the positions of the pass.
+            pads: number of left-padding positions of each row.
         """
         self.observer = observer.begin(self.kv_sources, self._computed_columns(stop, pads))
 
@@ -103,29 +104,29 @@ class ForwardPass(Scope):
         return ComputedColumns(self._first, stop, pads)
 
     def end_watching(self) -> None:
-        """The pass is whole: what an observer has seen counts."""
+        """Tell the observer that the pass is complete, so that its observations count."""
         if self.observer is not None:
             self.observer.end()
 
     def close(self) -> None:
-        """End it, where a Ctrl-C on the way out kept it from ending."""
+        """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
         self._stack.close()
 
     def _count(self) -> None:
-        """Once for all layers."""
+        """Report assembly time once per pass."""
         if self.assemble_seconds:
             self.collector.add(assemble_seconds=self.assemble_seconds)
 
     def _begin(self, stack: ExitStack) -> None:
-        """Prepare what the pass needs; `stack` ends all of it."""
+        """Set up the resources of the pass; `stack` releases them."""
         if self.recorder is not None:
             self.recorder.begin(self._first)
         choosing = {source.index: chosen[0] for source in self.kv_sources if (chosen := source.chosen()) is not None}
-        for live in list(choosing.values())[:1]:  # all have the same
+        for live in list(choosing.values())[:1]:  # all layers share one selector
             self._predict(stack, live.selector, list(choosing))
 
     def _predict(self, stack: ExitStack, selector: Selector, layers: list[int]) -> None:
-        """Predict the queries of layers that choose, as far as the selector wants them and the model lets us."""
+        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
         attachment = self.attachment
         if not selector.ahead:
             return
@@ -139,7 +140,7 @@ class ForwardPass(Scope):
         stack.enter_context(self._look_ahead.watching())
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, `[batch, heads, n, dim]`; return what the model takes on."""
+        """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
         source = self.sources[layer]
         if not self._captures:
             return source.update(keys, values)
@@ -153,7 +154,7 @@ class ForwardPass(Scope):
         return source.append(kind, pre_rope, keys, values)
 
     def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of the columns that are recorded, `[batch, heads, n, dim]` each."""
+        """Return the keys and values of the recorded positions, `[batch, heads, n, dim]` each."""
         return pre_rope.keys, pre_rope.values
 
     def attend(
@@ -165,7 +166,7 @@ class ForwardPass(Scope):
         mask: torch.Tensor | None,
         scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """What a layer's queries, `[batch, heads, n, dim]`, attend to, or what they get of it."""
+        """Return the keys and values for a layer's queries, `[batch, heads, n, dim]`, or their attention output."""
         started = time.perf_counter()
         try:
             return self.sources[layer].attend(self, query, keys, values, mask, scaling)
@@ -173,7 +174,7 @@ class ForwardPass(Scope):
             self.assemble_seconds += time.perf_counter() - started
 
     def rechoice(self, live: Live) -> Choices:
-        """The choices of this pass, for sources that choose again while decoding."""
+        """Return the decode selection of this pass, for sources that reselect while decoding."""
         if self._rechoice is None:
             self._rechoice = live.begin(self.collector)
             self._stack.callback(self._rechoice.cancel)
@@ -196,20 +197,20 @@ class ForwardPass(Scope):
                 yield LayerAhead(target, rows, predicted.query, predicted.own_keys, predicted.scaling)
 
     def _rows_of(self, layer: int) -> Sequence[Any] | None:
-        """What a layer that chooses holds; None for one that does not."""
+        """Return the selection state of a layer's rows, or None if the layer does not select."""
         chosen = self.sources[layer].chosen()
         return None if chosen is None else chosen[1]
 
 
 class RestoringForward(ForwardPass):
-    """A pass that follows a plan (see `RestoringPass`).
+    """Forward pass that follows a plan (see `RestoringPass`).
 
     Args:
         cache, sources, attachment, collector, recorder, first: see `ForwardPass`.
-        plan: what is computed and what restored.
-        store: where blocks are.
-        method: whose plan it is.
-        only: gives the arguments for computing some of the columns alone.
+        plan: positions to compute and segments to restore.
+        store: storage that holds the blocks.
+        method: method that made the plan.
+        only: function that returns the forward arguments for computing only the given positions.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class RestoringForward(ForwardPass):
     ) -> None:
         super().__init__(cache, sources, attachment, collector, recorder, first)
         self.plan, self.method, self._only = plan, method, only
-        self._ascends, self._last_layer = plan.under_way is None, -1  # else layers may run twice
+        self._ascends, self._last_layer = plan.under_way is None, -1  # a deferred plan may run layers twice
         self._captures = True
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
@@ -262,19 +263,19 @@ class RestoringForward(ForwardPass):
         try:
             output = super().run(forward, kwargs)
         except Exception as error:
-            self.fetcher.confirm()  # what a damaged block has led to is not the model's fault
+            self.fetcher.confirm()  # report a damaged block first: it may have caused this error
             if self._parked is None or not isinstance(error, RuntimeError):
                 raise
             raise self.cannot_select() from error
         if self._parked is not None:
             raise self.cannot_select()
-        self.fetcher.confirm()  # one wait, for the side stream alone: a pass with a damaged block is undone
+        self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
         if self.selection is not None:
             self.plan = self.selection.followed()
         return output
 
     def _begin(self, stack: ExitStack) -> None:
-        """Announce what is going to be restored, to masks and sources, and start to fetch it."""
+        """Announce the restored KV to masks and sources, and start to fetch it."""
         super()._begin(stack)
         plan, config = self.plan, self.attachment.config
         for source in self.kv_sources:
@@ -302,11 +303,11 @@ class RestoringForward(ForwardPass):
         self.prefetch.start()
 
     def _rows_of(self, layer: int) -> Sequence[Any] | None:
-        """Nothing yet: it is about to be restored."""
+        """Return no rows: the layer's KV is not restored yet."""
         return ()
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
-        """See `ForwardPass`. Nobody is told of queries that stand elsewhere in each row."""
+        """See `ForwardPass`. No observer is attached if rows compute different positions."""
         if all(columns.ndim == 1 for columns in self.plan.computed):
             super().watch(observer, stop, pads)
 
@@ -319,7 +320,7 @@ class RestoringForward(ForwardPass):
         )
 
     def _place(self, plan: Plan) -> None:
-        """Say where the queries of a plan stand, and which layers keep which."""
+        """Set the positions of a plan's queries, and the hidden states that each layer keeps."""
         told = plan.computed[0][self.fronts[0] if self.fronts else 0 :]
         self.positions = to_device(told + plan.base, self.attachment.device_of(0))
         self._drop_with_depth(plan)
@@ -340,7 +341,7 @@ class RestoringForward(ForwardPass):
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ForwardPass`."""
-        if self._ascends and layer <= self._last_layer:  # its blocks went when that layer was done
+        if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
             raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
         self._last_layer, started = layer, time.perf_counter()
         try:
@@ -369,7 +370,7 @@ class RestoringForward(ForwardPass):
     def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
         return super()._compute(forward, self._only(self.plan.computed[0]))
 
-    # --- what sources ask (see `RestoringPass`)
+    # --- called by sources (see `RestoringPass`)
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]

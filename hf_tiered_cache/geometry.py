@@ -1,9 +1,9 @@
-"""Geometry: how the KV of a segment is cut into the one unit of storage, transfer, caching and eviction.
+"""Geometry: how the KV of a segment is cut into blocks, the unit of storage, transfer, caching and eviction.
 
-A `KVLayout` says what a model keeps for a token, a `Geometry` how that is cut, and together they give the
-*block groups* of a segment; `shape.py` says which tokens lie where in these. A block group is a group of layers, heads
-and tensors that travel together; a block is one chunk of one block group. Blocks of a block group lie side by side on
-disk, so a run of chunks is one sequential read.
+A `KVLayout` describes the KV that a model keeps per token, and a `Geometry` how it is cut. Together they determine the
+*KV cache groups* of a segment (`BlockGroup`): layers, heads and tensors that are stored together. A block is one chunk
+of one KV cache group. The blocks of a group are contiguous on disk, so a run of chunks is one sequential read.
+`shape.py` maps tokens to positions in these blocks.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
 from .errors import ConfigError, FormatError, NewerFormatError
 
 ALIGNMENT = 4096
-"""Offsets, lengths and memory addresses of blocks are multiples of this, as O_DIRECT and GPUDirect ask."""
+"""Alignment in bytes of the offsets, lengths and memory addresses of blocks, as required by O_DIRECT and GPUDirect."""
 
 HASH_TOKENS = 16
-"""Tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
+"""Number of tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
 
 _MOST = 1 << 18
-"""No model has as many heads, all layers together, or dimensions, or a chunk so many tokens."""
+"""Upper bound on the heads of all layers together, on dimensions, and on the tokens of a chunk."""
 
 _UNSAID: tuple[Any, ...] = (None, 0, RAW, [])
-"""Index, solo layers, codec and pairs of a geometry whose JSON ends before them."""
+"""Defaults of index, solo layers, codec and pairs, for geometry JSON that ends before them."""
 
 TensorName = Literal["key", "value"]
 
 
 def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
-    """`nbytes` rounded up to a multiple of `to`."""
+    """Return `nbytes` rounded up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
 @dataclass(frozen=True)
 class LayerKV:
-    """The two tensors a model hands to its cache for one layer, as `[batch, heads, tokens, dim]`.
+    """Two tensors that a model passes to its cache for one layer, `[batch, heads, tokens, dim]` each.
 
     They are keys and values for most models, and latents and rotated parts for MLA.
     """
@@ -50,13 +50,13 @@ class LayerKV:
     value_heads: int
     value_dim: int
     window: int = 0
-    """Sliding window in tokens, 0 for full attention."""
+    """Sliding window in tokens; 0 for full attention."""
     rotated: Literal["", "key", "value"] = ""
-    """The tensor that is stored before its rotation (deferred RoPE), if any."""
+    """Tensor that is stored before its rotation (deferred RoPE), if any."""
     rotary_dims: int = 0
-    """Leading dimensions of that tensor that rotate; the rest pass through."""
+    """Number of leading dimensions of that tensor that rotate; the rest pass through."""
     position_independent: bool = True
-    """Whether the stored tensors hold at other positions than their own (RoPE deferred, or none at all)."""
+    """Whether the stored tensors are valid at other positions than their own (RoPE deferred, or none)."""
 
     def heads(self, tensor: TensorName) -> int:
         return self.key_heads if tensor == "key" else self.value_heads
@@ -67,13 +67,13 @@ class LayerKV:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a model keeps for each token: one `LayerKV` a layer (None where a layer keeps nothing), and the dtype."""
+    """KV that a model keeps per token: one `LayerKV` per layer (None for a layer without KV), and the dtype."""
 
     layers: tuple[LayerKV | None, ...]
     dtype: torch.dtype
 
     def to_json(self) -> dict[str, Any]:
-        """Distinct layers once, then an index for each layer: 126 layers fit well under 4 KiB."""
+        """Return distinct layers once, and an index for each layer: 126 layers fit well under 4 KiB."""
         kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
         rows = [
             [
@@ -103,13 +103,13 @@ class KVLayout:
         return layout
 
     def layer(self, index: int) -> LayerKV:
-        """What a layer keeps that keeps something."""
+        """Return the `LayerKV` of a layer that keeps KV."""
         kept = self.layers[index]
         assert kept is not None
         return kept
 
     def check(self) -> None:
-        """Raises FormatError for what no model keeps, so that block groups can be made without more ado."""
+        """Raise FormatError if no model keeps such KV, so that KV cache groups need no further checks."""
         if not isinstance(self.dtype, torch.dtype):
             raise FormatError(f"{self.dtype!r} is no dtype")
         kept = [layer for layer in self.layers if layer is not None]
@@ -125,7 +125,7 @@ class KVLayout:
 
     @property
     def position_independent(self) -> bool:
-        """Whether all of it holds at other positions than its own."""
+        """Whether all stored tensors are valid at other positions than their own."""
         return all(layer is None or layer.position_independent for layer in self.layers)
 
     @property
@@ -137,7 +137,7 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class FieldSlot:
-    """Where one field of a part lies in every block: `[heads, chunk_tokens, dim]` of `dtype`."""
+    """Location of one field of a part in every block: `[heads, chunk_tokens, dim]` of `dtype`."""
 
     dtype: torch.dtype
     dim: int
@@ -147,9 +147,10 @@ class FieldSlot:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of one layer, or some of its heads, inside every block of a block group: `[heads, chunk_tokens, dim]`.
+    """One tensor of one layer, or some of its heads, in every block of a KV cache group: `[heads, chunk_tokens, dim]`.
 
-    It lies there as the fields that the codec makes of it. In a merged block group two layers' parts share the first.
+    It is stored as the fields that the codec makes of it. In a merged group, the parts of two layers share their first
+    field.
     """
 
     layer: int
@@ -161,26 +162,26 @@ class Part:
 
     @property
     def offset(self) -> int:
-        """Bytes from the start of the block."""
+        """Byte offset of the part in the block."""
         return self.fields[0].offset
 
     @property
     def end(self) -> int:
-        """Of its last field, likewise."""
+        """Byte offset in the block of the end of the part's last field."""
         return self.fields[-1].offset + self.fields[-1].nbytes
 
 
 @dataclass(frozen=True)
 class BlockGroup:
-    """The parts that travel together in one block."""
+    """KV cache group: parts that are stored together in one block."""
 
     index: int
     parts: tuple[Part, ...]
     window: int
     identifies: bool = False
-    """Whether these are keys once more, apart, for identification to read."""
+    """Whether the parts are a separate copy of keys, which selectors read to identify tokens."""
     merged: bool = False
-    """Whether these are two layers in one: a part is a direction that both share, and a factor of its own."""
+    """Whether the group merges two layers: each part is a shared direction, and a factor of its own."""
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -197,12 +198,12 @@ class BlockGroup:
 
 @dataclass(frozen=True)
 class KeyIndex:
-    """Keys that a segment holds once more, in block groups of their own, for selectors to read without the rest.
+    """Additional copy of keys, in KV cache groups of its own, for selectors to read without the other KV.
 
     Args:
-        every: of the layers with full attention the solo ones, the next, and then every so many: the first layers of
-            periods.
-        heads: only the first key-value heads (IMPRESS, Section 4.1: probe heads), or None for all.
+        every: period of the layers with keys in the index. Of the layers with full attention, these are the solo
+            layers, and then the first of every `every` layers.
+        heads: number of first key-value heads to copy (IMPRESS, Section 4.1: probe heads), or None for all.
     """
 
     every: int = 1
@@ -215,20 +216,21 @@ class KeyIndex:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a segment is cut: chunk tokens × layers per block × heads per block.
+    """Cutting of a segment into blocks: chunk tokens × layers per block × heads per block.
 
     Args:
-        chunk_tokens: consecutive tokens of a block (ContiguousKV, Section 4.2: c = 16).
-        layers_per_block: layers of a block. Layers with a sliding window share no block with those without,
-            so that of a sliding layer only its window is read.
-        heads_per_block: key-value heads of a block, or None for all.
-        split_kv: whether keys and values lie in blocks of their own.
-        index: keys that are stored once more, or None.
-        solo_layers: the first layers without a window that have blocks, and an index, of their own.
-        codec: the name of what stands between tensors and bytes (see `codecs`), of the index, too.
-        pairs: layers that are merged two by two, the shallower first (MiniCache; see `codecs.pairs`). Each layer has
-            block groups of its own, for what it holds by itself, and each pair others, for what its layers share; token
-            tables say which tokens these are. Such layers have full attention, and are alike. `layers_per_block` is 1.
+        chunk_tokens: consecutive tokens per block (ContiguousKV, Section 4.2: c = 16).
+        layers_per_block: layers per block. Layers with and without a sliding window do not share blocks, so that only
+            the window of a sliding layer is read.
+        heads_per_block: key-value heads per block, or None for all.
+        split_kv: whether keys and values are stored in separate blocks.
+        index: additional copy of keys, or None.
+        solo_layers: number of first layers without a window that have blocks, and an index, of their own.
+        codec: name of the codec between tensors and bytes (see `codecs`), also of the index.
+        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `codecs.pairs`). Each layer has KV
+            cache groups of its own for its unmerged tokens, and each pair has groups for the tokens that its layers
+            share; token tables define which tokens these are. Paired layers have full attention and the same `LayerKV`.
+            `layers_per_block` must be 1.
     """
 
     chunk_tokens: int = 16
@@ -292,10 +294,10 @@ def _check_count(name: str, value: int | None) -> None:
 
 @lru_cache(maxsize=64)
 def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
-    """The block groups of a segment, in the order in which a forward pass needs them; those of an index last.
+    """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
 
     Raises:
-        FormatError: layers that cannot be merged are a pair.
+        FormatError: a pair of layers cannot be merged.
     """
     by_window: dict[int, list[int]] = {}
     for index, kept in enumerate(layout.layers):
@@ -327,14 +329,14 @@ def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]
 
 
 def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]:
-    """The first `solo_layers` layers each alone, and then `step` at a time."""
+    """Return the first `solo_layers` layers one by one, and the others in groups of `step`."""
     return [[layer] for layer in layers[:solo_layers]] + [
         layers[i : i + step] for i in range(solo_layers, len(layers), step)
     ]
 
 
 def _check_alike(layout: KVLayout, pair: tuple[int, int]) -> None:
-    """Raises FormatError unless two layers can be merged."""
+    """Raise FormatError unless two layers can be merged."""
     first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
     if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
         raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
@@ -348,7 +350,7 @@ def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> 
 
 
 def _heads_in(layer: LayerKV, name: TensorName, heads: tuple[int, int] | None) -> tuple[int, int]:
-    """The first of a layer's heads in a range of them, and how many these are: none or less beyond its last."""
+    """Return the first head of a range and the number of the layer's heads in it; 0 or less beyond the last head."""
     first, stop = heads if heads is not None else (0, layer.heads(name))
     return first, min(stop, layer.heads(name)) - first
 
@@ -378,7 +380,7 @@ def _merged_parts(
     names: tuple[TensorName, ...],
     heads: tuple[int, int] | None,
 ) -> Iterator[Part]:
-    """For each tensor the direction of both layers, the first one's factors, and the second one's."""
+    """Yield the parts of both layers for each tensor: a shared direction, and a factor of each layer."""
     codec, offset, layer = merged_codec(geometry.codec), 0, layout.layer(pair[0])
     for name in names:
         first, count = _heads_in(layer, name, heads)
@@ -392,7 +394,7 @@ def _merged_parts(
 
 
 def _slots(codec: Codec, dtype: torch.dtype, dim: int, vectors: int, offset: int) -> tuple[FieldSlot, ...]:
-    """Where the fields of so many vectors lie in a block, from this offset on."""
+    """Return the locations in a block of the fields of `vectors` vectors, from byte `offset` on."""
     slots = []
     for field_dtype, field_dim in codec.fields(dtype, dim):
         offset = aligned(offset, field_dtype.itemsize)

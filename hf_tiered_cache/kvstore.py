@@ -1,4 +1,4 @@
-"""KVStore: what users see of a store. What stands behind it is `Storage`."""
+"""`KVStore`, the store class that users create. The implementation is in `Storage`."""
 
 from __future__ import annotations
 
@@ -41,50 +41,57 @@ from .units import parse_bytes
 
 
 class KVStore:
-    """KV of prompts, kept in chunks on disk and cached in host and device memory.
+    """Persistent store of KV: segments on disk, with blocks cached in host and device memory.
 
-    One store serves many caches, threads and processes. As a context manager it is closed at the end; otherwise what
-    is still to be written is written when it is collected or the interpreter ends.
+    One store serves many caches, threads and processes. Use it as a context manager to close it at the end of the
+    block. Otherwise, pending writes are completed when the store is garbage-collected or the interpreter exits.
+
+    Sizes are bytes as an int, or strings such as "10GiB" or "500MB".
 
     Args:
-        path: a folder, new, empty, or a store already; made if missing. On fast local storage, best. Files in it that
-            the store did not write are never changed.
-        device_memory: bytes of each GPU's memory for blocks that stay there; 128 MiB more, where needed, are for those
-            on their way to a request. On a CPU-only machine the host tier is the device tier.
-        host_memory: bytes of host memory for blocks, page-locked where there is a GPU.
-        index_memory: bytes of memory, where the model computes, for the indexes that `ContiguousKV` and `KVDrive`
-            choose by; what has no room is read from disk again, which a request's `stats.reason` says, if even its own
-            do not fit. `store.stats.index` says how much of it they take, `evicted_indexes` how many had to go.
-        disk_quota: bytes on disk that are never exceeded, or None. The least recently used segments make room.
-        verify: whether the checksum of every block is compared when it is read. Encrypted ones always are.
-        key: a secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as
-            `secrets.token_bytes(32)`, or these as 64 hexadecimal digits or in base64. Only who has it can read what is
-            stored, or store what is served. Segments of another key, or of none, are left alone. Needs the package
-            `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
-        salt: a secret that keys the hashes of tokens. Stores opened with another salt share nothing. By itself it hides
-            tokens from those who have the files, not from those who have the model, too.
-        engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or its compat
-            mode), "posix", "page_cache", or an `Engine` made for this store. With "page_cache" and `host_memory=0` all
-            processes of a machine share one copy in memory, which the kernel keeps, and frees for whoever needs it.
-        policy: which blocks leave memory first: "lru", "lfu", or for methods that choose what to attend to "attention"
-            or "importance"; each method names its own: `policy=method.policy`.
-        ttl: seconds a segment lives, or None.
-        watermarks: shares of the quota to which eviction goes, and at which it begins.
-        free_space_floor: bytes of the file system that always stay free.
-        queue_memory: bytes of KV that may wait to be written before a request waits for the disk. What a cache
-            leaves when it is collected cannot wait: without room it is not stored, and counted.
-        queue_device_memory: bytes of it that may lie on GPUs, where it was computed. Beyond, what waits is brought down
-            to the host first; what one prompt has computed may be more.
-        codec: how KV becomes bytes, where a method names none of its own: "raw", or "int8" or "fp8", which take half of
-            what bfloat16 takes, on disk and in memory, and lose bits. What is stored with one is found with it alone.
-        spot_checks: share of exactly restored tokens that are computed again and compared, in at most this share of the
-            time of requests. Where they differ by more than rounding, nothing stored under this model's name is used or
-            added any more, a warning names the segment, and `stats.failed_spot_checks` counts it. 0: none.
+        path: folder of the store: a new or empty folder, or an existing store. It is created if it is missing. Fast
+            local storage is best. Files in the folder that the store did not write are never changed.
+        device_memory: size of the block cache in each GPU's memory. Up to 128 MiB more are used for blocks in transit
+            to a request. On a CPU-only machine, the host tier is the device tier.
+        host_memory: size of the block cache in host memory, page-locked if there is a GPU.
+        index_memory: memory, on the model's device, for the indexes by which `ContiguousKV` and `KVDrive` select.
+            Indexes that do not fit are read from disk again; if a request's own indexes do not fit, its `stats.reason`
+            says so. `store.stats.index` reports the memory in use, `store.stats.evicted_indexes` the number of
+            evictions.
+        disk_quota: maximum size of the store on disk, never exceeded; None for no limit. The least recently used
+            segments are evicted.
+        verify: whether to verify the checksum of every block that is read. Encrypted blocks are always verified.
+        key: secret that encrypts KV on disk (AES-256-GCM) and keys the hashes of tokens: 32 bytes, such as
+            `secrets.token_bytes(32)`, or the same as 64 hexadecimal digits or in base64. Only holders of the key can
+            read stored KV, or store KV that is restored. Segments with another key, or without one, are left alone.
+            Needs the package `cryptography`: `pip install 'hf-tiered-cache[encryption]'`.
+        salt: secret that keys the hashes of tokens. Stores opened with different salts share nothing. A salt alone
+            hides the tokens from readers who have only the files, but not from readers who also have the model.
+        engine: I/O engine: "auto" (kvikio where GPUDirect Storage works, else posix), "kvikio" (GPUDirect Storage or
+            its compat mode), "posix", "page_cache", or an `Engine` created for this store. With "page_cache" and
+            `host_memory=0`, all processes of a machine share one copy in the kernel's page cache, which the kernel
+            frees under memory pressure.
+        policy: eviction policy of blocks in memory: "lru", "lfu", or, for methods that select tokens, "attention" or
+            "importance". Each method names the policy it was published with: `policy=method.policy`.
+        ttl: lifetime of a segment in seconds, or None for no limit.
+        watermarks: shares of the quota, `(low, high)`. Eviction starts above `high` and continues down to `low`.
+        free_space_floor: size of the free space that is always left on the file system.
+        queue_memory: size of the KV that may wait to be written before a request waits for the disk. KV of a cache that
+            is garbage-collected cannot wait: if there is no room, it is not stored, and this is counted.
+        queue_device_memory: size of the queued KV that may stay in GPU memory, where it was computed. Beyond this
+            limit, queued KV is first copied to the host. The KV of a single prompt may exceed the limit.
+        codec: encoding of KV for methods without a codec of their own: "raw" (lossless), or "int8" or "fp8", which are
+            lossy and take half the space of bfloat16 on disk and in memory. KV stored with one codec is found only with
+            the same codec.
+        spot_checks: share of exactly restored tokens to recompute and compare with the stored KV, in at most the same
+            share of request time. If they differ by more than rounding, this `KVStore` object no longer uses or adds KV
+            under the model's fingerprint, a warning names the segment, and `store.stats.failed_spot_checks` counts it.
+            0 disables spot checks.
 
     Raises:
-        ConfigError: an argument is invalid, or what is stored is encrypted with another key.
-        StoreError: `path` cannot be a store: it is a file, or a folder with other files; or a part of the store is a
-            link.
+        ConfigError: an argument is invalid, or the store is encrypted with another key.
+        StoreError: `path` cannot be a store, because it is a file or a folder with other files, or because a part of
+            the store is a link.
     """
 
     def __init__(
@@ -108,7 +115,7 @@ class KVStore:
         codec: str = RAW,
         spot_checks: float = 0.01,
     ) -> None:
-        self.path = Path(path).expanduser().resolve()  # whatever the working directory becomes
+        self.path = Path(path).expanduser().resolve()  # independent of later changes of the working directory
         try:
             cipher = cipher_of(key)
             no_salt = salt is not None and not salt
@@ -171,29 +178,33 @@ class KVStore:
         batch_tokens: int = BATCH_TOKENS,
         tag: str = "",
     ) -> PrecomputeReport:
-        """Compute and store the KV of prompts ahead of time.
+        """Compute and store the KV of prompts or passages ahead of time.
 
         Args:
-            model: any causal LM of transformers.
-            input_ids: one prompt or several: `[tokens]` or `[prompts, tokens]` as a tensor, or lists of ids.
-            method: by which they are going to be restored, if not exactly: they are cut as it wants them.
-            segments: whether these are passages, to be restored wherever they stand in a prompt: each is computed
-                by itself, behind the method's `lead`, whose KV is left out, and stored in multiples of 16 tokens. The
-                method is then `CacheTune()`, if none is given; others of the same lead find them, too. Its ranking,
-                "context", computes each once more, without the text of the lead. What is stored already is ranked as
-                this method asks for if it is not yet.
+            model: causal LM of transformers.
+            input_ids: one or several prompts: a tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
+            method: method that will restore them; segments are stored in its geometry. None for exact reuse.
+            segments: whether the prompts are passages, to be restored at any position of a prompt. Each passage is
+                computed alone after the method's `lead` text, without the lead's KV, and stored in multiples of 16
+                tokens. The default method is then `CacheTune()`. Methods with the same lead also find these passages.
+                The ranking "context" computes each passage once more without the lead text. Passages that are stored
+                but lack the method's ranking are ranked.
             progress: whether to show a progress bar.
-            pin: whether to keep these segments from eviction.
-            label, tag: as for `TieredCache`.
-            labels: of passages, for each the id of the document that it is of; several may share one. What a label
-                stood for before is deleted when all that it stands for now is stored, unless another label has it, too.
-            batch_tokens: of passages of one length, so many are computed in one pass. 1 computes each by itself.
+            pin: whether to protect the segments from eviction.
+            label: see `TieredCache`.
+            tag: see `TieredCache`.
+            labels: for each passage, the id of the document it belongs to; several passages may share one. When all
+                passages of a label are stored, earlier passages of the label are deleted unless another label names
+                them.
+            batch_tokens: maximum number of tokens computed in one pass, for passages of equal length. 1 computes each
+                passage alone.
 
         Returns:
-            How many tokens were computed and how many were stored already.
+            Number of tokens that were computed, and that were already stored.
 
         Raises:
-            ConfigError: an argument is invalid. StoreError: the labels cannot be kept; what was stored is.
+            ConfigError: an argument is invalid.
+            StoreError: the labels cannot be saved. The passages are stored nevertheless.
         """
         if not segments:
             if labels is not None:
@@ -215,34 +226,34 @@ class KVStore:
         )
 
     def rank(self, method: Method | str, *, ids: Iterable[str] | None = None, progress: bool = True) -> int:
-        """Rank the tokens of stored passages as a method wants it: add that to the rankings they have, or renew it.
+        """Rank the tokens of stored passages for a method, and add or update the ranking.
 
-        Rankings by energy, and the random one, follow from the stored KV: `store.rank(CacheTune.paper())`. For the
-        ranking "context" passages are computed: `precompute` makes it.
+        Rankings by energy and the random ranking are computed from the stored KV: `store.rank(CacheTune.paper())`. The
+        ranking "context" needs the model and is made by `precompute`.
 
         Args:
-            method: whose ranking it is.
-            ids: of segments; all passages, if None.
+            method: method that uses the ranking.
+            ids: ids of the segments to rank; None for all passages.
             progress: whether to show a progress bar.
 
         Returns:
-            How many passages were ranked.
+            Number of passages that were ranked.
 
         Raises:
-            ConfigError: the method ranks nothing, or its ranking takes the model and the passages.
+            ConfigError: the method uses no ranking, or its ranking needs the model and the passages.
         """
         return rank_stored(self._storage, passages_method(method), ids, progress)
 
     def lookup(
         self, model: torch.nn.Module, input_ids: Any, *, method: Method | str | None = None, tag: str = ""
     ) -> Lookup:
-        """How much of a prompt is stored, and in which tier, without computing anything.
+        """Return how much of a prompt is stored, and in which tiers, without computing anything.
 
         Args:
-            model: any causal LM of transformers.
+            model: causal LM of transformers.
             input_ids: one prompt, `[tokens]` or `[1, tokens]`.
-            method: by which it would be restored.
-            tag: as for `TieredCache`.
+            method: method that would restore the prompt; None for exact reuse.
+            tag: see `TieredCache`.
         """
         return lookup(self._storage, model, input_ids, method, tag)
 
@@ -255,54 +266,57 @@ class KVStore:
         tag: str = "",
         progress: bool = True,
     ) -> Lookup:
-        """Bring what is stored of a prompt into memory, as far as the budgets have room, without computing anything.
+        """Load the stored KV of a prompt into memory, within the memory budgets, without computing anything.
 
         Args:
-            model, input_ids, method, tag: as for `lookup`.
+            model: see `lookup`.
+            input_ids: see `lookup`.
+            method: see `lookup`.
+            tag: see `lookup`.
             progress: whether to show a progress bar.
 
         Returns:
-            What `lookup` says then.
+            Result of `lookup` afterwards.
         """
         return warm(self._storage, model, input_ids, method, tag, progress)
 
     def clear(self, *, disk: bool = False) -> None:
-        """Let go of all blocks in host and device memory.
+        """Drop all blocks from host and device memory.
 
         Args:
-            disk: whether every segment is deleted, too, pinned ones included.
+            disk: whether to also delete all segments on disk, including pinned ones.
         """
         self._storage.clear(disk)
 
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
-        """Measure which ratio of recomputation is fastest for this model on this machine, from this store.
+        """Measure the fastest recompute ratio for this model, machine and store.
 
-        `CacheTune(recompute="auto")` takes what was found. See `hf_tiered_cache.calibrate.calibrate` for settings.
+        `CacheTune(recompute="auto")` uses the result. For settings see `hf_tiered_cache.calibrate.calibrate`.
         """
         return calibrate(self._storage, model, **settings)
 
     def calibrate_prefix(self, model: torch.nn.Module, **settings: Any) -> list[PrefixCosts]:
-        """Measure what a token of a prefix costs here, computed and restored, for this model on this machine.
+        """Measure the cost per prefix token of computing and of restoring, for this model, machine and store.
 
-        `Exact()` then computes as much of a prefix, or all of it, as makes it come soonest, while the rest is loaded.
-        For settings see `hf_tiered_cache.calibrate.calibrate_prefix`.
+        `Exact()` then chooses the share of a prefix to compute while the rest is loaded, up to all of it, that makes
+        the prefix available soonest. For settings see `hf_tiered_cache.calibrate.calibrate_prefix`.
         """
         return calibrate_prefix(self._storage, model, **settings)
 
     def profile_windows(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> WindowFindings:
-        """Measure which windows save most while this model decodes behind long contexts, for each layer and head.
+        """Measure which window sizes save most reads while decoding after long contexts, per layer and head.
 
-        `KVDrive()` then shares the memory of its windows among heads by what was found. For arguments see
+        `KVDrive()` then divides the memory of its windows among heads accordingly. For arguments see
         `hf_tiered_cache.profiling.profile_windows`.
         """
         return profile_windows(self._storage, model, input_ids, **settings)
 
     def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
-        """Measure what methods lose at several budgets on this model and these texts.
+        """Measure the loss of methods at several budgets, on this model and these texts.
 
-        `ContiguousKV(quality=0.02)` then takes the least budget that lost no more than 0.02 nats. Texts are stored in a
-        temporary folder meanwhile, with a key of its own if this store has one. For arguments see
-        `hf_tiered_cache.quality.calibrate_quality`.
+        `ContiguousKV(quality=0.02)` then uses the lowest budget that lost at most 0.02 nats. The texts are stored in a
+        temporary folder during the measurement, encrypted with a temporary key if this store is encrypted. For
+        arguments see `hf_tiered_cache.quality.calibrate_quality`.
         """
         return calibrate_quality(self._storage, self._scratch, model, input_ids, **settings)
 
@@ -318,23 +332,23 @@ class KVStore:
     def relayout(
         self, geometry: Geometry | Method | str, ids: Iterable[str] | None = None, *, progress: bool = True
     ) -> int:
-        """Lay segments out anew, as a method wants them: `store.relayout(method)`. No model is needed.
+        """Rewrite segments in the geometry of a method: `store.relayout(method)`. No model is needed.
 
-        Each keeps its codec: the hashes of its tokens name it, and the tokens are not stored. `KVDrive` wants
-        chunks in the order of an index, which its first request makes; without one they are in the order of tokens.
+        Each segment keeps its codec: its prefix hashes depend on the codec, and the tokens needed to recompute them are
+        not stored.
 
         Args:
-            geometry: how they are to be cut, or the method that says so. The new segment is whole on disk before the
-                old one goes.
-            ids: which; all, if None.
+            geometry: new geometry, or the method that defines it. The new segment is complete on disk before the old
+                one is deleted.
+            ids: ids of the segments to rewrite; None for all.
             progress: whether to show a progress bar.
 
         Returns:
-            How many were laid out in another way. What cannot be read is left as it is, and counted; so is, uncounted,
-            what holds a part of its tokens.
+            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
+            statistics. Segments that hold only a part of their tokens are left unchanged as well, but not counted.
 
         Raises:
-            ConfigError: a lossy codec is named, and a segment has another.
+            ConfigError: the geometry names a lossy codec, and a segment is stored with another codec.
         """
         method = Exact(geometry=geometry) if isinstance(geometry, Geometry) else make_method(geometry)
         if method.geometry.codec != RAW:
@@ -352,29 +366,29 @@ class KVStore:
                 )
 
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
-        """Lay the tokens of segments out by the attention that prompts paid them, most of it first.
+        """Reorder the tokens of segments by the attention they got from prompts, highest first.
 
-        `ContiguousKV` asks for that by itself, in the background, after 1, 2, 4, ... prompts of a segment, `Impress`
-        after 4, 8, 16, ...
-        Passages are laid out by their ranking "context": of those that are computed no blocks are read then.
+        `ContiguousKV` requests this in the background after 1, 2, 4, ... prompts of a segment, `Impress` after 4, 8,
+        16, ... Passages are ordered by their ranking "context", so that the blocks of recomputed tokens are not read.
 
         Args:
-            ids: which; all, if None.
+            ids: ids of the segments to reorder; None for all.
             progress: whether to show a progress bar.
 
         Returns:
-            How many were laid out anew. What cannot be read is left as it is, and counted.
+            Number of segments that were rewritten. Unreadable segments are left unchanged and counted in the
+            statistics.
         """
         return self._storage.each(self._storage.rewriter.reorder, ids, "reorder", progress)
 
-    # --- its life
+    # --- lifecycle
 
     def flush(self) -> None:
-        """Write everything that has been computed, and make it durable; background work is done then, too."""
+        """Write all computed KV, make it durable, and wait for background work."""
         self._storage.flush()
 
     def close(self) -> None:
-        """Write everything that has been computed, and let files, threads and memory go."""
+        """Write all computed KV, and release files, threads and memory."""
         self._storage.close()
 
     def __enter__(self) -> KVStore:
@@ -385,16 +399,16 @@ class KVStore:
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and was opened by this process."""
+        """Whether the store is open and was opened by this process."""
         return self._storage.usable
 
     @property
     def encrypted(self) -> bool:
-        """Whether it was opened with a key."""
+        """Whether the store was opened with a key."""
         return bool(self._storage.disk.cipher.key_id)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "_storage"):  # opening it failed, and a traceback shows it
+        if not hasattr(self, "_storage"):  # opening failed, and a traceback prints this object
             return "KVStore(not open)"
         notes = [self._engine.describe(), *["encrypted"] * self.encrypted, *["closed"] * self._storage.is_closed]
         return f"KVStore({str(self.path)!r}, {', '.join(notes)})"
@@ -404,99 +418,109 @@ class KVStore:
 
     @property
     def stats(self) -> StoreStats:
-        """What the store holds and what happened since it was opened."""
+        """Contents of the store, and counters since it was opened."""
         return self._storage.stats()
 
-    # --- what is stored
+    # --- contents
 
     def segments(self) -> list[SegmentRow]:
-        """What is stored, last used last."""
+        """Return the stored segments, most recently used last."""
         return self._storage.segments()
 
     def verify(self, *, progress: bool = False, repair: bool = False) -> maintain.VerifyReport:
-        """Read every stored byte and compare every checksum. Damaged segments are named in the report.
+        """Read all stored bytes, verify all checksums, and report damaged segments.
 
-        Segments that the store's key does not open are counted, and not read.
+        Segments that the store's key cannot decrypt are counted but not read.
 
         Args:
             progress: whether to show a progress bar.
-            repair: whether they are removed too.
+            repair: whether to remove damaged segments.
         """
         return self._storage.verify(progress, repair)
 
     def gc(self, *, dry_run: bool = False) -> maintain.GcReport:
-        """Delete what no request can use, and what is over the quota; with `dry_run`, only say how much that is."""
+        """Delete data that no request can use, and evict segments above the quota.
+
+        Args:
+            dry_run: whether to only report what would be deleted.
+        """
         documents = finish_documents(self._storage, dry_run)
         report = self._storage.gc(dry_run)
         deleted = report.deleted | dict.fromkeys(documents, "its passages are gone")
         return replace(report, documents=len(documents), deleted=deleted)
 
     def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments by id. Returns how many there were."""
+        """Delete segments by id. Return the number of segments deleted."""
         return self._storage.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
+        """Protect segments from eviction, or with `pinned=False` remove the protection.
+
+        Raises:
+            ConfigError: an id to be pinned is unknown.
+        """
         self._storage.pin(ids, pinned)
 
     def conversations(self) -> list[ConversationInfo]:
-        """The conversations that were suspended, last used last: what is stored of each, and who goes on with it."""
+        """Return the suspended conversations, most recently used last, with their contents and current user."""
         return self._storage.list_conversations()
 
     def remove_conversation(self, conversation_id: str) -> int:
-        """Delete a conversation, and the segments that no other conversation lies in; pinned ones stay.
+        """Delete a conversation, and its unpinned segments that no other conversation uses.
 
-        Prompts without a conversation may share them: they are computed again.
+        Prompts without a conversation may share these segments. They are computed again.
 
         Returns:
-            How many segments went.
+            Number of segments deleted.
 
         Raises:
-            ConfigError: there is none of this id.
-            ConversationInUseError: a cache goes on with it.
+            ConfigError: there is no conversation with this id.
+            ConversationInUseError: a cache uses the conversation.
         """
         return self._storage.remove_conversations([conversation_id])
 
     def documents(self, label: str | None = None) -> list[DocumentInfo]:
-        """The documents that passages were stored as, by label: what is stored of each.
+        """Return the documents that passages are stored under, and the state of each, sorted by label.
 
         Args:
-            label: of those that are asked for (one for each model, and way of computing); None for all.
+            label: label of the documents to return (one for each model and way of computing); None for all.
         """
         return documents_of(self._storage, label)
 
     def remove_document(self, label: str) -> int:
-        """Delete a document, and the passages that no other label names, pinned ones, too.
+        """Delete a document, and its passages that no other label names, including pinned ones.
 
-        Those that were stored without a label as well are computed again.
+        Passages that were also stored without a label are deleted too, and computed again when needed.
 
         Returns:
-            How many segments went.
+            Number of segments deleted.
 
         Raises:
-            ConfigError: there is none of this label.
+            ConfigError: there is no document with this label.
         """
         return remove_documents(self._storage, [label])
 
     def models(self) -> dict[str, dict[str, str]]:
-        """For each fingerprint of which segments are stored what is known of the model."""
+        """Return the known facts about each model that has segments in the store, by fingerprint."""
         self._storage.check_open()
         return self._storage.disk.index.models()
 
     def pinned(self) -> set[str]:
-        """Which segments are pinned."""
+        """Return the ids of the pinned segments."""
         return self._storage.disk.pinned()
 
 
 def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: dict[str, Any]) -> KVStore:
-    """The store itself, or the one at a path, opened with the method's policy.
+    """Return the given store, or open the one at the given path with the method's policy.
 
     Args:
-        kept: where stores that were opened by path are kept, so that each is opened once.
+        store: `KVStore`, or the path of one.
+        method: method that determines the eviction policy of a store that is opened here.
+        kept: dict in which stores opened by path are kept, so that each is opened once.
 
     Raises:
-        ConfigError: it is neither.
-        StoreClosedError: it was closed, or opened before this process was forked.
+        ConfigError: `store` is neither a store nor a path.
+        StoreClosedError: the store was closed, or opened before this process was forked.
     """
     if isinstance(store, str | os.PathLike):
         key = f"store {Path(store).expanduser().resolve()}"
@@ -511,5 +535,5 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
 
 
 def storage_of(store: KVStore) -> Storage:
-    """What stands behind a store, for caches and tools."""
+    """Return the `Storage` behind a store, for caches and tools."""
     return store._storage

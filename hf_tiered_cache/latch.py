@@ -1,4 +1,4 @@
-"""Waiting for one thing to happen, safely also where Ctrl-C may come at any moment."""
+"""One-shot event that is safe if Ctrl-C arrives at any time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 
 class Latch:
-    """Closed until `open`, which says what went wrong, if anything did.
+    """One-shot event that `open` sets, with an error if there was one.
 
-    `threading.Event` and `Future` take their lock in Python code: an interrupt just then leaves it taken for ever, and
-    whoever opens them hangs. A lock by itself is taken and given back in one step.
+    `threading.Event` and `Future` acquire their lock in Python code. An interrupt at that point leaves the lock held
+    forever, and the thread that sets the event hangs. A plain lock is acquired and released in one step.
     """
 
     def __init__(self) -> None:
@@ -19,13 +19,13 @@ class Latch:
         self.is_open = False
 
     def open(self, error: BaseException | None = None) -> None:
-        """Let everybody through. To be called by one thread, once."""
+        """Release all waiting threads. Call this once, from one thread."""
         self.error = error
         self.is_open = True
         self._gate.release()
 
     def wait(self) -> None:
-        """Wait until it is open; raises what went wrong."""
+        """Block until the latch is open, and raise its error, if any."""
         with self._gate:
             pass
         if self.error is not None:

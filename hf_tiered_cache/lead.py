@@ -1,6 +1,7 @@
-"""Text that stands before passages while their KV is computed (see `Passages`).
+"""Lead text that precedes passages while their KV is computed (see `Passages`).
 
-It is no document's: what one document says is in the KV of no other, and goes when the document goes.
+It belongs to no document, so the KV of a document holds content of no other document, and deleting a document deletes
+its content.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ TEXT = (
     "The first bridges were logs and flat stones. Arches were known in ancient times; steel made much longer spans "
     "possible in the nineteenth century.\n\n"
 )
-"""Ends like a document, so that a passage begins as it does behind another one."""
+"""Text that ends like a document, so that a passage begins as it does after another one."""
 _LEAST, _UNKNOWN = 16, 0.02
-"""Tokens that a tokenizer must make of the text, and the share that may be unknown to it."""
+"""Minimum number of tokens that a tokenizer must make of the text, and maximum share of unknown tokens."""
 logger = logging.getLogger("hf_tiered_cache")
 
 
 def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first: int, tokens: int) -> torch.Tensor:
-    """Return the text that this store keeps for a model, int64 `[n]`.
+    """Return the lead text that this store keeps for a model, int64 `[n]`.
 
-    At first it is the end of `TEXT`, by the tokenizer that lies where the model came from. Where none does, or it knows
-    another language, the model writes a text.
+    The first call makes it from the end of `TEXT`, with the tokenizer in the model's folder or local cache. If there is
+    none, or it does not know the language, the model generates a text.
 
     Args:
-        storage: to keep it in.
-        attachment: of the model.
-        fingerprint: of the model.
+        storage: storage to keep the text in.
+        attachment: attachment of the model.
+        fingerprint: fingerprint of the model.
         first: token that the text follows.
-        tokens: of the text, at most.
+        tokens: maximum number of tokens of the text.
     """
     name = f"{fingerprint} lead {first} {tokens}"
     for record in records_of(storage, name):
@@ -58,13 +59,13 @@ def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first:
 
 
 def _tokenized(attachment: Attachment) -> list[int]:
-    """Return `TEXT` as tokens of the model; [] without a tokenizer that knows its words."""
+    """Return `TEXT` as token ids of the model; [] without a tokenizer that knows its words."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             attachment.model.name_or_path, local_files_only=True, trust_remote_code=False
         )
         text: list[int] = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    except Exception as error:  # whatever a folder holds that is no tokenizer's
+    except Exception as error:  # the folder may hold anything
         logger.debug("the model's tokenizer cannot be loaded: %r", error)
         return []
     known = sum(one != tokenizer.unk_token_id and _is_id(attachment, one) for one in text)
@@ -73,12 +74,12 @@ def _tokenized(attachment: Attachment) -> list[int]:
 
 @torch.no_grad()
 def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
-    """Let a model write a text, token by token as it would draw them, the same each time.
+    """Generate a text by sampling from the model, with a fixed seed and without special tokens.
 
     Args:
-        attachment: of the model.
+        attachment: attachment of the model.
         first: token that the text follows.
-        tokens: of the text. No special token is among them.
+        tokens: number of tokens of the text.
     """
     model, generator = attachment.model, torch.Generator().manual_seed(0)
     cache, text = DynamicCache(config=attachment.config), [first]
@@ -92,7 +93,7 @@ def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
 
 
 def _special_tokens(attachment: Attachment) -> torch.Tensor:
-    """Return the tokens that configurations have a name for, int64 `[n]`: beginnings, ends, places of images."""
+    """Return the token ids that configurations have a name for, int64 `[n]`, such as those of BOS, EOS and images."""
     model, found = attachment.model, set[int]()
     for config in (attachment.config, model.config, getattr(model, "generation_config", None)):
         for name, value in vars(config).items() if config is not None else ():

@@ -1,4 +1,4 @@
-"""Looks up which tokens of a prompt are stored, and where, or brings them into memory, without computing."""
+"""Look-up of the stored tokens of a prompt by tier, and loading them into memory, without computing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from .units import format_bytes
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a store has of a prompt.
+    """Stored part of a prompt.
 
     Args:
-        tokens: of the prompt.
-        stored: of these, those that a request would restore. The last token is always computed.
-        bytes: of their KV in each tier, by name.
-        reason: why nothing is stored, or "".
+        tokens: number of tokens in the prompt.
+        stored: number of tokens that a request would restore. The last token is always computed.
+        bytes: size of their KV in each tier, by tier name.
+        reason: reason why nothing is stored, or "".
     """
 
     tokens: int
@@ -39,7 +39,7 @@ class Lookup:
     reason: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready."""
+        """Return all fields, JSON-ready."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -56,19 +56,19 @@ def warm(
     storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
 ) -> Lookup:
     """See `KVStore.warm`."""
-    # also what does not pay from where it lies now
+    # ignore costs: load KV even if computing it would be faster now
     prompt, collector = _Prompt(storage, model, input_ids, make_method(method).regardless(), tag), StatsCollector()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:
-            # a device that keeps nothing would be a detour
+            # without a device budget, load blocks only to the host
             device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
             request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
             lease = storage.residency.fetch([request], device, collector, ahead=True)
             try:
                 lease.wait()
                 lease.confirm()
-            except Exception as error:  # a block that cannot be read is a miss when it is asked for, and counted
+            except Exception as error:  # an unreadable block counts as a miss of the next request
                 storage.disk.report(unit.reader.id, error)
             finally:
                 lease.release()
@@ -77,7 +77,7 @@ def warm(
 
 
 class _Prompt:
-    """One prompt, and the blocks that a request would restore of it."""
+    """Prompt, and the blocks that a request would restore for it."""
 
     def __init__(
         self, storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str
@@ -93,7 +93,7 @@ class _Prompt:
         self.units: list[PlanUnit] = []
         if plan is not None:
             self._restored = plan.restored_tokens
-            every = replace(plan, budget_tokens=None)  # of what a budget buys, all may be asked for
+            every = replace(plan, budget_tokens=None)  # with a token budget, any block may be requested
             self.units = units_of(every)
 
     def device_of(self, unit: PlanUnit) -> torch.device:

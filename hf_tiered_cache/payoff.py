@@ -1,4 +1,4 @@
-"""How a prefix is restored soonest, by what was measured and by where its blocks lie: load it, compute it, or both."""
+"""Cost model of restoring a prefix soonest: load it, compute it, or both, by measured costs and block locations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ from .tiers.residency import Residency
 
 
 def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
-    """A plan with what it computes beside loading; or None, where all is computed, and why."""
+    """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
+
+    Returns:
+        Plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
+    """
     method, store = sequence.method, sequence.store
     lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
     if plan.suffix is None or not (method.decline or method.front or lacks):
@@ -42,13 +46,13 @@ def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tupl
 
 
 def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
-    """What was measured of restoring and computing so many tokens: of exact KV, whatever the method keeps of it."""
+    """Return the measured costs for `tokens` tokens of exact KV in the method's codec, or None."""
     stored_as = coded_provenance(EXACT, sequence.method.geometry.codec)
     return prefix_costs(sequence.store, sequence.identity.fingerprint, attachment.model.device, stored_as, tokens)
 
 
 def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
-    """Whether layers may compute a part of what a plan restores, and the model lets them."""
+    """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
     whole = plan.exact and plan.budget_tokens is None
     plain = plan.base == 0 and not any(sequence.history.pads)
     lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
@@ -65,18 +69,19 @@ def settle(
     device_of: Callable[[int], torch.device],
     flat: bool = False,
 ) -> Plan | None:
-    """The plan with the fronts with which the prompt is expected to be done first; None where that is to compute it.
+    """Return the plan with the recomputed prefixes that finish the prompt soonest; None to compute the whole prompt.
 
-    Blocks in a tier that was not measured count as free: what is not known to be slow is restored.
+    Blocks in a tier that was not measured count as free, so that they are restored.
 
     Args:
-        plan: that restores whole tokens, and computes just the suffix. What is not stored of a front is computed.
-        recompute: share of the prefix to compute while the rest is loaded, or "auto" for what is quickest.
-        decline: whether all may be computed.
-        costs: of a token, for a prefix of this length; None where nothing was measured.
-        residency: knows where blocks lie.
-        device_of: gives the device of a layer.
-        flat: whether all layers compute the same front, instead of less with depth.
+        plan: plan that restores whole tokens and computes only the suffix. Tokens of a recomputed prefix that are not
+            stored are computed.
+        recompute: share of the prefix to compute while the rest is loaded, or "auto" for the fastest share.
+        decline: whether the whole prompt may be computed.
+        costs: costs per token for a prefix of this length; None if nothing was measured.
+        residency: memory tiers, which know the locations of blocks.
+        device_of: function that returns the device of a layer.
+        flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
     """
     ratio, least = 0.0 if recompute == "auto" else recompute, least_fronts(plan)
     if costs is not None and (decline or recompute == "auto"):
@@ -92,20 +97,24 @@ def settle(
 
 
 def with_least_fronts(plan: Plan) -> Plan:
-    """A plan that computes just the suffix, and what is not stored."""
+    """Return a plan that computes only the suffix and the tokens that are not stored."""
     least = least_fronts(plan)
     return plan.with_fronts(least.tolist()) if least.any() else plan
 
 
 def least_fronts(plan: Plan) -> np.ndarray:
-    """For each layer what it has to compute of a prefix, since it is not stored: int64 `[layers]`, never growing."""
+    """Return the length of the prefix that each layer must compute because it is not stored.
+
+    Returns:
+        int64 `[layers]`, not increasing with depth.
+    """
     least = np.zeros(len(plan.computed), np.int64)
     for group in plan.groups:
         for piece in group.pieces:
             shape, stop = piece.reader.shape, piece.first + piece.count
             if stop <= shape.whole_hashes * HASH_TOKENS:
                 continue
-            start = piece.at + group.pad - plan.base  # column of its first token
+            start = piece.at + group.pad - plan.base  # position of its first token
             missing = ~shape.held[:, piece.first : stop]  # [layers, count]
             lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
             least = np.maximum(least, np.where(lacked > 0, start + lacked, 0))
@@ -114,14 +123,14 @@ def least_fronts(plan: Plan) -> np.ndarray:
 
 
 def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
-    """The share of a conversation with which it comes back soonest from disk, if its front is computed.
+    """Return the share of a conversation to recompute so that it returns from disk soonest.
 
     Args:
-        tokens: that it has.
-        layers: of the model.
-        costs: of a token, for so many.
-        stored: bytes that its KV takes, as a share of those that the costs are of.
-        step: fronts are a multiple of this.
+        tokens: number of tokens of the conversation.
+        layers: number of layers of the model.
+        costs: costs per token for a prefix of this length.
+        stored: bytes of the conversation's KV, as a share of the bytes that the costs refer to.
+        step: number of tokens that the length of a recomputed prefix is a multiple of.
     """
     disk = TIERS[-1]
     ends = np.minimum(np.arange(step, tokens + step, step), tokens)
@@ -133,7 +142,7 @@ def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step
 
 
 def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
-    """See `fronts`, for what a plan restores: it is cut where blocks end."""
+    """Return `fronts` for the tokens that a plan restores, in multiples of its chunk size."""
     shapes = [reader.shape for reader in plan.readers]
     every = (group for shape in shapes for group in shape.block_groups)
     groups = {group.layers for group in every if not (group.identifies or group.merged)}
@@ -144,12 +153,15 @@ def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np
 def streams_of(
     plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]
 ) -> Streams:
-    """What a plan gives the two streams to do, with no longer fronts than it must have. For arguments see `settle`."""
+    """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
+
+    For arguments see `settle`.
+    """
     layers, tokens = len(plan.computed), plan.restored_until
     rows = sum(len(group.rows) for group in plan.groups)
-    once = plan.restored_tokens * len(plan.groups) / rows  # tokens: rows that are alike are restored once
+    once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once
     units = units_of(plan)
-    stored = sum(unit.nbytes for unit in units)  # 0 where all is to be computed, and maybe nothing was kept
+    stored = sum(unit.nbytes for unit in units)  # 0 if all is computed; then maybe nothing is stored
     nbytes = max(1, round(stored / stored_share(plan.readers))) if stored else 1
     restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
     for unit in units:
@@ -157,7 +169,7 @@ def streams_of(
         ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
         found = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
         for tier, chunks in found.items():
-            share = once * group.block_bytes / nbytes  # tokens that a block stands for
+            share = once * group.block_bytes / nbytes  # tokens per block
             took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)
             restoring += len(chunks) * share * costs.placing(tier)
         loads.setdefault(group.layers, []).append((ends, took))
@@ -176,7 +188,7 @@ def streams_of(
 
 
 def stored_share(readers: Sequence[SegmentReader]) -> float:
-    """The bytes of segments, as a share of what they would take with all tokens of all layers, unmerged."""
+    """Return the bytes of segments as a share of those with all tokens of all layers stored unmerged."""
     whole = sum(
         replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes for r in readers
     )
@@ -184,7 +196,7 @@ def stored_share(readers: Sequence[SegmentReader]) -> float:
 
 
 def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:
-    """The column behind the last token that a plan wants of each of a unit's blocks, int64 `[chunks]`."""
+    """Return, for each block of a unit, the end (exclusive) of the positions that a plan needs: int64 `[chunks]`."""
     ends = np.zeros(len(unit.chunks), np.int64)
     for group, piece, tokens in unit.pieces:
         at = np.searchsorted(unit.chunks, unit.chunk_of_each(tokens))

@@ -18,36 +18,40 @@ from .storage import Storage
 from .stored_cache import StoredCache
 
 CHUNK_TOKENS = 2048
-"""Of a long prompt, so many are computed in one pass: the progress bar moves, and attention takes less memory."""
+"""Tokens of a long prompt per pass: the progress bar moves, and attention takes less memory."""
 
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What `precompute` did, in tokens."""
+    """Result of `precompute`: number of prompts, and of tokens."""
 
     prompts: int
     tokens: int = 0
     restored: int = 0
-    """Tokens whose KV was stored before."""
+    """Tokens with KV that was stored before."""
     stored: int = 0
-    """Tokens whose KV is stored now and was not before."""
+    """Tokens with KV that was not stored before and is stored now."""
     too_short: int = 0
-    """Passages of fewer than 16 tokens, which are not stored."""
+    """Number of passages of fewer than 16 tokens, which are not stored."""
     removed: int = 0
-    """Segments of documents that were replaced, and that no other label names."""
+    """Number of segments deleted because their document was replaced and no other label names them."""
 
     def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
-        """This and one prompt more."""
+        """Return this report with the tokens of one more prompt added."""
         return replace(
             self, tokens=self.tokens + tokens, restored=self.restored + restored, stored=self.stored + stored
         )
 
 
 def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
-    """One or several prompts, on any device, as a list of int64 `[tokens]` on the CPU. Raises ConfigError.
+    """Return one or several prompts, on any device, as a list of int64 `[tokens]` tensors on the CPU.
 
     Args:
-        empty: whether those without tokens stay in the list.
+        input_ids: tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
+        empty: whether to keep prompts without tokens in the list.
+
+    Raises:
+        ConfigError: `input_ids` are not token ids.
     """
     if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
         rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
@@ -78,7 +82,7 @@ def precompute(
     """See `KVStore.precompute`."""
     storage.check_open()
     prompts, theirs = as_prompts(input_ids), make_method(method)
-    by = theirs  # whose KV no other look-up sees
+    by = theirs  # with KV that other look-ups do not find
     if not theirs.records_approximations:
         by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
     report = PrecomputeReport(len(prompts))
@@ -96,7 +100,7 @@ def precompute(
 
 
 def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
-    """Have the index that a method chooses by made of a stored prompt, and kept: whatever is asked behind it."""
+    """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt."""
     cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
     ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens + 1]
     with torch.no_grad():
@@ -111,17 +115,17 @@ def fill(
     chunk_tokens: int | None = None,
     done: Callable[[int], object] = lambda tokens: None,
 ) -> None:
-    """Compute a prompt, and have what is new stored.
+    """Compute a prompt, and store its new KV.
 
     Args:
-        storage: the cache's.
-        cache: is empty.
+        storage: storage of the cache.
+        cache: empty cache.
         prompt: int `[tokens]`.
-        pin: whether to keep its segments from eviction.
-        chunk_tokens: of each pass; None for one pass.
-        done: is told after each pass how many tokens it was about.
+        pin: whether to protect the prompt's segments from eviction.
+        chunk_tokens: number of tokens per pass; None for one pass.
+        done: function called after each pass with its number of tokens.
     """
-    ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; an offloaded model's own is `meta`
+    ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; `model.device` is `meta` if offloaded
     with torch.no_grad():
         for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
             cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -133,10 +137,11 @@ def fill(
 
 
 def _chunk_tokens(cache: StoredCache) -> int | None:
-    """A model whose RoPE frequencies follow the length of the prompt sees it whole."""
+    """Return the number of tokens per pass; None if the RoPE frequencies depend on the prompt's length."""
     varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None
     return None if varies else CHUNK_TOKENS
 
 
 def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:
+    """Return a progress bar over `tokens` tokens."""
     return tqdm(total=tokens, unit="tok", desc=name, disable=not progress)

@@ -1,7 +1,7 @@
-"""Prompts longer than memory: computed in pieces, each of which is stored, and let go, before the next is computed.
+"""Chunked prefill for prompts that exceed memory: each piece is computed, stored and released before the next one.
 
-A piece attends to all that stands before it, which comes from the store layer by layer (`restore/streamed.py`). So
-memory holds a piece and two runs of a layer, and the prompt's length is bounded by the disk (KVDRIVE, Section 7).
+Each piece attends to all earlier tokens, which are read from the store layer by layer (`restore/streamed.py`). Memory
+therefore holds one piece and two runs of one layer, and the disk bounds the prompt length (KVDRIVE, Section 7).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .request import Request
 from .sequence import SequenceState
 
 _TRIES = 2
-"""Times that pieces are computed anew because they are not stored any more; then the rest is computed at once."""
+"""Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
 
 
 def can_be_cut(request: Request, sequence: SequenceState) -> bool:
-    """Whether a prompt is computed in pieces, which gives the KV that computing it at once would give."""
+    """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
     step = sequence.method.prefill_tokens
     shortest = step - max(request.pads)
     return (
@@ -38,21 +38,22 @@ def can_be_cut(request: Request, sequence: SequenceState) -> bool:
 def in_pieces(
     request: Request, sequence: SequenceState, run: Callable[[Request, int], int], found: int, progress: bool
 ) -> None:
-    """Compute and store a prompt up to its last piece, which is left to the caller.
+    """Compute and store all pieces of a prompt but the last, which is left to the caller.
 
     Args:
-        request: asks for the whole prompt.
-        sequence: is empty between pieces.
-        run: computes a beginning of the prompt behind so many of its columns, stores it, and forgets it; unless fewer
-            are stored: then it does nothing. Returns how many are stored before.
-        found: columns of the prompt that are stored.
-        progress: whether to show a bar.
+        request: Request for the whole prompt.
+        sequence: State of the cache, which is empty between pieces.
+        run: Called with the request for a beginning of the prompt, and the number of its positions that should be
+            stored. Computes and stores the rest and clears the cache, or does nothing if fewer positions are stored.
+            Returns the number of positions that were stored.
+        found: Number of positions of the prompt that are stored already.
+        progress: Whether to show a progress bar.
     """
     step, end, tries = sequence.method.prefill_tokens, request.columns, _TRIES
     sequence.stored_in_pieces = 0
     if end - found <= step:
         return
-    rest = max(request.must_compute, min(step // 2, sequence.method.observed))  # of the last piece, at least
+    rest = max(request.must_compute, min(step // 2, sequence.method.observed))  # minimum length of the last piece
     with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
         while end - found > step and tries:
             stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS

@@ -1,4 +1,4 @@
-"""Measuring which windows save most while a model decodes (KVDRIVE, Section 5.2)."""
+"""Measurement of the device-memory windows that save the most reads while a model decodes (KVDRIVE, Section 5.2)."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from .stored_cache import StoredCache
 from .tiers.window_sizes import SIZES, Trace, measure
 
 _LEAST_CONTEXT = 16
-"""Tokens in front of those that are decoded: of fewer nothing is stored."""
+"""Minimum number of context tokens before the decoded ones; a shorter context is not stored."""
 _TIMED, _ROUNDS = 64, 2
-"""Tokens that are timed with windows of each size, and how many times."""
+"""Number of decoded tokens that are timed with each window size, and number of rounds."""
 
 
 def profile_windows(
@@ -42,25 +42,29 @@ def profile_windows(
     sizes: Sequence[int] = SIZES,
     progress: bool = True,
 ) -> WindowFindings:
-    """Decode the ends of long texts, see what windows of each size would have kept, and keep that in the store.
+    """Decode the ends of long texts, and store how often windows of each size would have hit, and how fast they decode.
 
-    What is found holds for this model and the method's index, budget, chunk size and eviction, at any `window` between
-    the smallest and the largest of `sizes`: `KVDrive` takes the sizes by layer and head that read least in its memory.
-    How much memory that is, where `window` is "auto", tokens say that are timed with windows of each size, in turns,
-    out of the tiers as this store has them.
+    The findings apply to this model and to the method's index, budget, chunk size and eviction policy, with any
+    `window` between the smallest and the largest of `sizes`. `KVDrive` then selects the sizes per layer and head that
+    read the least within its memory. The total size for `window="auto"` follows from timed tokens: each window size
+    decodes them in turn, from the tiers as this store has them.
 
     Args:
-        storage: the contexts are stored there, if they are not yet.
-        model: any causal LM that the method serves.
-        input_ids: texts such as the model is going to decode behind, one or several, as for `KVStore.precompute`. The
-            store has none: it keeps KV, and of tokens only hashes.
-        method: a `KVDrive`, or its name and settings; None for its defaults.
-        steps: the last tokens of each text are decoded one by one; the others are their context.
-        sizes: of windows to measure, ascending, in multiples of what a head attends to: 1 or more.
-        progress: whether to show a progress bar.
+        storage: Store for the contexts, if they are not stored yet, and for the findings.
+        model: Any causal LM that the method supports.
+        input_ids: One or several texts like those that the model will decode after, as for `KVStore.precompute`. The
+            store cannot provide them: it keeps KV, and only hashes of tokens.
+        method: A `KVDrive`, or its name and settings; None for the defaults.
+        steps: Number of tokens at the end of each text that are decoded one by one; the others are their context.
+        sizes: Window sizes to measure, ascending, in multiples of what a head attends to: 1 or more.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The findings, as kept in the store.
 
     Raises:
-        ConfigError: another method; texts that are too short for it to choose from.
+        ConfigError: The method is not a `KVDrive` with a budget below 1, its window is outside `sizes`, or a text is
+            too short.
     """
     storage.check_open()
     chooses = KVDrive() if method is None else make_method(method)
@@ -84,7 +88,7 @@ def profile_windows(
         label="",
         tag="",
     )
-    widest = replace(chooses, window=sizes[-1], window_sizes="uniform")  # reads least, and chooses the same
+    widest = replace(chooses, window=sizes[-1], window_sizes="uniform")  # reads least, and selects the same
     rates, columns = [], []
     timed = min(steps, _TIMED)
     total = steps * len(prompts) + timed * len(sizes) * _ROUNDS
@@ -122,19 +126,22 @@ def decode(
     pool: float | None = None,
     done: Callable[[], object] = lambda: None,
 ) -> tuple[Trace, int]:
-    """Decode the last tokens of a text one by one, behind a context that is stored.
+    """Decode the last tokens of a text one by one after a stored context, and trace the candidates.
 
     Args:
+        storage: Store that holds the context.
+        model: Any causal LM that the method supports.
         ids: int `[tokens]`, on the CPU.
-        steps: how many are decoded.
-        pool: instead of the method's (see `ByIndex`).
-        done: is told of each.
+        method: Method to trace.
+        steps: Number of tokens to decode.
+        pool: Number of ranked candidates per selected chunk; None for the default of `ByIndex`.
+        done: Called after each decoded token.
 
     Returns:
-        The candidates of each step and layer, and how many bytes one chosen entry has, keys and values.
+        The candidates of each step and layer, and the number of bytes of one selected entry, keys and values.
 
     Raises:
-        ConfigError: the context is not stored, or the budget has all of it.
+        ConfigError: The context is not stored, or the budget covers all of it.
     """
     trace = Trace()
     same = {field.name: getattr(method, field.name) for field in fields(KVDrive) if field.init}
@@ -165,14 +172,19 @@ def time_windows(
     *,
     done: Callable[[], object] = lambda: None,
 ) -> tuple[float, ...]:
-    """Seconds of a decoded token with windows of each size, a median.
+    """Return the median seconds per decoded token with windows of each size.
 
-    Each size decodes the same tokens once in each round. They were decoded before, so memory has of their blocks what
-    it has room for, and none finds more there than another.
+    Each size decodes the same tokens once per round. They have been decoded before, so memory already holds as many of
+    their blocks as fit, and no size finds more there than another.
 
     Args:
-        ids, steps, done: as for `decode`.
-        sizes: of windows, the same for all heads.
+        storage: Store that holds the context.
+        model: Any causal LM that the method supports.
+        ids: int `[tokens]`, on the CPU.
+        method: Method to time.
+        steps: Number of tokens to decode.
+        sizes: Window sizes, the same for all heads.
+        done: Called after each decoded token.
     """
     took: dict[float, list[float]] = {size: [] for size in sizes}
     for number in range(_ROUNDS):
@@ -185,7 +197,7 @@ def time_windows(
                 for token in row[:, -steps:].split(1, dim=1):
                     started = time.perf_counter()
                     logits = cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
-                    logits.flatten()[0].item()  # waits for the device
+                    logits.flatten()[0].item()  # synchronizes with the device
                     took[size].append(time.perf_counter() - started)
                     done()
     return tuple(statistics.median(some) for some in took.values())
@@ -193,7 +205,7 @@ def time_windows(
 
 @dataclass(frozen=True, kw_only=True)
 class TracedKVDrive(KVDrive):
-    """One whose candidates are recorded."""
+    """`KVDrive` method that records the candidates of its selector."""
 
     trace: Trace
     pool: float | None = None

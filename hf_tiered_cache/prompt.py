@@ -1,4 +1,4 @@
-"""Prompts of texts and passages, whose tokens are the same wherever a passage stands."""
+"""Prompts of texts and passages, in which a passage has the same tokens wherever it occurs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from .errors import ConfigError
 
 @dataclass(frozen=True)
 class Passage:
-    """A text that is found again in other prompts, among other texts.
+    """Text that can be found again in other prompts, between other texts.
 
     Args:
-        text: of it. What looks like a special token in it is text as well.
+        text: Text of the passage. Strings that look like special tokens are treated as text.
     """
 
     text: str
 
     def ids(self, tokenizer: Any) -> torch.Tensor:
-        """Its tokens, int64 `[tokens]`: `KVStore.precompute(model, [passage.ids(tokenizer), ...], segments=True)`."""
+        """Return the tokens of the passage, int64 `[tokens]`.
+
+        To store them: `KVStore.precompute(model, [passage.ids(tokenizer), ...], segments=True)`.
+        """
         found = tokenizer(self.text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return torch.tensor(found, dtype=torch.int64)
 
@@ -32,11 +35,11 @@ Part = str | Passage
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """What a model is asked.
+    """Prompt, and where its passages are.
 
     Args:
         input_ids: int64 `[1, tokens]`, on the CPU.
-        passages: of each passage, in order, its columns, half-open.
+        passages: Half-open token range of each passage, in order.
     """
 
     input_ids: torch.Tensor
@@ -50,29 +53,29 @@ def build_prompt(
     chat_template: bool | str | None = None,
     **options: Any,
 ) -> Prompt:
-    """Join texts and passages into a prompt in which each passage has the tokens that it has by itself.
+    r"""Join texts and passages into a prompt in which each passage has the tokens that it has by itself.
 
-    A text that is tokenized in one piece has tokens that reach over the borders of its passages, and what is stored of
-    these is not found. Here each passage is tokenized by itself, and so is what stands between two of them.
+    If a text is tokenized as a whole, some tokens cross the borders of its passages, and the stored KV of these tokens
+    is not found. This function tokenizes each passage, and each text between two passages, separately.
 
     Args:
-        tokenizer: of the model.
-        parts: texts and passages, one behind the other; or chat messages, `{"role": ..., "content": ...}`, each
-            content a text or such a list.
-        chat_template: whether the tokenizer's chat template goes around; or one to take in its place. None: where there
-            are messages. Parts without roles are what the user says.
-        options: for the template, such as `add_generation_prompt=False`, which is true if it is not given.
+        tokenizer: Tokenizer of the model.
+        parts: Texts and passages in order; or chat messages, `{"role": ..., "content": ...}`, where each content is a
+            text or a list of texts and passages.
+        chat_template: Whether to apply the tokenizer's chat template, or a template to use instead. None applies it if
+            `parts` are messages. Parts without roles become one user message.
+        options: Options of the template, such as `add_generation_prompt=False` (True by default).
 
     Returns:
-        The prompt. Special tokens that stand in front, such as BOS, are those of the template; without one, those that
-        the tokenizer puts in front of a text.
+        The prompt. Special tokens at its beginning, such as BOS, come from the template; without a template, from the
+        tokenizer.
 
     Raises:
-        ConfigError: there is nothing to ask, something is neither text nor passage, there is no template, or one that
-            does not say each content once.
+        ConfigError: The prompt is empty, a part is neither a text nor a passage, there is no template, the template
+            does not contain each passage once, or messages or options are given without a template.
 
     Example:
-        >>> prompt = build_prompt(tokenizer, ["Read this:\\n", Passage(document), "\\nWhat does it say?"])
+        >>> prompt = build_prompt(tokenizer, ["Read this:\n", Passage(document), "\nWhat does it say?"])
         >>> model.generate(prompt.input_ids, past_key_values=TieredCache(model, store, method="cache_tune"))
     """
     if isinstance(parts, str | Passage) or not parts:
@@ -82,7 +85,7 @@ def build_prompt(
         messages = parts if talk else [{"role": "user", "content": list(parts)}]
         template = chat_template if isinstance(chat_template, str) else None
         pieces = _templated(tokenizer, cast("Sequence[Mapping[str, Any]]", messages), template, options)
-        ids = torch.empty(0, dtype=torch.int64)  # the template says what stands in front
+        ids = torch.empty(0, dtype=torch.int64)  # the template adds the special tokens
     elif talk or options:
         raise ConfigError("messages and options are for a chat template; leave chat_template to its default")
     else:
@@ -109,7 +112,7 @@ def _checked(parts: Sequence[Any]) -> Iterator[Part]:
 
 
 def _joined(pieces: Sequence[Part]) -> Iterator[Part]:
-    """Texts that follow one another are one: only passages have borders of their own."""
+    """Yield the pieces with adjacent texts joined: only passages have token borders of their own."""
     text = ""
     for piece in pieces:
         if isinstance(piece, str):
@@ -124,7 +127,7 @@ def _joined(pieces: Sequence[Part]) -> Iterator[Part]:
 
 
 def _in_front(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts in front of a text."""
+    """Return the special tokens that the tokenizer puts before a text."""
     text = "a"
     alone = tokenizer(text, add_special_tokens=False)["input_ids"]
     found: list[int] = tokenizer(text)["input_ids"]
@@ -135,7 +138,10 @@ def _in_front(tokenizer: Any) -> list[int]:
 def _templated(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], template: str | None, options: Mapping[str, Any]
 ) -> list[Part]:
-    """What the template makes of messages, with their passages in place. It is given a mark for each of these."""
+    """Apply the template to messages, and return its text with the passages in place.
+
+    A mark represents each passage while the template is applied.
+    """
     if template is None and not tokenizer.chat_template:
         raise ConfigError("the tokenizer has no chat template; pass chat_template=, a text in Jinja, or False")
     passages: list[Passage] = []
@@ -159,5 +165,5 @@ def _templated(
 
 
 def _mark(number: int) -> str:
-    """What stands for a passage while a template is filled in: letters of private use, which no text has."""
+    """Return the mark of a passage in a template: private-use characters, which do not occur in text."""
     return f"\ue000{number}\ue001"

@@ -1,8 +1,8 @@
-"""Measuring what a budget loses on a user's own model and text, so that a method can take a target instead of a budget.
+"""Measurement of the quality loss of budgets on a user's model and text, for methods with a target instead of a budget.
 
-No budget has the same loss in two models, or on two kinds of text. So each setting is asked what it predicts behind
-prefixes of the user's text, and compared with full KV. `ContiguousKV(quality=0.02)` then takes the least budget that
-kept the target.
+The loss of a budget depends on the model and on the kind of text. Each setting therefore predicts the next token after
+prefixes of the user's text, and is compared with full KV. `ContiguousKV(quality=0.02)` then takes the smallest budget
+that lost at most a quarter of the target, because other text loses more.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ METHODS = ("contiguous_kv", "contiguous_kv:codec=int8", "h2o")
 """Methods that are measured by default."""
 BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 QUESTION_TOKENS, QUESTIONS = 32, 4
-"""Tokens of a question, and how many are asked about each prefix."""
+"""Number of tokens of a question, and number of questions about each prefix."""
 _LEAST_PREFIX = 128
 
 Scratch = Callable[[Method], AbstractContextManager[Storage]]
-"""Opens an empty store for segments of one geometry, which is removed behind it."""
+"""Function that opens an empty store for segments of one geometry, which is removed afterwards."""
 
 
 def calibrate_quality(
@@ -49,26 +49,26 @@ def calibrate_quality(
     questions: int = QUESTIONS,
     progress: bool = True,
 ) -> list[QualityFinding]:
-    """Measure what methods lose at several budgets, and keep that for this model.
+    """Measure the quality loss of methods at several budgets, and store the findings for this model.
 
-    Of each text all but the last tokens are a prefix. The tokens behind it are asked as several questions, each longer
-    by 32 tokens than the one before, and the prediction behind each is compared with that of full KV.
+    The last tokens of each text form its questions, and the others its prefix. Each question is 32 tokens longer than
+    the one before. The prediction after each question is compared with the prediction of full KV (KL divergence).
 
     Args:
-        storage: what is found is kept there.
-        scratch: opens a store for each way to cut segments.
-        model: any causal LM that the methods serve.
-        input_ids: texts such as the model is going to read, one or several, as for `KVStore.precompute`.
-        methods: with a budget; their own is left out of account.
-        budgets: shares of the prefix, in (0, 1).
-        questions: about each prefix.
-        progress: whether to show a progress bar.
+        storage: Store that keeps the findings.
+        scratch: Opens a temporary store for each geometry.
+        model: Any causal LM that the methods support.
+        input_ids: One or several texts like those that the model will read, as for `KVStore.precompute`.
+        methods: Methods with a budget; their own budget is ignored.
+        budgets: Fractions of the prefix, in (0, 1).
+        questions: Number of questions about each prefix.
+        progress: Whether to show a progress bar.
 
     Returns:
-        A finding for each method and budget, in this order.
+        One finding for each method and budget, in this order.
 
     Raises:
-        ConfigError: a method has no budget, a budget is none, or a text is too short.
+        ConfigError: A method has no budget, a budget is not in (0, 1), or a text is too short.
     """
     storage.check_open()
     chosen: list[BudgetMethod] = []
@@ -114,13 +114,13 @@ def calibrate_quality(
 
 
 class _Answer(NamedTuple):
-    """Prediction behind a question, and its cost.
+    """Prediction after a question, and its cost.
 
     Args:
         log_probs: float32 `[vocabulary]`, on the CPU.
-        brought: bytes that came, without the index, as a share of the prefix's KV.
-        indexed: bytes of the index, likewise.
-        seconds: to the prediction.
+        brought: Bytes of delivered blocks, without those used only for selection, as a fraction of the prefix's KV.
+        indexed: Bytes of the index, as a fraction of the prefix's KV.
+        seconds: Time to the prediction.
     """
 
     log_probs: torch.Tensor
@@ -137,7 +137,7 @@ def _answers(
     questions: int,
     done: Callable[[], object],
 ) -> Iterator[_Answer]:
-    """Ask all questions of all texts with one method."""
+    """Yield the predictions after all questions of all texts, with one method."""
     device = attach(model).device_of(0)
     with scratch(method) as storage:
         for ids in prompts:
@@ -155,11 +155,11 @@ def _answers(
                 brought = (stats.bytes_brought - stats.brought_identifying) / kv
                 yield _Answer(log_probs, brought, stats.index_bytes / kv, seconds)
                 del cache
-                storage.flush()  # what is learnt of the tokens is there for the next question, as it is with users
+                storage.flush()  # the next question finds the token statistics stored, as in normal use
                 done()
 
 
 def _token_bytes(storage: Storage) -> int:
-    """Bytes of a token's KV, as the model computes it."""
+    """Return the bytes of one token's KV, as the model computes it."""
     readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
     return next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)

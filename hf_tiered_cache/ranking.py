@@ -1,4 +1,4 @@
-"""Ranking the tokens of stored passages: from the KV that is stored, and what another lead makes of it."""
+"""Ranking of the tokens of stored passages, from their stored KV and from their KV after another lead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from .store.segment import SegmentReader
 
 
 def passages_method(method: Method | str | None) -> Passages:
-    """A method that reuses passages. Raises ConfigError if it does not."""
+    """Return a method that reuses passages; CacheTune if `method` is None.
+
+    Raises:
+        ConfigError: The method restores prefixes only.
+    """
     method = make_method(method or "cache_tune")
     if not isinstance(method, Passages):
         raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
@@ -26,16 +30,20 @@ def passages_method(method: Method | str | None) -> Passages:
 
 
 def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, progress: bool) -> int:
-    """Rank stored passages by their KV alone.
+    """Rank the tokens of stored passages from their KV alone.
 
     Args:
-        ids: of the segments; all passages, if None.
+        storage: Store of the passages.
+        method: Method that defines the ranking.
+        ids: Ids of the segments; None for all passages.
+        progress: Whether to show a progress bar.
 
     Returns:
-        How many were ranked. What cannot be read, or kept, is not, which is counted.
+        Number of passages that were ranked. Passages that cannot be read, or scores that cannot be kept, are skipped
+        and counted in the store's statistics.
 
     Raises:
-        ConfigError: the ranking looks at more than the stored KV.
+        ConfigError: The method has no ranking, or one that needs more than the stored KV.
     """
     if not method.ranked_by:
         raise ConfigError(f"{type(method).__name__} goes by no ranking of tokens; CacheTune does")
@@ -55,10 +63,16 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
 def rank_one(
     storage: Storage, method: Passages, reader: SegmentReader | None, kv_in_context: Iterable[KV] | None = None
 ) -> bool:
-    """Rank a stored passage, and keep that beside it. Returns whether it is there now.
+    """Rank the tokens of a stored passage, and keep the scores in its sidecar.
 
     Args:
-        kv_in_context: its keys and values behind another lead, for rankings that look at these.
+        storage: Store of the passage.
+        method: Method that defines the ranking.
+        reader: Segment of the passage, or None if it cannot be read.
+        kv_in_context: Keys and values of the passage after another lead, for rankings that compare with these.
+
+    Returns:
+        Whether the scores are stored now.
     """
     if reader is None or not reader.shape.whole:
         return False
@@ -71,10 +85,10 @@ def rank_one(
 
 
 def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
-    """A whole segment's keys, before their rotation, and values, layer by layer: `[heads, tokens, dim]` each.
+    """Yield the unrotated keys and the values of a whole segment, layer by layer: `[heads, tokens, dim]` each.
 
     Raises:
-        IntegrityError, OSError: a block cannot be read.
+        IntegrityError, OSError: A block cannot be read.
     """
     shape, blocks = reader.shape, dict[int, torch.Tensor]()
     for layer, kind in enumerate(shape.layout.layers):
@@ -87,7 +101,14 @@ def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
 
 
 def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], tensor: str) -> torch.Tensor:
-    """All heads of a layer's keys or values, from the blocks of its block groups by number."""
+    """Return all heads of a layer's keys or values, `[heads, tokens, dim]`.
+
+    Args:
+        shape: Shape of the segment.
+        layer: Index of the layer.
+        blocks: Blocks of the layer's KV cache groups, by group index.
+        tensor: "key" or "value".
+    """
     parts = [
         (part.first_head, shape.unpack(blocks[group.index], group, part))
         for group in shape.restoring_groups[layer]

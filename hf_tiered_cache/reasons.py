@@ -1,4 +1,4 @@
-"""Why a prompt was not restored, not stored, or read more than it had to: sentences for users, with what to do."""
+"""Messages for users: why a prompt was not restored, not stored, or read more than needed, and what to do."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ _BYPASSES = {
     "generate": "generate() was called by another name than model.generate; call that",
     "": "generate() made no pass with the cache that the session gave it; pass it a TieredCache(model, store)",
 }
-"""How a call in a session goes without the store, by the argument that says so."""
+"""Reasons why a call in a session does not use the store, by the argument that causes it."""
 
 
 def nameless(what: str) -> str:
-    """Why a model with something that has no name runs plain."""
+    """Return the reason why a model runs without the store: it depends on `what`, which has no name."""
     return (
         f"{what} changes what is computed and has no name, so nothing is restored or stored; name the model with "
         "TieredCache(..., tag='...')"
@@ -111,7 +111,7 @@ def nameless(what: str) -> str:
 
 
 def other_codec(codec: str) -> str:
-    """Why a look-up with one codec sees nothing of what is stored with another."""
+    """Return the reason why a lookup does not find KV that is stored with another codec."""
     return (
         f"these tokens are stored with the codec {codec!r}, and found with it alone; open the store, or make the "
         f"method, with codec={codec!r}"
@@ -119,7 +119,11 @@ def other_codec(codec: str) -> str:
 
 
 def no_room_for_index(budget: int) -> str:
-    """Why each request reads what it chooses by, an index that the store's memory of `budget` bytes cannot hold."""
+    """Return the reason why each request reads the selection index from disk again.
+
+    Args:
+        budget: Bytes of index memory of the store, which cannot hold the index.
+    """
     return (
         f"the index that is chosen by is larger than index_memory, {format_bytes(budget)}, so each request reads it "
         "from disk again; open the store with a larger KVStore(index_memory=...); stats.index_bytes says what it takes"
@@ -127,7 +131,7 @@ def no_room_for_index(budget: int) -> str:
 
 
 def unranked(ranking: str) -> str:
-    """Why what is computed of passages is not what a ranking says."""
+    """Return the reason why the recomputed tokens of passages do not follow the ranking of the method."""
     return (
         f"passages are stored without the ranking {ranking!r}, so what is computed of them goes by the order they were "
         "stored in; store.rank(method) adds it, or for 'context' store.precompute(model, passages, segments=True)"
@@ -135,7 +139,11 @@ def unranked(ranking: str) -> str:
 
 
 def of_another_model(parts: list[str]) -> str:
-    """Why a conversation is not restored that another model, or another state of it, has computed."""
+    """Return the reason why a conversation is not restored that another model, or state of it, computed.
+
+    Args:
+        parts: Parts of the model that differ.
+    """
     return (
         "the conversation is stored for another state of the model, which differs in "
         f"{' and '.join(parts) or 'what the store does not name'}; it stays until this one is suspended in its place"
@@ -143,16 +151,16 @@ def of_another_model(parts: list[str]) -> str:
 
 
 def of_another_method(method: str) -> str:
-    """Why a conversation is not restored that was stored in a way that this cache's method does not look for."""
+    """Return the reason why a conversation is not found that another method stored under its own provenance."""
     return f"the conversation is stored by the method {method!r}, in a way of its own, and found with that alone"
 
 
 def bypassed(setting: str, value: object = None) -> str:
-    """Return why a call in a session does not use the store.
+    """Return the reason why a call in a session does not use the store.
 
     Args:
-        setting: the argument of `generate()` that says so, or another key of `_BYPASSES`.
-        value: of that argument.
+        setting: Argument of `generate()` that causes it, or another key of `_BYPASSES`.
+        value: Value of that argument.
     """
     if setting == "past_key_values":
         return OWN_CACHE
@@ -160,7 +168,7 @@ def bypassed(setting: str, value: object = None) -> str:
 
 
 def is_expected(reason: str) -> bool:
-    """Whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
+    """Return whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
     return reason in _EXPECTED
 
 
@@ -173,14 +181,16 @@ def of_a_miss(
     passages: tuple[str, int | None] | None = None,
     codec: str = RAW,
 ) -> str:
-    """Why nothing was found of a prompt.
+    """Return the reason why nothing was found for a prompt.
 
     Args:
-        tokens: int64 `[n]`, of one row, without padding.
-        fingerprint: of the model, and its facts, as `Identity.facts` has them.
-        regime: of the prompt's RoPE.
-        passages: for methods that reuse passages the provenance that they look for, and the sink token.
-        codec: that was looked for.
+        store: Store that was searched.
+        tokens: int64 `[n]`, tokens of one row, without padding.
+        fingerprint: Fingerprint of the model.
+        facts: Facts of the model (`Identity.facts`).
+        regime: RoPE regime of the prompt.
+        passages: For methods that reuse passages, the provenance that they look for and the sink token; else None.
+        codec: Codec of the lookup.
     """
     if len(tokens) < HASH_TOKENS:
         return SHORT
@@ -201,18 +211,21 @@ def of_a_miss(
 
 
 def has_passages(store: Storage, fingerprint: str, provenance: str) -> bool:
-    """Whether passages of a model are stored under this provenance."""
+    """Return whether passages of a model are stored under this provenance."""
     return provenance in store.disk.index.provenances(fingerprint)
 
 
 def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
-    """Whether a stored prefix of this model, under this codec, begins with the same tokens."""
+    """Return whether a stored prefix with this model and codec begins with the same tokens."""
     hasher = store.hasher(fingerprint, coded_provenance(EXACT, codec), regime)
     return bool(store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
 
 
 def _other_keys(store: Storage, fingerprint: str) -> str:
-    """Prefix hashes say nothing without their key: if nothing of a model's is of the store's, that may be why."""
+    """Return the reason if all KV of the model is stored with other encryption keys, or an empty string.
+
+    Prefix hashes depend on the key, so the KV cannot be found without it.
+    """
     keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
     if not keys or mine in keys:
         return ""
@@ -222,7 +235,7 @@ def _other_keys(store: Storage, fingerprint: str) -> str:
 def _passages_otherwise(
     store: Storage, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
 ) -> str:
-    """Why passages that are stored are not found, or ""."""
+    """Return the reason why stored passages are not found, or an empty string."""
     others = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
     for other, codec in others.items():
         hasher = store.passage_hasher(fingerprint, other, sink, regime)
@@ -232,5 +245,5 @@ def _passages_otherwise(
 
 
 def _is_old(provenance: str) -> bool:
-    """Return whether passages of this provenance are an earlier version's."""
+    """Return whether an earlier version stored the passages of this provenance."""
     return not is_behind_text(provenance) and provenance != coded_provenance(PASSAGE, codec_in(provenance))

@@ -1,4 +1,4 @@
-"""The recorder: what a cache has computed becomes segments, behind the request."""
+"""The recorder, which turns computed KV into segments after the request."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from .tiers.interrupts import Step
 from .tiers.streams import CopyStream, Event, copy_stream
 
 Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
-"""Given a row and its layers' keys and values, how much each token matters, float32 `[tokens]`."""
+"""Function that scores tokens by importance, float32 `[tokens]`, given a row and its layers' keys and values."""
 
 Submit = Callable[[PendingSegment, bool], None]
-"""Takes a segment to be written, and whether to wait for room in the queue."""
+"""Function that queues a segment for writing; its flag says whether to wait for room in the queue."""
 
 logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True)
 class Names:
-    """The names that people give to what is stored.
+    """Names in segment headers, for users.
 
     Args:
-        model: plain facts of the model (see `Identity.facts`).
-        label: the user's.
-        labels: the same of each row, where rows have their own.
+        model: Readable facts of the model (see `Identity.facts`).
+        label: Label given by the user.
+        labels: Label of each row, if rows have their own.
     """
 
     model: Mapping[str, str] = field(default_factory=dict)
@@ -50,15 +50,15 @@ class Names:
     labels: tuple[str, ...] = ()
 
     def of_row(self, row: int) -> str:
-        """Its label."""
+        """Return the label of a row."""
         return self.labels[row] if self.labels else self.label
 
 
 class Confirmation:
-    """The question whether KV may be stored, and the answer.
+    """Check whether KV may be stored, which remembers a denial.
 
     Args:
-        ask: gives the answer.
+        ask: Returns the answer.
     """
 
     def __init__(self, ask: Callable[[], bool]) -> None:
@@ -66,7 +66,7 @@ class Confirmation:
         self.denied = False
 
     def __call__(self) -> bool:
-        """Return whether it may."""
+        """Return whether the KV may be stored."""
         self.denied = not self._ask()
         return not self.denied
 
@@ -77,25 +77,25 @@ def _refused(collector: StatsCollector, tokens: int, confirmed: Confirmation) ->
 
 
 class Recorder:
-    """Collects the KV of computed tokens until `seal` makes segments of it.
+    """Recorder that captures the KV of computed tokens until `seal` makes segments of it.
 
-    Only runs of columns are recorded that every layer has computed, exactly, one after the other. A recorder belongs
-    to the thread that runs the passes, but others may seal it between two of them.
+    It records only contiguous runs of positions that every layer has computed. A recorder belongs to the thread that
+    runs the passes, but other threads may seal it between two passes.
 
     Args:
-        history: the tokens of the cache.
-        fingerprint: of the model.
-        geometry: how segments are cut.
-        submit: takes the segments to be written.
-        ttl: seconds a segment lives, or None.
-        provenance: how the KV is computed.
-        enabled: whether anything is recorded; if not, only the history is kept.
-        collector: counts the tokens that are stored.
-        names: the facts of the model, and the user's labels, for the headers of segments.
-        check: knows whether passes of one token were plain; what was caught beside one that was not is dropped.
-        weights_held: see `Identity.weights_held`.
-        rank: given each layer's unrotated keys and values of a row's new segment, `[heads, tokens, dim]`, says how much
-            each token matters; those that matter most lie in front. None leaves them in order.
+        history: History of the tokens in the cache.
+        fingerprint: Fingerprint of the model.
+        geometry: Geometry of the segments.
+        submit: Takes the segments to be written.
+        ttl: Lifetime of a segment in seconds, or None.
+        provenance: How the KV is computed.
+        enabled: Whether anything is recorded; if not, only the history is kept.
+        collector: Counts the stored tokens.
+        names: Facts of the model and labels of the user, for the segment headers.
+        check: Check of single-token passes; if one was not plain, the KV captured with it is dropped.
+        weights_held: See `Identity.weights_held`.
+        rank: Scores the tokens of a row's new segment by each layer's unrotated keys and values, `[heads, tokens,
+            dim]`. Tokens with high scores are stored first. None keeps their order.
     """
 
     def __init__(
@@ -128,23 +128,26 @@ class Recorder:
         self._lock = threading.RLock()
         self._step = Step(self._mend)
         self._layers: dict[int, LayerBuffer] = {}
-        self._reordered: list[tuple[int, torch.Tensor]] = []  # rows selected, and how many passes were caught before
-        self._first = 0  # column of the first caught token
-        self._count = 0  # caught columns
-        self._revocable = 0  # columns at the end that the next crop may take back
-        self._sealed = [0] * history.rows  # prefix hashes of each row up to which segments were made
-        self._found = [0] * history.rows  # and up to which the last look-up found them stored
+        self._reordered: list[tuple[int, torch.Tensor]] = []  # selected rows, and number of passes captured before
+        self._first = 0  # position of the first captured token
+        self._count = 0  # number of captured positions
+        self._revocable = 0  # number of positions at the end that the next crop may remove
+        self._sealed = [0] * history.rows  # number of prefix hashes of each row in segments
+        self._found = [0] * history.rows  # number of them that the last lookup found stored
         self._ancestors: list[tuple[str, ...]] = [()] * history.rows
         self._catching = False
         self._in_pass = False
-        self._left = False  # whether the cache is gone
+        self._left = False  # whether the cache was garbage collected
         self._streams: dict[torch.device, CopyStream] = {}
-        self._computed: dict[torch.device, Event] = {}  # after all that was done to the caught tensors
+        self._computed: dict[torch.device, Event] = {}  # events after all work on the captured tensors
 
     # --- during a pass
 
     def begin(self, first: int) -> None:
-        """A pass begins to compute every column from `first` on; what was caught before a gap is sealed."""
+        """Start capturing a pass that computes all positions from `first` on.
+
+        If these do not follow what was captured before, that is sealed first.
+        """
         if not self.enabled:
             return
         with self._lock:
@@ -158,23 +161,25 @@ class Recorder:
                 self._in_pass = self._catching = True
 
     def catch(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Layer `layer` computed `[batch, heads, n, dim]` keys and values, rotation taken out."""
+        """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
         if not self._catching:
             return
         caught = self._layers.get(layer)
         if caught is None:
             caught = self._layers[layer] = LayerBuffer(kind, keys.device)
-        if caught.kind != kind or keys.dtype != values.dtype:  # a segment stores a layer in one way only
+        if caught.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
             self._catching = False
             return
         caught.keys.append(compact(keys))
         caught.values.append(compact(values))
 
     def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
-        """The pass added `ids`, int `[rows, columns]`, to the cache, and computed the last `computed` columns.
+        """Finish a pass, and append its tokens to the history.
 
         Args:
-            revocable: columns at the end that the next crop may take back.
+            ids: Tokens that the pass added to the cache, int `[rows, columns]`.
+            computed: Number of positions at the end that the pass computed.
+            revocable: Number of positions at the end that the next crop may remove.
         """
         with self._lock, self._step:
             self.history.append(ids)
@@ -187,7 +192,7 @@ class Recorder:
             self._mark()
 
     def abandon(self) -> None:
-        """The pass failed midway: forget what it left."""
+        """Discard what a failed pass has captured."""
         with self._lock, self._step:
             for tensors in self._tensors():
                 cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
@@ -196,7 +201,7 @@ class Recorder:
     # --- what generate() does to a cache
 
     def crop(self, columns: int) -> None:
-        """The cache forgets its last `columns` columns."""
+        """Remove the last `columns` positions."""
         with self._lock, self._step:
             self.history.crop(columns)
             self._follow_rows()
@@ -212,7 +217,10 @@ class Recorder:
                 self._found[row] = min(self._found[row], whole)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was. Beam search does this at every token, so tensors follow later."""
+        """Reorder the rows: row i becomes the former row `rows[i]`.
+
+        Beam search does this at every token, so the captured tensors are reordered later.
+        """
         with self._lock, self._step:
             order = rows.tolist()
             self.history.select(order)
@@ -223,13 +231,20 @@ class Recorder:
             self._ancestors = [self._ancestors[row] for row in order]
 
     def found(self, row: int, held: int, num_hashes: int, segments: tuple[str, ...]) -> None:
-        """Note that a row's prefix hashes from `held` on, which the cache lacks, are stored up to `num_hashes`."""
+        """Note which segments store a row's prefix hashes after those that the cache holds.
+
+        Args:
+            row: Index of the row.
+            held: Number of prefix hashes of the row that the cache holds.
+            num_hashes: Number of prefix hashes that are stored.
+            segments: Ids of the segments that store them.
+        """
         self._found[row] = num_hashes if num_hashes > held else min(self._found[row], held)
         before = [segment for segment in self._ancestors[row] if segment not in segments] if held else []
         self._ancestors[row] = (*before, *segments)
 
     def begins_with(self, prefix_hash: bytes) -> bool:
-        """Whether a row's first prefix hash is this one."""
+        """Return whether `prefix_hash` is the first prefix hash of some row."""
         with self._lock:
             return any(self.history.prefix_hashes(row)[:1] == [prefix_hash] for row in range(self.history.rows))
 
@@ -237,27 +252,27 @@ class Recorder:
 
     @property
     def unsealed(self) -> int:
-        """Caught columns that no segment holds yet."""
+        """Number of captured positions that no segment holds yet."""
         return self._count
 
     def seal(self, wait: bool = True) -> int:
-        """Hand all tokens in multiples of 16 that are caught and not stored to the writer, unless a pass is under way.
+        """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
 
         Args:
-            wait: whether to wait while the writer's queue is full.
+            wait: Whether to wait while the writer's queue is full.
 
         Returns:
-            How many tokens these are.
+            Number of submitted tokens.
         """
         with self._lock, self._step:
             pending_segments = self._take_unsealed()
-        for pending in pending_segments:  # without the lock where it can be: there may be no room for long
+        for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
             self._submit(pending, wait)
             self.collector.add(tokens_stored=pending.header.shape.tokens)
         return sum(pending.header.shape.tokens for pending in pending_segments)
 
     def _take_unsealed(self) -> list[PendingSegment]:
-        """What is caught and not stored, as segments that count as sealed from now on."""
+        """Return segments of what is captured and not stored, and mark it as sealed."""
         if self._left:
             self._in_pass, self._revocable = False, 0
         if self._in_pass or not self._count or not self._layers:
@@ -271,7 +286,7 @@ class Recorder:
         end = self._first + self._count - self._revocable
         pending_segments: list[PendingSegment] = []
         kept = self._kept_on_device()
-        made: dict[bytes, str] = {}  # what is sealed here, by prefix hash: rows may share a beginning
+        made: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
         for row, pad in enumerate(self.history.pads):
             prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
             first = max(self._sealed[row], self._found[row])
@@ -281,7 +296,7 @@ class Recorder:
                     self._ancestors[row] = (*self._ancestors[row], segment)
             self._sealed[row] = first
             if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
-                continue  # nothing new, or a gap before it: nothing would lead to such a segment
+                continue  # nothing new, or unreachable because of a gap before it
             pending = self._pending_segment(row, first, prefix_hashes, layout, kept)
             pending_segments.append(pending)
             made |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
@@ -293,21 +308,22 @@ class Recorder:
         return pending_segments
 
     def _drop_odd(self) -> None:
-        """Among what was caught is a pass that was not plain: from there on this cache's KV is of another kind."""
+        """Discard the captured KV, which includes a pass that was not plain, and stop recording."""
         self._forget()
         self._first = self.history.columns
         self.enabled = False
         self.collector.explain(ODD_MASK)
 
     def segments(self, row: int) -> tuple[str, ...]:
-        """The segments that hold a row's stored tokens, in order."""
+        """Return the ids of the segments that hold a row's stored tokens, in order."""
         return self._ancestors[row]
 
     def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
-        """A recorder that goes on from here on its own; what is caught so far is sealed or shared.
+        """Return a recorder that continues independently; what is captured so far is sealed or shared.
 
         Args:
-            collector, check: the other cache's.
+            collector: Statistics of the other cache.
+            check: Decoding check of the other cache.
         """
         with self._lock:
             self.seal()
@@ -326,12 +342,19 @@ class Recorder:
             return twin
 
     def leave_to(self, writer: Writer) -> None:
-        """The cache is gone: let the writer store what is left. A finalizer: it takes no lock, and never waits."""
+        """Let the writer store what is left, after the cache was garbage collected.
+
+        Called by a finalizer: takes no lock and never waits.
+        """
         self._left = True
         writer.soon(self.finish)
 
     def finish(self) -> bool:
-        """Store what is left. Returns False, at once, while another thread is at it."""
+        """Store what is left, without waiting.
+
+        Returns:
+            False, at once, while another thread uses the recorder.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -344,19 +367,19 @@ class Recorder:
         return True
 
     def _mark(self) -> None:
-        """Passes and seals may come from threads with streams of their own: note how far this one's are."""
+        """Record events on this thread's streams: other passes and seals may run in threads with other streams."""
         for device in {caught.device for caught in self._layers.values()}:
             if device not in self._streams:
                 self._streams[device] = copy_stream(device)
             self._computed[device] = self._streams[device].computed()
 
     def _come_after(self) -> None:
-        """Let what this thread's streams do next come after what any thread's did to the caught tensors."""
+        """Order later work on this thread's streams after all threads' work on the captured tensors."""
         for device, event in self._computed.items():
             self._streams[device].await_copies(event)
 
     def _follow_rows(self) -> None:
-        """Bring the caught tensors to the order of rows that later selections gave."""
+        """Apply pending row selections to the captured tensors."""
         if not self._reordered:
             return
         for tensors in self._tensors():
@@ -376,7 +399,7 @@ class Recorder:
             yield caught.values
 
     def _kept_on_device(self) -> KeptOnDevice | None:
-        """What the caught tensors keep alive of memory that is not the host's."""
+        """Return the device memory that the captured tensors keep allocated, or None."""
         storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
         nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         return KeptOnDevice(nbytes) if nbytes else None
@@ -428,14 +451,17 @@ class Recorder:
         return TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
 
     def _pairs(self, row: int, start: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's caught keys and values of a row, `[heads, tokens, dim]` each, from a caught column on."""
+        """Yield each layer's captured keys and values of a row, `[heads, tokens, dim]` each, on the CPU.
+
+        The tokens start at captured position `start`.
+        """
         every = slice(None)
         for caught in self._layers.values():
             keys, values = (tokens_from(tensors, row, every, start, tokens) for tensors in (caught.keys, caught.values))
             yield keys.cpu(), values.cpu()
 
     def _keep_from(self, column: int) -> None:
-        """Hold on to the columns from `column` on, and to no more memory than these take."""
+        """Keep only the captured positions from `column` on, and release the memory of the others."""
         end = self._first + self._count
         keep = max(0, end - column)
         for tensors in self._tensors():
@@ -443,7 +469,7 @@ class Recorder:
         self._first, self._count = end - keep, keep
 
     def _mend(self) -> None:
-        """A change was interrupted halfway: let go of what is caught, which may be of other columns than it seems."""
+        """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
         self._forget()
         self._first, self._revocable = self.history.columns, 0
         self._in_pass = self._catching = False

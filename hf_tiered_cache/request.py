@@ -1,4 +1,4 @@
-"""Parses one forward pass: its tokens, padding and positions, and whether its KV can be stored."""
+"""Parsing of one forward pass: its tokens, padding and positions, and whether its KV can be stored."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _UNDERSTOOD = frozenset(
         *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
     }
 )
-"""Arguments of forward that say nothing of the KV beyond tokens and positions. Others may: images, embeddings, …"""
+"""Arguments of `forward` that do not affect the KV beyond tokens and positions. Others may: images, embeddings, ..."""
 
 _TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Arguments that say of each token whether it is text (0) or stands for an image."""
+"""Arguments that mark each token as text (0) or as an image placeholder."""
 _IMAGES = frozenset(
     {
         *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
         *("mm_encoder_outputs", "image_sizes", "pixel_attention_mask", "image_attention_mask"),
     }
 )
-"""Arguments that bear on the tokens that stand for images, and on none before the first of these."""
+"""Arguments that affect image placeholders, and no token before the first of them."""
 _PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one pass, understood.
+    """Parsed arguments of one pass.
 
     Args:
-        kwargs: all arguments of forward by name.
-        pads: for each row the columns of left padding.
-        revocable: columns at the end that `generate` may take back (candidates of assisted decoding).
-        must_compute: columns at the end that are computed: their outputs are asked for, or an image stands before them.
-        text: columns before the first image; all, where there is none.
+        kwargs: All arguments of `forward` by name.
+        pads: Left padding of each row, in positions.
+        revocable: Number of positions at the end that `generate` may remove (candidates of assisted decoding).
+        must_compute: Number of positions at the end to compute: their outputs are requested, or an image precedes them.
+        text: Number of positions before the first image; all of them if there is none.
     """
 
     kwargs: dict[str, Any]
@@ -50,7 +50,7 @@ class Request:
     must_compute: int
     text: int
     ids: torch.Tensor = field(init=False)
-    """int `[rows, columns]`."""
+    """Token ids, int `[rows, columns]`."""
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class Request:
         object.__setattr__(self, "columns", self.ids.shape[1])
 
     def beginning(self, columns: int) -> Request:
-        """The same prompt up to a column, of which only the last logits are asked for."""
+        """Return a request for the first `columns` positions of the prompt, with the last logits only."""
         kwargs = self.kwargs | {"logits_to_keep": 1}
         for name in (*_PER_TOKEN, "attention_mask"):
             if kwargs.get(name) is not None:
@@ -66,16 +66,16 @@ class Request:
         return Request(kwargs, self.pads, 0, 1, columns)
 
     def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
-        """The arguments for computing only some of the columns.
+        """Return the arguments for computing only some of the positions.
 
         Args:
-            columns: of every row, or of each its own (see `Columns`).
-            base: columns that the cache holds already.
-            pads: of each row.
-            suffix: whether every layer computes just these, and all that follow the first of them.
+            columns: Positions to compute, the same in every row or separate for each (see `Columns`).
+            base: Number of positions that the cache holds already.
+            pads: Left padding of each row.
+            suffix: Whether every layer computes exactly these positions, and they include all after the first.
         """
         kwargs = dict(self.kwargs)
-        if not suffix:  # of a suffix the model knows positions and length itself
+        if not suffix:  # for a suffix, the model derives positions and length itself
             device = self.ids.device
             if kwargs.get("position_ids") is None:
                 positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)
@@ -91,9 +91,9 @@ class Request:
 
 
 class DecodingCheck:
-    """Whether passes of one token had plain masks and positions: compared where the tensors are, and asked for later.
+    """Check of masks and positions in single-token passes, evaluated on their device and read later.
 
-    Waiting for the answer at every token would stop a GPU each time.
+    Reading the result at every token would synchronize the GPU each time.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,16 @@ class DecodingCheck:
         self._expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
-        """Note a pass behind `base` columns of rows with these `pads`. Returns what is odd at first sight, or ""."""
+        """Check a single-token pass.
+
+        Args:
+            kwargs: All arguments of `forward` by name.
+            base: Number of positions that the cache holds already.
+            pads: Left padding of each row.
+
+        Returns:
+            The reason if the pass is known to be unusual without reading tensors, or an empty string.
+        """
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if mask is None and any(pads):
             return ODD_MASK
@@ -120,13 +129,13 @@ class DecodingCheck:
         return ""
 
     def odd(self) -> bool:
-        """Whether any pass since the last time was odd."""
+        """Return whether any pass since the last call was unusual."""
         found = any(bool(odd) for odd in self._odd.values())
         self._odd.clear()
         return found
 
     def _mask(self, pads: list[int], columns: int, device: torch.device) -> torch.Tensor:
-        """bool `[rows, columns]`, what a plain mask looks like; with no columns the pads, int64 `[rows, 1]`."""
+        """Return the mask of plain padding, bool `[rows, columns]`; for 0 columns the padding, int64 `[rows, 1]`."""
         key = (tuple(pads), device)
         if key not in self._expected:
             self._expected[key] = torch.tensor(pads, device=device).unsqueeze(1)
@@ -146,17 +155,17 @@ def parse_request(
     placeholders: frozenset[int] = frozenset(),
     check: DecodingCheck | None = None,
 ) -> Request | str:
-    """Read a pass's arguments.
+    """Parse the arguments of a pass.
 
     Args:
-        kwargs: all arguments of forward by name.
-        base: columns that the cache holds already.
-        pads: of the rows, known from earlier passes; None for the first.
-        placeholders: tokens that stand for images (see `placeholder_tokens`).
-        check: takes masks and positions of passes of one token, which are read later; without it they are read now.
+        kwargs: All arguments of `forward` by name.
+        base: Number of positions that the cache holds already.
+        pads: Left padding of the rows, known from earlier passes; None for the first pass.
+        placeholders: Tokens that represent images (see `placeholder_tokens`).
+        check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
 
     Returns:
-        The request, or why its KV can neither be stored nor restored.
+        The request, or the reason why its KV can neither be stored nor restored.
     """
     ids = kwargs.get("input_ids")
     if ids is None or ids.ndim != 2:
@@ -191,23 +200,23 @@ def parse_request(
 
 
 def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
-    """The tokens that stand for images, videos or sounds in a model's prompts."""
+    """Return the tokens that represent images, videos or audio in a model's prompts."""
     names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
     found = (getattr(config, name, None) for name in names)
     return frozenset(token for token in found if isinstance(token, int))
 
 
 def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
-    """Some columns of what is given for each, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
+    """Return some positions of a per-token argument, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
     if isinstance(index, slice) or index.ndim == 1:
         return value[..., index]
-    if value.ndim == 1:  # numbers of columns, which masks are told otherwise
+    if value.ndim == 1:  # `cache_position`; masks get each row's positions in another way
         return value[index[0]]
     return torch.take_along_dim(value, index.expand(*value.shape[:-2], -1, -1), dim=-1)
 
 
 def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
-    """Columns before the first one in which a row has no text."""
+    """Return the number of positions before the first one at which a row has no text."""
     ids = kwargs["input_ids"]
     other = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
     for name in _TOKEN_TYPES:
@@ -218,7 +227,7 @@ def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
 
 
 def count_tokens(kwargs: dict[str, Any]) -> int:
-    """Tokens of a pass, over all rows, padding not counted."""
+    """Return the number of tokens of a pass, over all rows, without padding."""
     tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens.shape[1] > 1:
@@ -235,7 +244,7 @@ def _holds_tensor(value: Any) -> bool:
 
 
 def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[int] | None:
-    """Columns of left padding of each row, or None if the mask is anything else."""
+    """Return the left padding of each row, or None if the mask is anything else."""
     rows, columns = ids.shape
     if mask is None:
         return [0] * rows
@@ -249,9 +258,9 @@ def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[in
 
 
 def _counts_on(positions: torch.Tensor | None, base: int, pads: list[int], columns: int, text: int) -> bool:
-    """Whether the position of each token, up to the `text` first, is its number in the row.
+    """Return whether the position ids of the first `text` tokens count the tokens of each row.
 
-    Vision models give several positions to a token, `[kinds, rows, columns]`, which are equal in text.
+    Vision models give a token several position ids, `[kinds, rows, columns]`, which are equal for text.
     """
     if positions is None:
         return not any(pads)  # the model would count the padding too

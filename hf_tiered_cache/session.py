@@ -1,4 +1,4 @@
-"""A model whose `generate()` uses a store without being told to: pipelines, servers and other people's code."""
+"""Sessions: `generate()` uses a store without changes to its callers (pipelines, servers, third-party code)."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class TieredSession:
-    """`with tiered(model, store) as session:` every `generate()` in the block that brings no cache uses the store.
+    """Session in which every `generate()` without a cache uses the store: `with tiered(model, store) as session:`.
 
-    Each such call gets a fresh `TieredCache`; `session.stats` sums over them. Calls that ask for something else
+    Each such call gets a new `TieredCache`; `session.stats` sums over them. Calls that request something else
     (`past_key_values`, `cache_implementation`, `use_cache=False`, `custom_generate`, `generate_batch()`) run unchanged.
-    They count as requests too, with the reason why the store is not used. A call that brings a `TieredCache` counts in
-    that cache's `stats` alone.
+    They count as requests too, with the reason why the store is not used. A call with its own `TieredCache` counts only
+    in the `stats` of that cache.
 
     Args:
-        model: a causal LM of transformers.
-        store: a `KVStore`, or the path of one.
-        method, restore, record, segments, label, tag: as for `TieredCache`.
+        model: A causal LM of transformers.
+        store: A `KVStore`, or the path of one.
+        method, restore, record, segments, label, tag: As for `TieredCache`.
 
     Raises:
-        ConfigError, StoreClosedError: as `TieredCache` does.
+        ConfigError, StoreClosedError: As for `TieredCache`.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class TieredSession:
                 label=label,
                 tag=tag,
             )
-            self._new_cache()  # what cannot be served is refused here, not in the first generate()
+            self._new_cache()  # raises here, not in the first generate()
         except BaseException:
             self._leave()
             raise
@@ -84,7 +84,7 @@ class TieredSession:
         account.total = self._account
         if not setting:
             cache = self._new_cache()
-            cache.count_into(account)  # copies that generate() makes of the cache count there, too
+            cache.count_into(account)  # also counts copies that generate() makes of the cache
         yield cache
         if not account.stats.requests:
             reason = reasons.bypassed(setting, value)
@@ -96,23 +96,23 @@ class TieredSession:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that is served."""
+        """Model that the session serves."""
         return self._attachment.model
 
     @property
     def stats(self) -> RequestStats:
-        """The sum over all requests so far. Printed, it is a table."""
+        """Sum over all requests so far. Prints as a table."""
         return self._account.stats
 
     def close(self) -> None:
-        """From now on `generate()` is what it was before. What was computed is stored."""
+        """End the session: `generate()` works as before, and computed KV is still stored."""
         if self in self._attachment.sessions:
             self._attachment.sessions.remove(self)
             self._leave()
 
     def _leave(self) -> None:
         attachment = self._attachment
-        if attachment.active and attachment.by_session and not attachment.sessions:  # the last session goes
+        if attachment.active and attachment.by_session and not attachment.sessions:  # the last session ends
             patches.detach(attachment.model)
 
     def __enter__(self) -> TieredSession:
@@ -129,7 +129,7 @@ class TieredSession:
 
 
 tiered = TieredSession
-"""What a `with` block reads best: `with tiered(model, store) as session:`."""
+"""Alias of `TieredSession` for `with` blocks: `with tiered(model, store) as session:`."""
 
 
 @overload
@@ -151,19 +151,21 @@ def attach(
     label: str = "",
     tag: str = "",
 ) -> Attachment | TieredSession:
-    """Let `model` serve caches of ours; with a store, also in every `generate()` that brings no cache.
+    """Prepare a model for `TieredCache`; with a store, also use it in every `generate()` without a cache.
 
     Args:
-        model: a causal LM of transformers.
-        store: a `KVStore`, or the path of one; None attaches the model alone, as the first `TieredCache` does.
-        method, label, tag: as for `TieredCache`.
+        model: A causal LM of transformers.
+        store: A `KVStore`, or the path of one; None only attaches the model, as the first `TieredCache` does.
+        method: As for `TieredCache`; needs a store.
+        label: As for `TieredCache`; needs a store.
+        tag: As for `TieredCache`; needs a store.
 
     Returns:
-        With a store the session that lasts until its `close()` or `detach(model)`, else the attachment.
+        With a store, the session, which lasts until its `close()` or `detach(model)`; else the attachment.
 
     Raises:
-        ConfigError: a method, label or tag without a store.
-        UnsupportedModelError: the model or the method cannot be served.
+        ConfigError: `method`, `label` or `tag` is given without a store.
+        UnsupportedModelError: The model or the method is not supported.
     """
     if store is not None:
         return TieredSession(model, store, method=method, label=label, tag=tag)

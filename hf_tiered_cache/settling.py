@@ -1,4 +1,4 @@
-"""A pass over passages whose plan is settled while it is followed: by the question, and by what has moved."""
+"""Forward pass over passages with a deferred plan, refined during the pass by a query probe and by KV deviation."""
 
 from __future__ import annotations
 
@@ -24,29 +24,31 @@ from .transfers import to_device, to_host
 
 
 class SettlingForward(RestoringForward):
-    """A pass that follows a plan as far as it is settled, and settles the rest (see `UnderWay`).
+    """Pass that follows a deferred plan as far as it is known, and refines the rest (see `UnderWay`).
 
-    1. The question goes through the first layers by itself. What these restore for it stays, and is taken over when the
-       layers are computed: so a layer's blocks are read and rotated once. What it attends to says what is computed.
-    2. A layer that compares runs twice: up to its attention, on what the layer before has computed, and as a whole on
-       what is chosen by that. Where a model does not let it, it runs once, and the next layer computes fewer tokens.
+    1. The query probe (the question) runs through the first layers alone. The KV that these layers restore for it is
+       kept and reused when they are computed, so the blocks of a layer are read and rotated once. The attention of the
+       probe selects what is computed.
+    2. A layer that compares runs twice: up to its attention, on the positions that the previous layer computed, and
+       then completely, on the positions selected by the comparison. If the model does not allow that, the layer runs
+       once, and the next layer computes fewer tokens.
 
     Args:
-        plan, attachment, method, others: see `RestoringForward`.
+        plan, attachment, method, others: See `RestoringForward`.
     """
 
     def __init__(
         self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
     ) -> None:
         self._sees = can_select(attachment.config) and shows_queries(attachment.model)
-        if not self._sees or plan.base:  # what the cache holds is not attended to where the question goes by itself
+        if not self._sees or plan.base:  # the query probe cannot attend to tokens in the cache
             plan = _without_question(plan, method)
         super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
-        self._filled: dict[int, dict[str, Any]] = {}  # of layers that hold what is restored: the state of the buffer
+        self._filled: dict[int, dict[str, Any]] = {}  # buffer state of layers that are already restored
         self._to_compare = set(() if plan.under_way is None else plan.under_way.compare_layers)
-        self._peeking: int | None = None  # the layer that runs up to its attention
-        self._moved: torch.Tensor | None = None  # float32 [batch, n], at the layer that compares
-        self._hidden: np.ndarray | None = None  # bool [rows, columns], while the question is asked
+        self._peeking: int | None = None  # layer that runs up to its attention (preview)
+        self._moved: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
+        self._hidden: np.ndarray | None = None  # bool [rows, columns], while the query probe runs
         self._attention: QuestionAttention | None = None
 
     def _begin(self, stack: ExitStack) -> None:
@@ -55,7 +57,7 @@ class SettlingForward(RestoringForward):
         self._watch_question()
 
     def _watch_question(self) -> None:
-        """Add up, from here on, what the question attends to."""
+        """Start to sum up the attention of the query probe."""
         under_way = self.plan.under_way
         if under_way is not None and under_way.questions:
             self._attention = QuestionAttention(under_way.asking_tokens)
@@ -66,12 +68,13 @@ class SettlingForward(RestoringForward):
             self._ask(forward, under_way)
         return super()._compute(forward, kwargs)
 
-    # --- the question
+    # --- query probe
 
     def _ask(self, forward: Callable[..., Any], under_way: UnderWay) -> None:
-        """Let each row's question go through the first layers by itself, and say what is computed.
+        """Run the query probe of each row through the first layers alone, and plan what is computed.
 
-        It sees itself, what is restored, and the first token of its row, which takes much of all attention.
+        The probe attends to itself, to what is restored, and to the first token of its row, which receives much of all
+        attention.
         """
         plan, seen, asking = self.plan, self._attention, []
         assert seen is not None
@@ -79,7 +82,7 @@ class SettlingForward(RestoringForward):
         self._hidden = np.zeros((len(begins), plan.columns), bool)
         for row, question in enumerate(under_way.questions):
             least = of_row(under_way.least, row)
-            # a row in which nobody asks goes along with its last token
+            # a row without a query probe takes part with its last token
             asks = (least == begins[row]) | (least >= min(question, plan.columns - 1))
             self._hidden[row, least[~asks]] = True
             asking.append(least[asks])
@@ -117,7 +120,7 @@ class SettlingForward(RestoringForward):
     def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
         return None if self._hidden is None else to_device(self._hidden[:, first:], device)
 
-    # --- what has moved
+    # --- KV deviation
 
     def peeks_at(self, layer: int) -> bool:
         """See `Scope`."""
@@ -141,7 +144,7 @@ class SettlingForward(RestoringForward):
             self._go_on(layer, first=layer + 1)
 
     def _go_on(self, layer: int, first: int) -> None:
-        """Choose what is computed from the layer `first` on, by what was compared at `layer`."""
+        """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
         plan = self.plan
         assert self._moved is not None and plan.under_way is not None
         with self.collector.timing("select_seconds"):
@@ -153,12 +156,12 @@ class SettlingForward(RestoringForward):
         if not self._to_compare:
             self._attention = None
 
-    # --- both
+    # --- shared by both steps
 
     def _follow(self, plan: Plan) -> None:
-        """From here on."""
+        """Replace the plan for the remaining layers."""
         self.plan = self.prefetch.plan = plan
-        self._columns.clear()  # they go by the old plan's arrays
+        self._columns.clear()  # keyed by arrays of the old plan
         self._place(plan)
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
@@ -172,7 +175,10 @@ class SettlingForward(RestoringForward):
 
 
 def _without_question(plan: Plan, method: Method) -> Plan:
-    """The plan where nobody asks: for a model whose queries are not seen, and behind tokens that a cache holds."""
+    """Return the plan without a query probe.
+
+    For models that do not expose queries, and for passes after tokens that the cache holds already.
+    """
     under_way = plan.under_way
     if under_way is None or not under_way.questions:
         return plan

@@ -1,4 +1,4 @@
-"""The shape of one segment: its block groups, where their blocks lie, and which token lies in which of their slots."""
+"""Shape of a segment: its KV cache groups, the offsets of their blocks, and the slot of each token in them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_g
 from .transfers import to_device
 
 NOT_HELD = 0xFFFFFFFF
-"""In a token table: the block group does not hold this token."""
+"""Entry of a token table: the KV cache group does not hold this token."""
 
 IN_ORDER = 0xFFFFFFFF
-"""In place of a table's number: the block group holds all tokens, one after the other."""
+"""Entry in place of a table index: the KV cache group holds all tokens in order."""
 
 
 @dataclass(frozen=True, eq=False)
 class TokenTables:
-    """Which tokens of a segment its block groups hold, and in which slots. Slot s is in chunk s // chunk tokens.
+    """Tokens that the KV cache groups of a segment hold, and their slots.
 
-    Block groups hold tokens in an order of their own, the most important first (IMPRESS, Section 4.4.1: the mapping
-    list), or only some of them.
+    Slot s is offset s % chunk_tokens in chunk s // chunk_tokens. KV cache groups may hold the tokens in an order of
+    their own, the most important first (IMPRESS, Section 4.4.1: the mapping list), or only some of them.
 
     Args:
-        slot_of_token: uint32 `[tables, tokens]`; in each table the slots of the tokens held are 0, 1, 2, ... in any
-            order, and the others are `NOT_HELD`.
-        of_group: uint32 `[block_groups]`, the number of each block group's table, or `IN_ORDER`.
-        importance: float32 `[tokens]`, what a passage's order goes by: tokens of other segments are compared with it.
+        slot_of_token: uint32 `[tables, tokens]`. In each table, the slots of the held tokens are 0, 1, 2, ... in any
+            order, and the other entries are `NOT_HELD`.
+        of_group: uint32 `[block_groups]`, the table index of each KV cache group, or `IN_ORDER`.
+        importance: float32 `[tokens]`, scores that define the order of a passage, comparable with those of tokens in
+            other segments.
 
     Raises:
-        FormatError: these are no such tables.
+        FormatError: The arrays are not valid tables.
     """
 
     slot_of_token: np.ndarray
@@ -45,7 +46,7 @@ class TokenTables:
     def __post_init__(self) -> None:
         held = np.sort(self.slot_of_token, axis=1)
         counted = np.arange(self.slot_of_token.shape[1], dtype=np.uint32)
-        if ((held != counted) & (held != NOT_HELD)).any():  # sorted, so what is not held is behind what is
+        if ((held != counted) & (held != NOT_HELD)).any():  # sorted: NOT_HELD comes last
             raise FormatError("a token table gives slots twice, or leaves some out")
         if ((self.of_group >= len(self.slot_of_token)) & (self.of_group != IN_ORDER)).any():
             raise FormatError("a block group names a token table that is not there")
@@ -54,16 +55,17 @@ class TokenTables:
     def by_importance(
         cls, importance: np.ndarray, groups: Sequence[BlockGroup], kept: np.ndarray | None = None
     ) -> TokenTables:
-        """The most important tokens first, of equals the first.
+        """Return tables with the most important tokens first; tokens of equal importance keep their order.
 
         Args:
-            importance: float `[layers, heads, tokens]`; 1 layer or head stands for all. A block group goes by its first
-                layer's heads together. One with a window, or of an index, is left in order, since it is read in order.
-            groups: the segment's block groups.
-            kept: see `importance` of the class.
+            importance: float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
+                uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index,
+                keep their order, since they are read in order.
+            groups: KV cache groups of the segment.
+            kept: See `importance` of the class.
         """
         layers, heads, tokens = importance.shape
-        number_of: dict[bytes, int] = {}  # block groups may share an order
+        number_of: dict[bytes, int] = {}  # KV cache groups may share a table
         rows: list[np.ndarray] = []
         of_group = np.full(len(groups), IN_ORDER, np.uint32)
         for group in groups:
@@ -82,8 +84,14 @@ class TokenTables:
     def by_layer(
         cls, slot_of_token: np.ndarray, groups: Sequence[BlockGroup], importance: np.ndarray | None = None
     ) -> TokenTables:
-        """The same from slots, uint32 `[layers, tokens]` or `[1, tokens]`."""
-        number_of: dict[bytes, int] = {}  # layers may share an order
+        """Return tables for given slots of each layer.
+
+        Args:
+            slot_of_token: uint32 `[layers, tokens]`, or `[1, tokens]` for all layers.
+            groups: KV cache groups of the segment.
+            importance: See `importance` of the class.
+        """
+        number_of: dict[bytes, int] = {}  # layers may share a table
         rows: list[np.ndarray] = []
         of_group = np.full(len(groups), IN_ORDER, np.uint32)
         for group in groups:
@@ -104,17 +112,17 @@ class TokenTables:
         groups: Sequence[BlockGroup],
         tokens: int,
     ) -> TokenTables:
-        """Which tokens lie in a layer's own block groups, and which in those that it shares, each in order.
+        """Return tables for layers merged in pairs: the tokens of each layer's own groups and of the shared groups.
 
-        A pair shares the tokens that both layers hold, but for those that are retained; each layer holds the rest by
-        itself.
+        A pair shares the tokens that both layers hold, except the retained ones. Each layer holds the other tokens in
+        its own groups. All groups keep the order of the tokens.
 
         Args:
-            stored_from: for each layer the first token that it holds.
-            retained: of each pair of the geometry int64 `[n]`, the tokens that stay unmerged; a pair that is not named
+            stored_from: First token that each layer holds.
+            retained: Tokens that stay unmerged in each pair of the geometry, int64 `[n]`; a pair that is missing
                 retains none.
-            groups: the segment's block groups. One of several layers holds what any of them does.
-            tokens: of the segment.
+            groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
+            tokens: Number of tokens of the segment.
         """
         every, none = np.arange(tokens), np.empty(0, np.int64)
         alone, shared = [every >= first for first in stored_from], {}  # bool [tokens] each
@@ -136,7 +144,10 @@ class TokenTables:
         return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
 
     def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
-        """The reverse of `by_layer`: uint32 `[layers, tokens]`, or None where that does not say it all."""
+        """Return the inverse of `by_layer`, uint32 `[layers, tokens]`.
+
+        None if that does not describe the tables completely.
+        """
         tokens = self.slot_of_token.shape[1]
         rows = np.tile(np.arange(tokens, dtype=np.uint32), (layers, 1))
         number_of: dict[int, int] = {}
@@ -145,13 +156,13 @@ class TokenTables:
                 if number != IN_ORDER:
                     return None
             elif number_of.setdefault(group.layers[0], number) != number:
-                return None  # heads apart
+                return None  # heads have separate tables
             elif number != IN_ORDER:
                 rows[list(group.layers)] = self.slot_of_token[number]
         return None if (rows == NOT_HELD).any() else rows
 
     def same(self, other: TokenTables | None) -> bool:
-        """Whether both say the same of where tokens lie; None says that all lie in order."""
+        """Return whether both tables give the same slots; None means that all tokens are in order."""
         if other is None:
             return bool((self.of_group == IN_ORDER).all())
         return np.array_equal(self.slot_of_token, other.slot_of_token) and np.array_equal(self.of_group, other.of_group)
@@ -159,13 +170,13 @@ class TokenTables:
 
 @dataclass(frozen=True)
 class SegmentShape:
-    """The block groups of one segment, where its blocks lie, and where in them its tokens."""
+    """KV cache groups of a segment, the offsets of its blocks, and the slots of its tokens."""
 
     layout: KVLayout
     geometry: Geometry
     tokens: int
     tables: TokenTables | None = None
-    """None: every block group holds all tokens in order."""
+    """Token tables; None if every KV cache group holds all tokens in order."""
 
     @cached_property
     def block_groups(self) -> tuple[BlockGroup, ...]:
@@ -173,7 +184,7 @@ class SegmentShape:
 
     @cached_property
     def restoring_groups(self) -> dict[int, list[BlockGroup]]:
-        """By layer the block groups that it is restored from: a decoded token asks at each layer."""
+        """KV cache groups that restore each layer, by layer. Cached: each decoded token needs them at each layer."""
         found: dict[int, list[BlockGroup]] = {}
         for group in self.block_groups:
             for layer in () if group.identifies else group.layers:
@@ -181,17 +192,17 @@ class SegmentShape:
         return found
 
     def codec_of(self, group: BlockGroup) -> Codec:
-        """What stands between tensors and the bytes of a block group's blocks."""
+        """Return the codec between tensors and the bytes of a KV cache group's blocks."""
         return (merged_codec if group.merged else make_codec)(self.geometry.codec)
 
     # --- blocks
 
     def chunks_in(self, group: BlockGroup) -> int:
-        """How many chunks, and so blocks, a block group has."""
+        """Return the number of chunks of a KV cache group, which is its number of blocks."""
         return self._chunks[group.index]
 
     def first_block(self, group: int) -> int:
-        """The number, in the segment, of a block group's first block."""
+        """Return the index, in the segment, of the first block of a KV cache group."""
         return self._first_blocks[group]
 
     @property
@@ -200,7 +211,7 @@ class SegmentShape:
 
     @cached_property
     def group_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each block group from the first block, and the total at the end."""
+        """Byte offset of each KV cache group from the first block, followed by the total size."""
         offsets = [0]
         for group in self.block_groups:
             offsets.append(offsets[-1] + group.block_bytes * self.chunks_in(group))
@@ -221,21 +232,21 @@ class SegmentShape:
     # --- tokens
 
     def in_order(self, group: BlockGroup) -> bool:
-        """Whether a block group holds all tokens, one after the other."""
+        """Return whether a KV cache group holds all tokens in order."""
         return self.tables is None or self.tables.of_group[group.index] == IN_ORDER
 
     def tokens_in(self, group: BlockGroup) -> int:
-        """How many tokens a block group holds."""
+        """Return the number of tokens that a KV cache group holds."""
         return self.tokens if self.in_order(group) else int(self._held_of_table[self._table(group)])
 
     def slot_of_token(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """The slots, int64, of some tokens, int64, in a block group: each `NOT_HELD` or at chunk s // chunk tokens."""
+        """Return the slots of `tokens` in a KV cache group, int64 both; `NOT_HELD` for tokens that it does not hold."""
         if self.tables is None or self.in_order(group):
             return tokens
         return self.tables.slot_of_token[self._table(group)][tokens].astype(np.int64)
 
     def tokens_by_slot(self, group: BlockGroup) -> np.ndarray:
-        """int64 `[tokens_in(group)]`: the token in each slot of a block group."""
+        """Return the token in each slot of a KV cache group, int64 `[tokens_in(group)]`."""
         tokens = np.arange(self.tokens)
         slots = self.slot_of_token(group, tokens)
         found = np.empty(self.tokens_in(group), np.int64)
@@ -244,18 +255,18 @@ class SegmentShape:
         return found
 
     def held_by(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """Those of `tokens`, int64, that a block group holds."""
+        """Return those of `tokens`, int64, that a KV cache group holds."""
         return tokens if self.in_order(group) else tokens[self.slot_of_token(group, tokens) != NOT_HELD]
 
     @cached_property
     def held(self) -> np.ndarray:
-        """bool `[layers, tokens]`: which tokens a layer holds, in whichever of its block groups.
+        """Tokens that each layer holds in any of its KV cache groups, bool `[layers, tokens]`.
 
         Raises:
-            FormatError: see `check_tables`.
+            FormatError: See `check_tables`.
         """
         every = np.arange(self.tokens)
-        of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads, and tensors, may lie apart
+        of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads and tensors may be in separate groups
         for group in self.block_groups:
             mine = self.slot_of_token(group, every) != NOT_HELD
             for part in group.parts if not group.identifies else ():
@@ -269,20 +280,20 @@ class SegmentShape:
         return held
 
     def check_tables(self) -> None:
-        """Raises FormatError if a layer holds a token by itself, and once more in its pair."""
+        """Raise FormatError if a layer holds a token both by itself and in its pair."""
         _ = self.held
 
     @cached_property
     def held_from(self) -> tuple[int, ...]:
-        """For each layer the token from which on it holds all: what stands before is for a method to compute."""
-        lacking = ~self.held[:, ::-1]  # from the last token on
+        """First token of each layer from which on it holds all tokens. A method has to compute the earlier ones."""
+        lacking = ~self.held[:, ::-1]  # from the last token backwards
         return tuple(np.where(lacking.any(1), self.tokens - lacking.argmax(1), 0).tolist())
 
     def chunks_of(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
-        """The chunks of a block group that hold `tokens`, ascending.
+        """Return the chunks of a KV cache group that hold `tokens`, ascending.
 
         Raises:
-            ValueError: it does not hold them.
+            ValueError: The group does not hold all of them.
         """
         slots = self.slot_of_token(group, tokens)
         if len(slots) and slots.max() >= self.tokens_in(group):
@@ -290,25 +301,25 @@ class SegmentShape:
         return np.unique(slots // self.geometry.chunk_tokens)
 
     def first_token(self, group: BlockGroup, chunk: int) -> int:
-        """The first token, in the segment's order, of a chunk."""
+        """Return the first token of a chunk, in the order of the segment."""
         step = self.geometry.chunk_tokens
         first = chunk * step
         return first if self.in_order(group) else int(self.tokens_by_slot(group)[first : first + step].min())
 
     @cached_property
     def whole_hashes(self) -> int:
-        """How many of the segment's prefix hashes, from the first on, cover tokens of which nothing is missing."""
+        """Number of leading prefix hashes of the segment that cover completely stored tokens."""
         if self.tables is None or not self._held_of_table.size:
             return self.tokens // HASH_TOKENS
         if self.geometry.pairs:
             missing = (~self.held).any(axis=0)
-        else:  # also in what stands beside the layers' own, such as an index
+        else:  # also in groups that are not of layers, such as an index
             missing = (self.tables.slot_of_token == NOT_HELD).any(axis=0)
         return int(missing.argmax() if missing.any() else self.tokens) // HASH_TOKENS
 
     @property
     def whole(self) -> bool:
-        """Whether every block group holds all tokens. Those of pairs share them."""
+        """Whether every KV cache group holds all tokens. False with pairs, which divide them among several groups."""
         return not self.geometry.pairs and self.whole_hashes * HASH_TOKENS == self.tokens
 
     def _table(self, group: BlockGroup) -> int:
@@ -317,14 +328,22 @@ class SegmentShape:
 
     @cached_property
     def _held_of_table(self) -> np.ndarray:
-        """int64 `[tables]`: how many tokens each holds."""
+        """Number of tokens in each table, int64 `[tables]`."""
         assert self.tables is not None
         return (self.tables.slot_of_token != NOT_HELD).sum(axis=1)
 
     # --- tensors
 
     def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """The typed views of a part's fields in `blocks`, uint8 `[n, block_bytes]`: `[n, heads, chunk_tokens, dim]`."""
+        """Return typed views of a part's fields in the blocks of its group.
+
+        Args:
+            blocks: uint8 `[n, block_bytes]`.
+            part: Part of the KV cache group.
+
+        Returns:
+            For each field `[n, heads, chunk_tokens, dim]`.
+        """
         return tuple(
             blocks[:, slot.offset : slot.offset + slot.nbytes]
             .view(slot.dtype)
@@ -335,10 +354,10 @@ class SegmentShape:
     def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
         """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
 
-        Tokens that the block group does not hold are left out.
+        Tokens that the KV cache group does not hold are skipped.
 
         Raises:
-            ValueError: it is a merged one, which takes two layers (see `codecs.pairs`).
+            ValueError: The group is merged, which takes two layers (see `codecs.pairs`).
         """
         if group.merged:
             raise ValueError(f"block group {group.index} is of two layers, and cannot be packed from one")
@@ -347,7 +366,7 @@ class SegmentShape:
     def pack_fields(
         self, blocks: torch.Tensor, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
     ) -> None:
-        """The same of what is coded already, `[heads, tokens, field's dim]` each."""
+        """Write fields that are already encoded, `[heads, tokens, field's dim]` each, as `pack` does."""
         chunk = self.geometry.chunk_tokens
         for target, source in zip(self.field_views(blocks, part), fields, strict=True):
             if not self.in_order(group):
@@ -359,11 +378,14 @@ class SegmentShape:
                 target[whole, :, :rest] = source[:, whole * chunk :]
 
     def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
-        """The reverse of `pack`: `[heads, tokens, dim]`, a copy."""
+        """Return a decoded copy of one part, `[heads, tokens, dim]`: the inverse of `pack`."""
         return self.codec_of(group).decode(self.unpack_fields(blocks, group, part), self.layout.dtype)
 
     def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
-        """The reverse of `pack_fields`, a copy; zeros for tokens that the block group does not hold."""
+        """Return copies of the encoded fields of one part: the inverse of `pack_fields`.
+
+        Tokens that the KV cache group does not hold are zeros.
+        """
         views, held = self.field_views(blocks, part), self.tokens_in(group)
         by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :held] for view in views]  # [heads, held, field's dim]
         if self.in_order(group):

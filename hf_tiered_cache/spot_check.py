@@ -1,7 +1,7 @@
-"""Spot checks: now and then some restored tokens are computed again, and compared with what was restored.
+"""Spot checks: some restored tokens are computed again now and then, and compared with what was restored.
 
-The fingerprint describes what computes a pass. Spot checks find what no description can: an operator that an extension
-replaced, a fault of the hardware, a mistake of ours. They cost about one percent of the time of requests.
+The fingerprint describes what computes a pass. Spot checks find what no description can: an operator replaced by an
+extension, a hardware fault, a bug in this library. They cost about one percent of the time of requests.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ from .store import EXACT
 
 _TOLERANCE = 1e-3
 _COARSE_TOLERANCE = 0.1
-"""Median over the tokens of the relative distance, in the layer where it is largest; the second one for models that
-compute with 16 bits, or quantize what they compute with. Rounding stays a factor of ten below."""
+"""Maximum relative distance: the median over the tokens, in the layer where it is largest.
+
+The second value applies to models that compute with 16 bits, or quantize what they compute with. Rounding errors are
+smaller by a factor of ten.
+"""
 
 
 class SpotChecks:
-    """How much is to be checked, and what was found.
+    """Scheduler of spot checks, and record of what they found.
 
-    A check is due when restored tokens and the time of requests have paid for it; it begins with a random credit, so
-    that short processes check as often as long ones.
+    A check is due when enough tokens were restored and enough time was spent on requests. It begins with a random
+    credit, so that short processes check as often as long ones.
 
     Args:
-        share: of restored tokens and of the time of requests that checks may take; 0 for none, 1 for every request.
+        share: Fraction of restored tokens and of request time that checks may take; 0 for none, 1 to check every
+            request.
 
     Raises:
-        ConfigError: the share is not between 0 and 1.
+        ConfigError: The share is not between 0 and 1.
     """
 
     def __init__(self, share: float) -> None:
@@ -45,25 +49,25 @@ class SpotChecks:
             raise ConfigError(f"spot_checks is a share of restored tokens, between 0 and 1, not {share!r}")
         self.share = share
         self.doubted: set[str] = set()
-        """Fingerprints under which something wrong was stored."""
+        """Fingerprints under which wrong KV was stored."""
         self._lock = threading.Lock()
         self._random = random.Random()
-        self._seconds: float | None = None  # paid for; None before the first request
+        self._seconds: float | None = None  # time credit; None before the first request
         self._tokens = float(HASH_TOKENS)
         self._cost = 0.0
 
     @staticmethod
     def first_credit() -> float:
-        """Return the share of a check that counts as paid for at the beginning."""
+        """Return the initial time credit, as a fraction of the cost of a check."""
         return random.random()
 
     def is_due(self, tokens: int, seconds: float, restoring_seconds: float) -> bool:
-        """Note a request, and return whether to check something of it.
+        """Note a request, and return whether to check some of its tokens.
 
         Args:
-            tokens: that it restored.
-            seconds: that it took.
-            restoring_seconds: that the pass took which restored them: what the first check is expected to take.
+            tokens: Number of tokens that it restored.
+            seconds: Duration of the request.
+            restoring_seconds: Duration of the pass that restored them, the expected cost of the first check.
         """
         if not self.share or not tokens:
             return False
@@ -76,17 +80,17 @@ class SpotChecks:
             return self.share == 1 or (self._tokens >= HASH_TOKENS and self._seconds >= self._cost)
 
     def spend(self, seconds: float) -> None:
-        """Note a check that took so long."""
+        """Note a check that took `seconds`."""
         with self._lock:
             self._tokens, self._seconds = self._tokens - HASH_TOKENS, (self._seconds or 0.0) - seconds
             self._cost = seconds
 
     def choose(self, run: RestoredRun, held_from: int) -> tuple[int, SegmentSlice] | None:
-        """Return the first token of what is to be checked, a multiple of 16, and the segment that holds it.
+        """Return the first token to check, a multiple of 16, and the segment that holds it; None if there is none.
 
         Args:
-            run: what was restored.
-            held_from: the first token that some layer still holds.
+            run: Segments that were restored.
+            held_from: First token that at least one layer still holds.
         """
         choices = []
         for piece in run.pieces:
@@ -97,12 +101,12 @@ class SpotChecks:
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """Segments that a pass restored of its first row.
+    """Segments that a pass restored for its first row.
 
     Args:
-        pieces: of segments, exact ones alone.
-        began: when the pass began, by `time.perf_counter`.
-        seconds: that the pass took.
+        pieces: Slices of segments with exact KV.
+        began: Start of the pass, by `time.perf_counter`.
+        seconds: Duration of the pass.
     """
 
     pieces: tuple[SegmentSlice, ...]
@@ -111,7 +115,7 @@ class RestoredRun:
 
     @classmethod
     def of(cls, plan: Plan, began: float) -> RestoredRun | None:
-        """Return what can be checked of a pass that followed `plan`, or None."""
+        """Return what can be checked after a pass that followed `plan`, or None."""
         if not plan.exact or plan.suffix is None or plan.budget_tokens is not None:
             return None
         mine = next((group.pieces for group in plan.groups if 0 in group.rows), ())
@@ -123,19 +127,19 @@ def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: i
     """Return how far restored keys and values are from computed ones, in the layer where that is farthest.
 
     Args:
-        stored: the layers of the cache that was restored, whose first row is compared.
-        computed: those of a cache that holds this row up to the compared tokens, which it has computed.
-        pad: columns of left padding of the row in the first cache.
-        first: token of the row, the first one that is compared.
+        stored: Layers of the cache that was restored; its first row is compared.
+        computed: Layers of a cache that computed this row up to and including the compared tokens.
+        pad: Left padding of the row in the first cache.
+        first: Index of the first compared token in the row.
 
     Returns:
-        The median over the tokens of the distance relative to the computed values; None if no layer holds them.
+        The median over the tokens of the distance relative to the computed values; None if no layer holds the tokens.
     """
     largest = None
     for mine, other in zip(stored, computed, strict=True):
         begin = pad + first - (mine.columns - mine.held)
         if begin < 0 or other.held < HASH_TOKENS or begin + HASH_TOKENS > mine.held:
-            continue  # a sliding layer has forgotten them
+            continue  # a layer with a sliding window no longer holds them
         for tensor, again in ((mine.keys, other.keys), (mine.values, other.values)):
             was = tensor[:1, :, begin : begin + HASH_TOKENS].float().transpose(1, 2).flatten(2)  # [1, tokens, values]
             now = again[:, :, -HASH_TOKENS:].float().transpose(1, 2).flatten(2)
@@ -146,13 +150,13 @@ def deviation(stored: Sequence[Any], computed: Sequence[Any], pad: int, first: i
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """Return the deviation that rounding explains."""
+    """Return the largest deviation that rounding explains."""
     quantizes = any("quantized" in type(module).__module__ for module in model.modules())
     return _COARSE_TOLERANCE if quantizes or model.dtype.itemsize < 4 else _TOLERANCE
 
 
 def held_from(layers: Sequence[Any]) -> int | None:
-    """Return the first column that some layer holds; None where layers hold other than all or a window of them."""
+    """Return the first position that some layer holds; None if a layer holds neither all positions nor a window."""
     if not all(isinstance(layer, DenseSource) and layer.is_initialized and not layer.selects for layer in layers):
         return None
     return min(layer.columns - layer.held for layer in layers)

@@ -17,13 +17,13 @@ from rich.table import Table
 from .units import format_bytes
 
 TIERS = ("device", "host", "disk")
-"""Fastest first. Statistics are tables by these names: a further tier is one name more."""
+"""Names of the tiers, fastest first. Statistics are tables by these names: a new tier is one more name."""
 _MOST_PASSAGES = 8
-"""Of those not found whole, so many are printed."""
+"""Maximum number of incompletely found passages that are printed."""
 
 
 def render(table: Table) -> str:
-    """The table as plain text."""
+    """Render a table as plain text."""
     console = Console(width=80, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(table)
@@ -31,7 +31,7 @@ def render(table: Table) -> str:
 
 
 def render_html(table: Table) -> str:
-    """The table as HTML, for notebooks."""
+    """Render a table as HTML, for notebooks."""
 
     def row(tag: str, cells: Iterable[object]) -> str:
         styled = zip(cells, table.columns, strict=True)
@@ -48,117 +48,130 @@ class TierStats:
     """Traffic of one request with one tier."""
 
     blocks: int = 0
-    """Blocks this tier gave."""
+    """Number of blocks that this tier delivered."""
     bytes: int = 0
-    """Their bytes, padding included."""
+    """Bytes of these blocks, including padding."""
     hits: int = 0
-    """Blocks looked for here and found."""
+    """Number of blocks that were looked up in this tier and found."""
     misses: int = 0
-    """Blocks looked for here and not found."""
+    """Number of blocks that were looked up in this tier and not found. On disk: blocks of failed reads."""
 
 
 @dataclass
 class TierUse:
-    """What a store has in one tier."""
+    """Current use of one tier by a store, in `bytes`."""
 
     bytes: int = 0
     budget: int | None = 0
-    """Bytes that are never exceeded, or None."""
+    """Maximum number of bytes, which is never exceeded; None for no limit."""
 
 
 @dataclass(frozen=True)
 class PassageStats:
-    """A stored passage in a prompt."""
+    """Stored passage that occurs in a prompt."""
 
     row: int
-    """Of the batch; the first one of those that are alike."""
+    """Row of the batch; of several equal rows, the first."""
     at: int
-    """The token of the row at which it begins, or would if its first tokens were there."""
+    """Index of the token in the row at which the passage begins, or would begin if its first tokens were there."""
     tokens: int
-    """That are stored of it; of one that was only said to begin here, how many stand there."""
+    """Number of stored tokens of the passage. If nothing is stored that begins at a start given by `segments`, the
+    number of tokens that the prompt has there.
+    """
     found: int
-    """Of these, the ones that stand in the prompt: they are restored, but for those that the method computes."""
+    """Number of these tokens found in the prompt. They are restored, except those that the method recomputes."""
     why: str = ""
-    """Why the others are not, or ""."""
+    """Reason why the other tokens were not found, or an empty string."""
     segment: str = ""
     label: str = ""
 
     @property
     def missed(self) -> int:
-        """Tokens of it that were not found."""
+        """Number of tokens of the passage that were not found."""
         return self.tokens - self.found
 
 
 @dataclass
 class RequestStats:
-    """One request's statistics: every figure is counted, none estimated.
+    """Statistics of one request, or sums over several. All figures are counted, none is estimated.
 
-    `bytes_read` is what came from the disk; `bytes_used` is the part of it that went into attention.
-    `io_seconds` is time during which at least one read was under way, `stall_seconds` the part of the request in
-    which the model waited for KV, and `load_idle_seconds` that in which no read was under way, but another one followed
-    in the same pass.
+    `tokens_restored` and `tokens_computed` count the tokens of prompts and answers over all rows, without padding:
+    restored from the store, or computed by the model. `bytes_read` counts bytes read from disk, and `bytes_used` the
+    part of them that went into attention.
+
+    All times are in seconds. `io_seconds` is the time with at least one read in progress. `stall_seconds` is the time
+    that the model waited for KV. `load_idle_seconds` is the time without a read in progress although another read
+    followed in the same pass. `match_seconds` is the time of the lookup. `assemble_seconds` is the time of the model's
+    thread to restore and select KV, including waiting.
+
+    `verification_failures` counts fetches that failed because of damaged blocks, and `read_errors` those that failed
+    for other reasons.
     """
 
     requests: int = 0
-    """Prompts: 1, or more where a cache went on, and in sums."""
+    """Number of prompts: 1, or more for a cache that was used for several prompts, and in sums."""
     tokens_restored: int = 0
     tokens_recomputed: int = 0
-    """Of these, the ones that layers computed all the same, since it was quicker, or since other text stands before a
-    passage now: a mean over the layers. Where a question went through layers by itself first, it counts here.
+    """Number of restored tokens that layers computed nevertheless, because that was faster or because other text
+    precedes a passage now. Mean over the layers. The separate pass of a query probe counts as well.
     """
     tokens_computed: int = 0
     tokens_stored: int = 0
-    """Handed to the store; what it then has no room for does not count."""
+    """Number of tokens handed to the writer, without those that the store then had no room for or refused."""
     tokens_kept: int = 0
-    """Held by a cache that went on, and standing in its next prompt."""
+    """Number of tokens that a reused cache held already and that its next prompt contains."""
     tokens_dropped: int = 0
-    """Held by a cache that went on with a prompt in which they do not stand."""
+    """Number of tokens that a reused cache held and that its next prompt does not contain."""
     tokens_attended: int = 0
-    """Of those restored, the ones that layers with full attention could attend to: all, or what a budget bought, or as
-    few of that as hold the share of attention that was asked for: a mean over these layers, where it differs.
+    """Number of restored tokens that layers with full attention could attend to: all, those within a budget, or the
+    part of the budget that holds the requested share of attention. Mean over these layers, where they differ.
     """
     tiers: dict[str, TierStats] = field(default_factory=lambda: {name: TierStats() for name in TIERS})
-    """By name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so with the others."""
+    """Traffic with each tier by name, fastest first. `stats.host` is short for `stats.tiers["host"]`, and so on."""
     bytes_read: int = 0
     bytes_used: int = 0
     bytes_identifying: int = 0
-    """Of `bytes_read`, those from which it was chosen what to attend to."""
+    """Bytes of `bytes_read` that were used only to select what to attend to."""
     bytes_guessed: int = 0
-    """Of `bytes_read`, those that were fetched for a choice that fell otherwise."""
+    """Bytes of `bytes_read` that were fetched for a selection that turned out differently."""
     bytes_brought: int = 0
-    """Of the blocks that layers were given, padding included, whichever tier had them: `bytes_read`, if none were in
-    memory, and no gap was read through. A block that is asked for again while decoding counts again."""
+    """Bytes of all blocks delivered to layers, from any tier, including padding, and of indexes read from disk. Equal
+    to `bytes_read` if no block was in memory and no gap between blocks was read. A block that is requested again
+    while decoding counts again.
+    """
     brought_identifying: int = 0
-    """Of `bytes_brought`, blocks that a choice was made from, and that hold nothing of what was chosen."""
+    """Bytes of `bytes_brought` in indexes, and in blocks used only for a selection that hold nothing selected."""
     brought_guessed: int = 0
-    """Of `bytes_brought`, blocks for a choice that fell otherwise."""
+    """Bytes of `bytes_brought` in blocks that were fetched for a selection that turned out differently."""
     index_bytes: int = 0
-    """Of the indexes in memory that prompts chose by: keys in eight bits, or indexes of chunks."""
+    """Bytes of the in-memory indexes that prompts selected with: 8-bit keys, or indexes of chunks."""
     ahead_blocks: int = 0
-    """Blocks that were fetched ahead of a decoding layer, by the queries that were predicted for it."""
+    """Number of blocks fetched ahead of a decoding layer, by the queries predicted for it."""
     ahead_hits: int = 0
-    """Of these, the ones that it asked for; the others were fetched for nothing."""
+    """Number of these blocks that the layer then requested; the others were fetched unnecessarily."""
     ahead_misses: int = 0
-    """Blocks that decoding layers asked for and had to wait for from there on."""
+    """Number of blocks that decoding layers requested and that were not fetched ahead, so that the layers waited for
+    them.
+    """
     io_seconds: float = 0.0
     stall_seconds: float = 0.0
     load_idle_seconds: float = 0.0
     match_seconds: float = 0.0
     select_seconds: float = 0.0
-    """Choosing what to attend to, and waiting for what that takes."""
+    """Seconds spent on selecting what to attend to, including waiting for the data that this needs."""
     select_stall_seconds: float = 0.0
-    """Of `select_seconds`, and of `stall_seconds`, the waiting."""
+    """Seconds of waiting within `select_seconds`; they are part of `stall_seconds` as well."""
     index_seconds: float = 0.0
-    """Of `select_seconds`, making the indexes that chunks are chosen by, where they are not stored yet."""
+    """Seconds of `select_seconds` spent on building indexes of chunks that are not stored yet."""
     assemble_seconds: float = 0.0
     verification_failures: int = 0
     read_errors: int = 0
     recomputed: int = 0
-    """Times a restore failed midway and the prompt was planned again."""
+    """Number of times that a restore failed midway and the prompt was planned again."""
     reasons: dict[str, int] = field(default_factory=dict)
-    """Why prompts were not restored or not stored, or why more was read for them, and how often."""
+    """Reasons why prompts were not restored or not stored, or why more was read for them, with their counts."""
     passages: list[PassageStats] = field(default_factory=list)
-    """Of methods that reuse passages: those that stand in the prompt, row by row. Not in sums over requests."""
+    """Stored passages in the prompt, row by row, for methods that reuse passages. Not in sums over requests."""
 
     @property
     def device(self) -> TierStats:
@@ -174,22 +187,22 @@ class RequestStats:
 
     @property
     def reason(self) -> str:
-        """Why nothing was restored, not all was stored, or more was read; "" if nothing stood in the way."""
+        """Reasons why not all was restored or stored or why more was read, joined by semicolons, or an empty string."""
         return "; ".join(self.reasons)
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read from disk to be attended to, for each byte that was; 1.0 where nothing was read."""
+        """Bytes read from disk for attention, per byte that went into attention; 1.0 if nothing was read."""
         read = self.bytes_read - self.bytes_identifying - self.bytes_guessed
         return read / self.bytes_used if self.bytes_used else 1.0
 
     @property
     def tier(self) -> str:
-        """The slowest tier that gave a block, or "none"."""
+        """Name of the slowest tier that delivered a block, or "none"."""
         return next((name for name in reversed(self.tiers) if self.tiers[name].blocks), "none")
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready, each tier under its name."""
+        """Return all figures as a JSON-serializable dict, with each tier under its name."""
         more = {"read_amplification": self.read_amplification, "tier": self.tier, "reason": self.reason}
         return _by_tier(self) | more
 
@@ -258,20 +271,20 @@ def _ms(seconds: float) -> str:
 
 
 class StatsCollector:
-    """A `RequestStats` that the request and the reading threads add to."""
+    """Thread-safe collector of a `RequestStats`, for the request's thread and the reading threads."""
 
     def __init__(self) -> None:
         self.stats = RequestStats()
         self.total: StatsCollector | None = None
-        """Where the same is counted once more, for a sum over requests."""
+        """Collector that also counts everything counted here, for a sum over requests; or None."""
         self._lock = threading.Lock()
         self._reads_under_way = 0
         self._reading_since = 0.0
         self._more_to_read = False
-        self._idle_since: float | None = None  # no read is under way, and another one is to follow
+        self._idle_since: float | None = None  # set while no read is in progress and another one follows
 
     def add(self, **amounts: float) -> None:
-        """Add to the named figures."""
+        """Add amounts to the named figures."""
         with self._lock:
             for name, amount in amounts.items():
                 setattr(self.stats, name, getattr(self.stats, name) + amount)
@@ -279,19 +292,19 @@ class StatsCollector:
             self.total.add(**amounts)
 
     def explain(self, reason: str) -> None:
-        """Note why a prompt was not restored, or not stored."""
+        """Count a reason why a prompt was not restored, not stored, or read more than needed."""
         with self._lock:
             self.stats.reasons[reason] = self.stats.reasons.get(reason, 0) + 1
         if self.total is not None:
             self.total.explain(reason)
 
     def tell_passages(self, passages: list[PassageStats]) -> None:
-        """Note what became of the passages of the prompt, in the place of what was known so far."""
+        """Replace the statistics of the prompt's passages."""
         with self._lock:
             self.stats.passages = passages
 
     def looked_up(self, tier: str, found: int, missing: int, block_bytes: int) -> None:
-        """Note how many blocks were looked for in `tier`, and how many of them it gives."""
+        """Count the blocks that were looked up in `tier`: those found, which it delivers, and those missing."""
         with self._lock:
             counts = self.stats.tiers[tier]
             counts.hits += found
@@ -315,17 +328,17 @@ class StatsCollector:
             self.add(load_idle_seconds=idle)
 
     def expect_reads(self, more: bool) -> None:
-        """Note whether the pass under way has more to read than what was started."""
+        """Note whether the current pass still has reads to start."""
         with self._lock:
             self._more_to_read = more
 
     def forget_reads(self) -> None:
-        """Note that the pass is over."""
+        """Note that the current pass has ended, and starts no more reads."""
         with self._lock:
             self._more_to_read, self._idle_since = False, None
 
     def read_done(self, nbytes: int) -> None:
-        """Note that a read has ended, and how much it brought (0 if it failed)."""
+        """Note that a read has ended and delivered `nbytes` bytes (0 if it failed)."""
         if self.total is not None:
             self.total.read_done(nbytes)
         with self._lock:
@@ -338,7 +351,7 @@ class StatsCollector:
 
     @contextmanager
     def timing(self, name: str) -> Iterator[None]:
-        """Add the time the body takes to the figure called `name`."""
+        """Add the duration of the body, in seconds, to the figure `name`."""
         started = time.perf_counter()
         try:
             yield
@@ -348,42 +361,53 @@ class StatsCollector:
 
 @dataclass
 class StoreStats:
-    """A store's statistics since it was opened, and what it holds now."""
+    """Statistics of a store since it was opened, and its current content.
+
+    `segments`, `encrypted_segments` and `tokens` count what is stored now. The other figures without a description of
+    their own count events since the store was opened: `bytes_written` and `segments_written` to disk, segments removed
+    by the quota (`evicted_segments`) or because of their age (`expired_segments`), files without a readable header
+    (`damaged_files`), failed uses of damaged data (`verification_failures`), failed reads (`read_errors`) and catalogue
+    operations (`catalogue_errors`), and blocks evicted from memory (`evicted_blocks`).
+    """
 
     segments: int = 0
     encrypted_segments: int = 0
     tokens: int = 0
     tiers: dict[str, TierUse] = field(default_factory=lambda: {name: TierUse() for name in TIERS})
-    """By name, as for requests. The budget on disk is the quota."""
+    """Current use of each tier by name, as for requests. The budget of the disk is the quota."""
     index: TierUse = field(default_factory=TierUse)
-    """Memory of the keys, and indexes of keys, that methods choose by, on all devices together."""
+    """Current memory of the keys and indexes of keys that methods select with, over all devices."""
     segments_written: int = 0
     bytes_written: int = 0
     duplicate_writes: int = 0
-    """Segments another process had written first."""
+    """Number of segments that another process had written first."""
     dropped_writes: int = 0
-    """Segments not stored: disk full, quota, an unwritable folder, a full queue, or a lock that is not to be had."""
+    """Number of segments and sidecars that were not stored: full disk, quota, unwritable folder, full queue, a lock
+    that was not available, or changed weights.
+    """
     evicted_segments: int = 0
     expired_segments: int = 0
     damaged_files: int = 0
     newer_files: int = 0
-    """Segments of a newer format, left alone."""
+    """Number of times that a file of a newer format was found; such files are not changed."""
     other_key_files: int = 0
-    """Segments of another key than the store's, or of none, that were looked for and left alone."""
+    """Number of times that a looked-up file was encrypted with another key, or not encrypted although the store has a
+    key; such files are not changed.
+    """
     verification_failures: int = 0
     read_errors: int = 0
     spot_checks: int = 0
-    """Times that restored tokens were computed again and compared."""
+    """Number of times that restored tokens were computed again and compared."""
     failed_spot_checks: int = 0
-    """Spot checks that found a difference beyond rounding."""
+    """Number of spot checks that found a difference larger than rounding."""
     catalogue_errors: int = 0
     evicted_blocks: int = 0
     evicted_indexes: int = 0
-    """Indexes of keys, a segment's at one layer, that left `index` for others or found no room in it."""
+    """Number of indexes of keys (one segment and layer each) evicted from `index`, or too large for it."""
     queued_bytes: int = 0
-    """Of KV that waits to be written, now."""
+    """Bytes of KV that currently wait to be written."""
     queued_device_bytes: int = 0
-    """Memory of GPUs that it keeps alive."""
+    """Bytes of GPU memory that this KV currently keeps allocated."""
 
     @property
     def device(self) -> TierUse:
@@ -398,7 +422,7 @@ class StoreStats:
         return self.tiers["disk"]
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, JSON-ready, each tier under its name."""
+        """Return all figures as a JSON-serializable dict, with each tier under its name."""
         return _by_tier(self)
 
     def _table(self) -> Table:
@@ -423,11 +447,11 @@ class StoreStats:
 
 
 class Counters:
-    """`StoreStats` that several threads add to."""
+    """Thread-safe collector of a `StoreStats`."""
 
     def __init__(self) -> None:
         self._stats = StoreStats()
-        self._lock = threading.RLock()  # finalizers count too
+        self._lock = threading.RLock()  # reentrant: finalizers count, too
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:

@@ -1,6 +1,6 @@
-"""The inside of a `KVStore`: the segments, the tiers of memory before them, and the thread that writes.
+"""Internals of a `KVStore`: its segments, the memory tiers, and the writer thread.
 
-Caches see this; users see `KVStore`.
+Caches use this class; users use `KVStore`.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ DEFAULT_POLICY = "lru"
 
 
 class Storage:
-    """KV in segments, kept in memory as long as it has room. Serves many caches and threads.
+    """Stored segments of KV and their memory tiers, shared by many caches and threads.
 
-    What is still to be written is written when it is collected, or the interpreter ends.
+    KV that is not written yet is written when this object is garbage collected, or when the interpreter exits.
 
     Args:
-        files: the store's folder, for messages and for what is kept beside the segments.
-        disk: the segments; closed with this.
-        residency: the tiers before them.
-        secret: keys the hashes of tokens, if anything does.
-        policy: by which blocks leave memory.
-        codec: of what is stored by methods that name none.
-        ttl: seconds a new segment lives, or None.
-        queue_bytes: of KV that may wait to be written.
-        queue_device_bytes: of this in the memory of GPUs.
-        spot_checks: share of what is restored that is computed again and compared.
+        files: Folder of the store, for messages and for records of conversations and documents.
+        disk: Segments on disk; closed with this object.
+        residency: Memory tiers.
+        secret: Key of the token hashes, if there is one.
+        policy: Eviction policy of the memory tiers.
+        codec: Codec for methods that name none.
+        ttl: Lifetime of a new segment in seconds, or None.
+        queue_bytes: Maximum bytes of KV that wait to be written.
+        queue_device_bytes: Maximum GPU memory that this KV keeps allocated.
+        spot_checks: Fraction of what is restored that is computed again and compared.
 
     Raises:
-        ConfigError: what is stored is encrypted with another key.
+        ConfigError: The stored segments are encrypted with another key.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Storage:
         self.spot_checks = SpotChecks(spot_checks)
         self._secret = secret
         self._lock = threading.RLock()
-        self._used: list[str] | None = None  # segments that were found since `note_uses`; None without a look-up
+        self._used: list[str] | None = None  # segments found since `note_uses`; None if there was no lookup
         self._pid = os.getpid()
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         try:
@@ -103,16 +103,16 @@ class Storage:
             close = partial(_close, self.rewriter, disk, residency.scores, self.conversations)
             seal = partial(_seal, self._recorders, self._lock)
             self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
-            self._close = weakref.finalize(self, self.writer.end)  # anywhere: the writer's thread does the rest
-        except BaseException:  # also Ctrl-C: nobody is going to close it
+            self._close = weakref.finalize(self, self.writer.end)  # in any thread: the writer's thread does the rest
+        except BaseException:  # also Ctrl-C: nothing else would close it
             disk.close()
             raise
-        self._close.atexit = False  # the writer sees to that
+        self._close.atexit = False  # the writer handles that
         disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget, self.rankings.forget]
         residency.scores.load(disk.index.scores())
 
     def note_policy(self, method: Method) -> None:
-        """Say so if blocks leave memory by another policy than the method was published with."""
+        """Warn if blocks leave memory by another eviction policy than the one the method was published with."""
         if method.policy not in (DEFAULT_POLICY, self.policy):
             self.disk.warn(
                 f"policy {method.policy}",
@@ -120,14 +120,14 @@ class Storage:
                 f"evicts by {self.policy!r}; open it with KVStore(path, policy=method.policy)",
             )
 
-    # --- looking up
+    # --- lookup
 
     def hasher(self, fingerprint: str, provenance: str, regime: str) -> PrefixHasher:
-        """The prefix hasher of KV made by this model, in this way, under these RoPE frequencies."""
+        """Return the prefix hasher for KV of a model, a provenance and a RoPE regime."""
         return PrefixHasher((fingerprint, provenance, regime), self._secret.value)
 
     def passage_hasher(self, fingerprint: str, provenance: str, sink: int | None, regime: str) -> PassageHasher:
-        """The same of passages that are computed behind this token."""
+        """Return the hasher for passages of a model, a provenance and a RoPE regime, computed after a sink token."""
         return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret.value)
 
     def match(
@@ -138,13 +138,17 @@ class Storage:
         usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
         asking: Recorder | None = None,
     ) -> list[tuple[MatchedRun, SegmentReader]]:
-        """The longest stored prefix of a sequence, from prefix hash number `start` on: runs of segments, opened.
+        """Return the longest stored prefix of a sequence: runs of segments, and the open segments.
 
-        What other caches of this process than the `asking` one have computed but not stored yet is stored first, as far
-        as it matters.
+        KV that other caches of this process have computed but not stored is stored first, if it can be part of the
+        prefix.
 
         Args:
-            usable: says how many prefix hashes of a segment can be used; those that are stored whole, by default.
+            prefix_hashes: Prefix hashes of the sequence.
+            start: Index of the first prefix hash to match; the cache holds what precedes it.
+            usable: Returns how many prefix hashes of a segment can be used; by default those that are stored
+                completely.
+            asking: Recorder of the cache that does the lookup; its KV is not stored first.
         """
         self.check_open()
         if start >= len(prefix_hashes):
@@ -159,16 +163,16 @@ class Storage:
             most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in found}
             if all(run.num_hashes <= most[run.row.id] for run in runs):
                 break
-            if None in readers and not asked_again:  # perhaps another has taken its place meanwhile
+            if None in readers and not asked_again:  # another segment may have replaced it meanwhile
                 rows, asked_again = self.disk.find(prefix_hashes), True
-            rows = [  # gone, damaged or there in part: look for a way around it
+            rows = [  # missing, damaged or incomplete: search for other segments
                 replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
             ]
         self._used = (self._used or []) + [run.row.id for run, _ in found]
         return found
 
     def find_parts(self, scan_hashes: np.ndarray) -> Seeds:
-        """The parts of stored passages that may stand where these, uint32 `[n]`, are a prompt's."""
+        """Return the parts of stored passages that may match a prompt's scan hashes, uint32 `[n]`."""
         self.check_open()
         found = self.passage_index.seeds(scan_hashes)
         hidden = np.array([self.disk.is_hidden(row.id) for row in found.rows], bool)
@@ -178,25 +182,25 @@ class Storage:
         return Seeds(found.at[seen], found.passage[seen], found.part[seen], found.rows)
 
     def found_passage(self, row: SegmentRow) -> SegmentReader | None:
-        """The segment of a passage that is going to be restored, opened; None if it cannot be used."""
+        """Open the segment of a passage that is going to be restored; return None if it cannot be used."""
         if (reader := self.disk.found(row)) is not None:
             self._used = [*(self._used or []), row.id]
         return reader
 
     def note_uses(self) -> None:
-        """What was looked up was used: note it in the catalogue, and forget what another process has removed.
+        """Record the use of looked-up segments in the catalogue, and forget segments that other processes removed.
 
-        Called behind a pass, since the writer's thread would work beside it.
+        Called after a pass, since the writer's thread would compete with it.
         """
         if self._used is not None:
             used, self._used = self._used, None
             self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
 
     def lay_out_after(self, groups: Iterable[RowGroup]) -> None:
-        """Leave the segments that a plan restores from as they are as long as anybody holds its groups of rows.
+        """Defer rewrites of the segments that a plan restores from while its groups of rows are referenced.
 
-        Until then caches choose from these segments, again and again, and blocks of one that was replaced would not
-        stay in memory.
+        Until then, caches select from these segments repeatedly, and blocks of a replaced segment would not stay in
+        memory.
         """
         for group in groups:
             used = frozenset(piece.reader.id for piece in group.pieces)
@@ -207,18 +211,18 @@ class Storage:
     # --- storing
 
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
-        """Queue a segment for writing; its blocks are cached in host memory on the way."""
+        """Queue a segment for writing, and cache its blocks in host memory."""
         written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
         self.writer.submit(replace(pending, written=written, refused=refused), wait)
 
     def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
-        """All blocks of a segment's block group: from host memory as far as they lie there, else from disk.
+        """Return all blocks of a KV cache group of a segment, from host memory if they are there, else from disk.
 
         Returns:
             uint8 `[chunks, block_bytes]`, a copy.
 
         Raises:
-            IntegrityError, OSError: they cannot be read.
+            IntegrityError, OSError: A block cannot be read.
         """
         blocks, cpu = reader.room_for(block_group), torch.device("cpu")
         left = np.arange(len(blocks))
@@ -238,7 +242,7 @@ class Storage:
         return blocks
 
     def register(self, recorder: Recorder) -> None:
-        """Let `flush`, `close` and other caches' look-ups seal what this recorder has caught."""
+        """Let `flush`, `close` and the lookups of other caches seal what this recorder has captured."""
         with self._lock:
             self._recorders.add(recorder)
 
@@ -246,8 +250,8 @@ class Storage:
         """Queue what live caches have computed and not stored, between their passes.
 
         Args:
-            beginning: if given, only of caches that hold a sequence with this first prefix hash.
-            but: is left alone.
+            beginning: First prefix hash: only caches that hold a sequence with it are sealed; None for all caches.
+            but: Recorder to leave out.
         """
         with self._lock:
             recorders = list(self._recorders)
@@ -256,25 +260,25 @@ class Storage:
                 recorder.seal()
 
     def flush(self) -> None:
-        """Write everything that has been computed, and make it durable; background work is done then, too."""
+        """Write all computed KV, make it durable, and wait for background work."""
         self.check_open()
         self.note_uses()
         self.seal()
-        self.writer.flush()  # behind what is queued there may be something to lay out anew
+        self.writer.flush()  # rewrites may follow what is queued
         self.rewriter.wait()
         self.rewriter.keep_importance()
         self.disk.sync()
         _keep_scores(self.disk, self.residency.scores)
 
-    # --- looking after it
+    # --- maintenance
 
     def segments(self) -> list[SegmentRow]:
-        """What is stored, last used last."""
+        """Return the stored segments, least recently used first."""
         self.check_open()
         return self.disk.index.rows()
 
     def each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
-        """Do something to segments, all if `ids` is None, and say for how many it was done."""
+        """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
         self.check_open()
         self.disk.check_writable()
         self.flush()
@@ -284,7 +288,7 @@ class Storage:
         return changed
 
     def clear(self, disk: bool) -> None:
-        """Let go of all blocks in memory, and with `disk` of all segments."""
+        """Release all blocks in memory; with `disk`, also delete all segments, and records that refer to them."""
         self.check_open()
         if disk:
             self.disk.check_writable()
@@ -296,13 +300,17 @@ class Storage:
         self.residency.clear()
 
     def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments by id. Returns how many there were."""
+        """Delete segments by id, and return how many existed."""
         self.check_open()
         self.disk.check_writable()
         return self.disk.remove(ids)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Keep segments from eviction, or (`pinned=False`) let them go again. Raises ConfigError for unknown ids."""
+        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
+
+        Raises:
+            ConfigError: An id to pin is unknown.
+        """
         self.check_open()
         self.disk.check_writable()
         ids = list(ids)
@@ -321,22 +329,26 @@ class Storage:
         return maintain.verify(self.disk, progress=progress, repair=repair)
 
     def gc(self, dry_run: bool) -> maintain.GcReport:
-        """Delete what no request can use, and what is over the quota."""
+        """Delete what no request can use, and what exceeds the quota."""
         self.check_open()
         if not dry_run:
             self.disk.check_writable()
-        there = self.disk.index.ask(Catalogue.ids, None)  # before anything goes: what is said beforehand is done
+        there = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
         gone = [] if there is None else self.conversations.sweep(there, dry_run)
         report = maintain.gc(self.disk, dry_run=dry_run)
         deleted = report.deleted | dict.fromkeys(gone, "its segments are gone")
         return replace(report, conversations=len(gone), deleted=deleted)
 
     def list_conversations(self) -> list[ConversationInfo]:
-        """Those that were suspended, last used last."""
+        """Return the suspended conversations, least recently used first."""
         return self.conversations.listed(self.segments())
 
     def keep_conversation(self, record: ConversationRecord) -> None:
-        """Write a conversation's record. Its segments do not go for it. Raises StoreError or OSError."""
+        """Write the record of a conversation, and evict none of its segments to make room.
+
+        Raises:
+            StoreError, OSError: The record cannot be written.
+        """
 
         @contextmanager
         def room(nbytes: int) -> Iterator[None]:
@@ -350,19 +362,19 @@ class Storage:
         self.conversations.write(record, room)
 
     def remove_conversations(self, ids: Sequence[str]) -> int:
-        """Delete conversations, and `segments_of_conversations`. Returns how many segments went."""
+        """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
         self.disk.check_writable()
         mine = self.segments_of_conversations(ids)
         self.conversations.remove(ids)
         return self.remove(row.id for row in mine)
 
     def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
-        """The segments that only these conversations lie in, but pinned ones.
+        """Return the segments that only these conversations use, without pinned ones.
 
-        Those, too, that no record names: of a history that was edited, or of a process that was killed.
+        Segments that no record names are included: of an edited history, or of a process that was killed.
 
         Raises:
-            ConfigError: one is not there.
+            ConfigError: A conversation does not exist.
         """
         own = set[str]()  # provenances that name one of them
         for conversation_id in ids:
@@ -375,12 +387,12 @@ class Storage:
         return [row for row in self.segments() if (row.id in mine or row.provenance in own) and row.id not in pinned]
 
     def stats(self) -> StoreStats:
-        """What it holds, and what happened since it was opened."""
+        """Return the current content of the store, and the statistics since it was opened."""
         stats, residency = self.disk.counters.snapshot(), self.residency
         if self._close.alive:
             counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
             stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
-            with suppress(OSError):  # then without what lies beside them
+            with suppress(OSError):  # then without the sidecars
                 stats.disk.bytes += sum(self.disk.beside.by_segment().values())
         stats.disk.budget = self.disk.limits.quota
         stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
@@ -390,10 +402,10 @@ class Storage:
         stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
         return stats
 
-    # --- its life
+    # --- lifetime
 
     def check_open(self) -> None:
-        """Raises StoreClosedError: it was closed, or opened by another process."""
+        """Raise StoreClosedError if the store was closed, or was opened by another process."""
         if not self._close.alive:
             raise StoreClosedError(f"the store {self.path} is closed; open it anew")
         if os.getpid() != self._pid:
@@ -405,17 +417,17 @@ class Storage:
 
     @property
     def usable(self) -> bool:
-        """Whether it is open, and was opened by this process."""
+        """Whether the store is open, and was opened by this process."""
         return self._close.alive and os.getpid() == self._pid
 
     def close(self) -> None:
-        """Write everything that has been computed, and let files, threads and memory go."""
+        """Write all computed KV, and release files, threads and memory."""
         if self.usable:
             self.seal()
             self._close()
             self.writer.close()
             self.residency.clear()
-            self.conversations.release_all()  # if the writer is stuck, and has not done it
+            self.conversations.release_all()  # if the writer is stuck and has not done it
 
 
 def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
@@ -424,7 +436,7 @@ def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
 
 
 def _admit(pending: PendingSegment, residency: Residency, block_group: int, blocks: torch.Tensor, content: int) -> None:
-    """Put a block group of a pending segment into memory, under what it contains: another file may yet come first."""
+    """Put a KV cache group of a pending segment into memory, keyed by content: another file may be published first."""
     residency.admit((pending.header.id, block_group, content), blocks)
 
 
@@ -440,10 +452,14 @@ def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) ->
 
 
 def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
-    """Queue what live caches have computed. Returns False while another thread holds one of them."""
+    """Queue what live caches have computed.
+
+    Returns:
+        False while another thread uses one of them.
+    """
     with lock:  # others may be registered meanwhile
         found = list(recorders)
-    return False not in [recorder.finish() for recorder in found]  # none is left out
+    return False not in [recorder.finish() for recorder in found]  # a list, so that no recorder is left out
 
 
 def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable, conversations: Conversations) -> None:

@@ -1,4 +1,4 @@
-"""A cache whose KV comes from a store and goes to it: what transformers sees. Users make a `TieredCache`."""
+"""Cache that restores KV from a store and writes KV to it, as transformers sees it. Users create a `TieredCache`."""
 
 from __future__ import annotations
 
@@ -30,60 +30,60 @@ if TYPE_CHECKING:
 
 
 class StoredCache(Cache, ServedCache):
-    """See `TieredCache`.
+    """Cache with KV from a store. See `TieredCache`.
 
     Args:
-        attachment, layers: as `prepare` gives them.
-        storage: where KV is looked for, and stored.
-        method: how it is restored.
-        options: of the cache.
+        attachment, layers: As returned by `prepare`.
+        storage: Store from which KV is restored, and to which it is written.
+        method: Method that restores it.
+        options: Options of the cache.
     """
 
     def __init__(
         self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions
     ) -> None:
         super().__init__(layers=layers)
-        self._generates = False  # whether `generate()` runs passes
+        self._generates = False  # whether `generate()` is running
         storage.note_policy(method)
         self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
 
     @classmethod
     def over(cls, model: nn.Module, storage: Storage, method: Method, options: CacheOptions) -> StoredCache:
-        """A cache for a model. Raises what `prepare` does."""
+        """Create a cache for a model. Raises the errors of `prepare`."""
         return StoredCache(*prepare(model, method), storage, method, options)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The transformers model this cache belongs to."""
+        """Transformers model that this cache belongs to."""
         return self._serving.attachment.model
 
     @property
     def method(self) -> Method:
-        """How it is restored."""
+        """Method that restores KV."""
         return self._serving.method
 
     @property
     def stats(self) -> RequestStats:
-        """What this cache has restored, computed, stored and read. Printed, it is a table."""
+        """Statistics of what this cache has restored, computed, stored and read. Prints as a table."""
         return self._serving.collector.stats
 
     def store_now(self) -> tuple[str, ...]:
-        """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
+        """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
         return self._serving.store_now()
 
     def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """What a fresh cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
+        """Return what an empty cache would restore of a prompt, int `[1, tokens]`, or None and the reason."""
         return self._serving.look_up(self, input_ids)
 
     def count_into(self, total: StatsCollector | None) -> None:
-        """Let everything that is counted from now on be counted there, too."""
+        """Count everything in `total`, too, from now on; None to stop."""
         self._serving.collector.total = total
 
-    # --- what an attached model asks
+    # --- called by an attached model
 
     @torch.compiler.disable
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """One forward pass of the model: restore what is stored, compute the rest, record it."""
+        """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._serving.attachment:
             raise CacheMismatchError(
                 f"this cache belongs to another {type(self.model).__name__}; make one for this model"
@@ -94,7 +94,7 @@ class StoredCache(Cache, ServedCache):
         return output
 
     def end_generation(self) -> None:
-        """`generate()` is done: check something of what it restored, if that is due (see `SpotChecks`)."""
+        """End a `generate()`: check some of the restored tokens, if that is due (see `SpotChecks`)."""
         self._generates = False
         serving, checks = self._serving, self._serving.store.spot_checks
         run, serving.restored = serving.restored, None
@@ -114,16 +114,16 @@ class StoredCache(Cache, ServedCache):
             return
         try:
             self._check(torch.from_numpy(tokens), piece)
-        except Exception as error:  # the answer is there: nothing of it depends on this
+        except Exception as error:  # the answer is complete and does not depend on the check
             serving.store.disk.warn("spot check", f"restored tokens could not be computed again: {error!r}")
         checks.spend(time.perf_counter() - began)
 
     def _check(self, tokens: torch.Tensor, piece: SegmentSlice) -> None:
-        """Compute the last 16 of these tokens of the first row, int64 `[n]`, and compare them with what is held."""
+        """Compute the last 16 of the first row's `tokens`, int64 `[n]`, again, and compare them with the cache."""
         serving, sequence = self._serving, self._serving.sequence
         options = replace(serving.options, record=False, progress=False)
         again = StoredCache.over(self.model, serving.store, Exact(recompute=0.0, decline=False), options)
-        again._generates = True  # it is not checked in turn
+        again._generates = True  # exempt from spot checks
         with torch.no_grad():
             ids = tokens.to(serving.attachment.device_of(0))[None]  # [1, tokens]
             self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
@@ -146,14 +146,14 @@ class StoredCache(Cache, ServedCache):
             )
 
     def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
-        """`generate()` begins with these ids: keep what this cache holds of them, and forget the rest.
+        """Begin a `generate()`: keep what this cache holds of the prompt, and forget the rest.
 
         Args:
             input_ids: int `[batch, n]`.
-            copies: rows of the cache for each of these (beams, several sequences).
+            copies: Number of rows of the cache for each row of `input_ids` (beams, several sequences).
 
         Raises:
-            CacheMismatchError: the cache is strict, and holds other tokens.
+            CacheMismatchError: The cache is strict, and holds other tokens.
         """
         serving, self._generates = self._serving, True
         dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
@@ -163,61 +163,62 @@ class StoredCache(Cache, ServedCache):
             if dropped >= self.get_seq_length():
                 raise RuntimeError
             self.crop(-dropped)
-        except RuntimeError:  # a window, or a selection of the prompt, does not go back: the store may have it
+        except RuntimeError:  # a window or a selection cannot be cropped: try the store
             self._start_over(serving.collector)
 
-    # --- what layers and generate() ask of a cache
+    # --- called by layers and generate()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a layer's new keys and values, `[batch, heads, n, dim]`; return all that its queries may see."""
+        """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
         forward_pass = self._serving.forward_pass
         if forward_pass is None or current() is not forward_pass:
             return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
         return forward_pass.append(layer_idx, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns of the mask of all layers like this one, and the number of the first of them.
+        """Return the mask width of all layers of this kind, and the index of their first position.
 
         Raises:
-            CacheMismatchError: these layers hold different numbers of columns, and nobody cuts what the pass masks.
+            CacheMismatchError: These layers hold different numbers of positions, and nothing crops the mask of this
+                pass.
         """
         columns, first = super().get_mask_sizes(query_length, layer_idx)
         layer, scope, asks = self.layers[layer_idx], current(), can_select(self._serving.attachment.config)
         if not isinstance(layer, SelectedSource) or (asks and scope is not None and scope.cache is self):
-            return columns, first  # the registered attention function cuts it
+            return columns, first  # the registered attention function crops the mask
         spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
         if len(spared) == 1:
             return columns - layer.spared, first + layer.spared
         if not asks or query_length > 1 or layer.padding > first:
             raise cannot_mask(self.method, self.model)
-        return columns, first  # of one token, which sees all: no mask is made
+        return columns, first  # one token attends to everything: no mask is made
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens; a positive number (as in 5.17) is what stays."""
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""
         before = self.get_seq_length()
         super().crop(tokens_to_remove)
         self._serving.crop(before - self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Row i becomes what row `beam_idx[i]` was (beam search)."""
+        """Reorder the rows for beam search: row i becomes the former row `beam_idx[i]`."""
         super().reorder_cache(beam_idx)
         self._serving.select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times, side by side."""
+        """Repeat every row `repeats` times, next to each other."""
         super().batch_repeat_interleave(repeats)
         if (sequence := self._serving.sequence) is not None:
             self._serving.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only the rows `indices`, in that order."""
+        """Keep only the rows `indices`, in that order."""
         super().batch_select_indices(indices)
         self._serving.select(indices)
 
     def reset(self) -> None:
-        """Forget everything, for another prompt; `stats` begin anew. What was computed is stored."""
+        """Forget everything, for another prompt, and reset `stats`. Computed KV is stored."""
         collector = StatsCollector()
         collector.total = self._serving.collector.total
         self._start_over(collector)
@@ -230,12 +231,12 @@ class StoredCache(Cache, ServedCache):
         self._serving.conversation = was.conversation
 
     def _fresh(self) -> Self:
-        """One like this, empty."""
+        """Return an empty cache with the same settings."""
         mine = self._serving
         return type(self)(*prepare(self.model, mine.method), mine.store, mine.method, mine.options)
 
     def fork(self) -> Self:
-        """A cache that goes on from here on its own, and shares memory with this one until one of the two writes."""
+        """Return a copy that continues independently, and shares memory until one of the two caches writes."""
         mine, twin = self._serving, self._fresh()
         twin.count_into(mine.collector.total)
         twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
@@ -254,15 +255,15 @@ class StoredCache(Cache, ServedCache):
 
 
 def prepare(model: nn.Module, method: Method) -> tuple[Attachment, list[Any]]:
-    """Attach a model, and make the layers of one cache for it.
+    """Attach a model, and create the layers of one cache for it.
 
     Raises:
-        ConfigError: the model's attention does not suit the method.
-        UnsupportedModelError: the model keeps state that is no KV of single tokens, or the method cannot serve it.
+        ConfigError: The model's attention does not suit the method.
+        UnsupportedModelError: The model keeps state other than KV of single tokens, or does not support the method.
     """
     inner = base_model(model)
     attachment = attachment_of(inner)
-    if attachment is None or not attachment.causal:  # a look at every module: one that changes later is noticed
+    if attachment is None or not attachment.causal:  # visits every module; later changes are detected
         check_causal(inner)
     layers = sources_for(inner, method.source)
     check_suits(method, inner)

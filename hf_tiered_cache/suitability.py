@@ -1,4 +1,4 @@
-"""Whether a model's attention shows what a method needs to see; where it does not, what to do."""
+"""Checks that a model's attention exposes what a method needs, with advice if it does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .patches.layers import can_drop
 
 
 def check_causal(model: PreTrainedModel) -> None:
-    """Raises UnsupportedModelError: KV of a prefix would depend on what follows it, or on an encoder's input."""
+    """Raise UnsupportedModelError if a prefix's KV depends on later tokens, or on the input of an encoder."""
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
@@ -31,7 +31,7 @@ def check_causal(model: PreTrainedModel) -> None:
 
 
 def check_depth(attachment: Attachment) -> None:
-    """Raises ConfigError: the model has more or fewer layers than when it was attached, and its KV was identified."""
+    """Raise ConfigError if the model's number of layers has changed since it was attached and its KV was identified."""
     depth = attachment.config.num_hidden_layers
     if depth != attachment.depth:
         raise ConfigError(
@@ -41,11 +41,11 @@ def check_depth(attachment: Attachment) -> None:
 
 
 def check_suits(method: Method, model: PreTrainedModel) -> None:
-    """Refuse a method that needs more of a model's attention than the model shows.
+    """Refuse a method that needs more of a model's attention than the model exposes.
 
     Raises:
-        ConfigError: another attention implementation would do.
-        UnsupportedModelError: none does.
+        ConfigError: Another attention implementation is sufficient.
+        UnsupportedModelError: No attention implementation is sufficient.
     """
     config = model.config.get_text_config(decoder=True)
     if method.selects:
@@ -58,7 +58,7 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
 
 
 def cannot_observe(model: PreTrainedModel) -> str:
-    """Why nobody sees the queries of this model, or ""."""
+    """Return the reason why the queries of this model cannot be observed, or an empty string."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if not shows_queries(model):
         return f"{name} attends to other keys than it hands to its cache, or bypasses the registered attention function"
@@ -71,19 +71,21 @@ def cannot_observe(model: PreTrainedModel) -> str:
 
 
 def can_have_fronts(attachment: Attachment) -> bool:
-    """Whether a layer can compute tokens before and behind those that it restores, and the next one fewer of them.
+    """Return whether layers can compute a prefix besides their suffix, and later layers a shorter one.
 
-    Then its masks can say where each query stands, and it takes of each token nothing but hidden state and position.
+    This requires masks that can give the position of each query, and layers that take only the hidden state and the
+    position of each token.
     """
     model, config = attachment.model, attachment.config
     try:
-        one_position = model.config is config  # of a token; those of images have several
+        one_position = model.config is config  # per token; tokens of images have several
         return one_position and can_scatter(config) and can_drop(model, attachment.depth)
     except UnsupportedModelError:
         return False
 
 
 def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
+    """Return the error for a method that selects among keys that the model does not expose."""
     return UnsupportedModelError(
         f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
         f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
@@ -91,6 +93,7 @@ def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelErr
 
 
 def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
+    """Return the error for a pass in which no mask fits all layers of the cache."""
     name, needed = type(model).__name__, SELECTING[0]
     return CacheMismatchError(
         f"the layers of this cache hold different numbers of columns, by the mass of its {type(method).__name__}, and "
@@ -101,7 +104,7 @@ def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
 
 
 def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
-    """Advice that works for this model: another attention implementation, if it has one, or another method."""
+    """Return an error that advises another attention implementation, if the model has one, or another method."""
     name = type(method).__name__
     needed = " or ".join(map(repr, implementations))
     if "eager" not in implementations and not model._supports_sdpa:

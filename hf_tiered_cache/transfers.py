@@ -1,4 +1,4 @@
-"""Small tensors between host and device: indices go up without a wait, and what decides what is fetched comes down."""
+"""Transfers of small tensors between host and device: indices without a wait, and selections with one wait."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .store.memory import try_page_lock
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of `array` on `device`, which no GPU and no thread waits for; on the CPU the array's own memory."""
+    """Return a copy of `array` on `device`, without a wait of GPU or thread; on the CPU, share the array's memory."""
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor
@@ -18,7 +18,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def to_host(*tensors: torch.Tensor) -> tuple[np.ndarray, ...]:
-    """The values of tensors of one device, for which this thread waits once."""
+    """Return the values of tensors of one device as arrays, and wait for them once."""
     copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: the one place where bytes become text, and text bytes."""
+"""Conversion between numbers of bytes and sizes in text; no other module does this."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import humanize
 from .errors import ConfigError
 
 _SIZE = re.compile(r"\d+|\d*\.?\d+ *(?![a-z]*bits?$)[a-z]+", re.IGNORECASE | re.ASCII)
-"""A whole number of bytes, or a number and a unit; not one of bits."""
+"""A whole number of bytes, or a number and a unit; units of bits are not matched."""
 
 
 def parse_bytes(size: int | str, name: str) -> int:
-    """A size as bytes.
+    """Return a size in bytes.
 
     Args:
-        size: an int, or a string such as "10GiB" (2^30 each), "10GB" or "10G" (10^9); case does not matter.
-        name: what the size is called where it was asked for.
+        size: An int, or a string such as "10GiB" (2^30 each), "10GB" or "10G" (10^9); case does not matter.
+        name: Name of the setting, for the error message.
 
     Raises:
-        ConfigError: it is not a valid size.
+        ConfigError: The size is not valid.
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -36,5 +36,5 @@ def parse_bytes(size: int | str, name: str) -> int:
 
 
 def format_bytes(nbytes: float) -> str:
-    """`nbytes` in binary units, as "1.5 MiB"."""
+    """Return `nbytes` in binary units, such as "1.5 MiB"."""
     return humanize.naturalsize(nbytes, binary=True)

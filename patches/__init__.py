@@ -1,4 +1,4 @@
-"""Patches of an attached model, and how they are undone. Nothing here happens at import."""
+"""Patches of an attached model, and their removal. Importing this package patches nothing."""
 
 from .attach import attach, attachment_of, detach
 

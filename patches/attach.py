@@ -1,4 +1,4 @@
-"""Attaching to a model: its passes with a cache of ours go through that cache. `detach` puts everything back."""
+"""Attaching to a model: its passes with one of our caches run through that cache. `detach` undoes it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ logger = logging.getLogger("hf_tiered_cache")
 
 _ATTRIBUTE = "_hf_tiered_cache"
 _CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
-"""Whether chunked prefill goes on from a cache in use; 5.17 gives it the whole prompt again."""
+"""Whether chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
 
 _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
-"""The attached model whose `generate()` runs in this thread."""
+"""Attached model with `generate()` running in this thread."""
 
 
 class ServedCache(ABC):
-    """A cache that wants to see the passes it is used in."""
+    """Cache that runs the passes that it is used in."""
 
     @abstractmethod
     def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
@@ -43,60 +43,60 @@ class ServedCache(ABC):
 
     @abstractmethod
     def continue_with(self, input_ids: torch.Tensor, copies: int) -> None:
-        """`generate()` begins with these ids, `[batch, n]`, so many `copies` of each: hold nothing else."""
+        """Prepare for `generate()` with `copies` of each of these ids, `[batch, n]`: drop what does not match them."""
 
     @abstractmethod
     def end_generation(self) -> None:
-        """`generate()` is done."""
+        """Handle the end of `generate()`."""
 
     @abstractmethod
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens that it holds."""
+        """Return the number of cached tokens."""
 
 
 class Session(Protocol):
-    """A supplier of caches for the `generate()` calls of a model that bring none."""
+    """Supplier of caches for `generate()` calls of a model that bring none."""
 
     def call(self, setting: str = "", value: Any = None) -> AbstractContextManager[ServedCache | None]:
         """Enclose one call, and count it whether or not it uses the store.
 
         Args:
-            setting: the argument by which the call goes without a cache of the session, or "".
-            value: of that argument.
+            setting: Name of the argument that excludes a cache of the session, or "".
+            value: Value of that argument.
 
         Returns:
-            A context manager that yields the call's cache, or None where a setting is given.
+            A context manager that yields the call's cache, or None if a setting is given.
         """
 
 
 class Attachment:
-    """What `attach` did to one model.
+    """State that `attach` adds to one model.
 
     Args:
-        model: a decoder-only transformers model.
+        model: A decoder-only transformers model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
         self.extras: dict[str, Any] = {}
-        """What users of the attachment keep with it; closed, where it can be, and forgotten with `detach`."""
+        """Objects that users of the attachment keep with it. `detach` closes those with `close()`, and drops all."""
         self.signature = inspect.signature(model.forward)
         self.compiled = False
         self.causal = False
-        """Whether its model was found to be a causal LM."""
+        """Whether the model was found to be a causal LM."""
         self.sessions: list[Session] = []
-        """Supply the cache of a `generate()` that brings none; the last one is in force."""
+        """Sessions that supply the cache of a `generate()` that brings none; the last one is active."""
         self.by_session = False
-        """Whether it lasts no longer than the sessions that use it."""
+        """Whether the attachment ends with the sessions that use it."""
         self.depth = self.config.num_hidden_layers
-        """How many layers it had when it was attached."""
+        """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []
         self.kept_tables = rotary.KeptTables()
-        """Rotary tables for all passes of the model as it is."""
+        """Rotary tables shared by all passes of the model in its current state."""
         self._tables_of = ""
         self.opaque_layers: set[int] = set()
-        """Those whose queries could not be predicted."""
+        """Layers for which queries could not be predicted."""
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))
@@ -114,19 +114,19 @@ class Attachment:
             )
 
     def keep_tables_of(self, fingerprint: str) -> None:
-        """Forget rotary tables that were made when the model had another fingerprint."""
+        """Discard rotary tables that were made under another fingerprint of the model."""
         if fingerprint != self._tables_of:
             self.kept_tables, self._tables_of = rotary.KeptTables(), fingerprint
 
     def refresh(self) -> None:
-        """Look at the model anew, at once: its methods, and every byte of its weights."""
+        """Examine the model again immediately: its methods, and every byte of its weights."""
         self.rewrap()
         for extra in self.extras.values():
             if hasattr(extra, "refresh"):
                 extra.refresh()
 
     def rewrap(self) -> None:
-        """Wrap the model's methods, also those exchanged or compiled since; see whether a part is compiled."""
+        """Wrap the model's methods, also those replaced or compiled since, and record whether a part is compiled."""
         model = self.model
         self._devices.clear()
         self.opaque_layers.clear()
@@ -142,18 +142,18 @@ class Attachment:
         )
 
     def at_outermost_call(self) -> bool:
-        """Return whether a session is in force, and no `generate()` of this model runs in this thread.
+        """Return whether a session is active, and no `generate()` of this model runs in this thread.
 
         A model that drafts for itself calls `generate()` within `generate()`.
         """
         return self.active and bool(self.sessions) and _generating.get() is not self
 
     def running_eagerly(self) -> AbstractContextManager:
-        """Passes of ours within a compiled model run uncompiled: they do other things at every call."""
+        """Return a context in which a compiled model runs uncompiled, since our passes differ at every call."""
         return _EAGERLY if self.compiled else nullcontext()
 
     def undo(self) -> None:
-        """Leave the model exactly as it was."""
+        """Restore the model exactly as it was."""
         self.active = False
         _detached(self.model.__dict__)
         pickle_as_it_is(self.model)
@@ -168,7 +168,7 @@ class Attachment:
                 extra.close()
 
     def device_of(self, layer: int) -> torch.device:
-        """Where a layer computes, also if its weights are elsewhere between passes (accelerate)."""
+        """Return the device on which a layer computes, even if its weights are offloaded (accelerate)."""
         if not self._devices:
             count = self.config.num_hidden_layers
             try:
@@ -179,7 +179,10 @@ class Attachment:
 
 
 class _Eagerly(AbstractContextManager):
-    """PyTorch has one stance for all threads: the first of our passes sets it, and the last one puts it back."""
+    """Context that sets PyTorch's compile stance to eager.
+
+    PyTorch has one stance for all threads: the first of our passes sets it, and the last one resets it.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -200,25 +203,26 @@ class _Eagerly(AbstractContextManager):
 
 _EAGERLY = _Eagerly()
 _ATTACHING = threading.RLock()
-"""Two threads may make the first caches of a model at once."""
+"""Lock for threads that create the first caches of a model at the same time."""
 
 
 class _Wrapper(Replacement):
-    """A bound method of the model, wrapped.
+    """Wrapper of a bound method of the model.
 
     Args:
-        method: the method.
-        before: what stood under its name in the instance, or None if it is the class's.
+        attachment: Attachment of the model.
+        method: The method.
+        before: Instance attribute that the wrapper replaces, or None if the method belongs to the class.
     """
 
     def __init__(self, attachment: Attachment, method: Callable[..., Any], before: Any) -> None:
         super().__init__(method)
-        self.__signature__ = inspect.signature(method)  # `generate()` asks for it several times a call
+        self.__signature__ = inspect.signature(method)  # `generate()` reads it several times per call
         self.attachment = attachment
         self.before = before
 
     def serves(self, values: Iterable[Any]) -> bool:
-        """Whether a cache of ours is among the arguments, and not already being served further out."""
+        """Return whether the arguments include one of our caches, and no outer call serves it already."""
         cache = next((value for value in values if isinstance(value, ServedCache)), None)
         if cache is None or not self.attachment.active:
             return False
@@ -227,7 +231,7 @@ class _Wrapper(Replacement):
 
 
 class _Forward(_Wrapper):
-    """The model's forward: passes with a cache of ours are handed to that cache."""
+    """Wrapper of the model's forward: passes with one of our caches are delegated to that cache."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.serves((*args, *kwargs.values())):
@@ -238,7 +242,7 @@ class _Forward(_Wrapper):
 
 
 class _CompiledCall(_Wrapper):
-    """What `model.compile()` made of the model's call: passes with a cache of ours go around it."""
+    """Wrapper of the call that `model.compile()` made: passes with one of our caches bypass it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         uncompiled = self.serves((*args, *kwargs.values()))
@@ -246,7 +250,10 @@ class _CompiledCall(_Wrapper):
 
 
 class _Generate(_Wrapper):
-    """Where the whole prompt is known: a cache that holds another one forgets it; who brings none may be given one."""
+    """Wrapper of `generate()`, where the whole prompt is known.
+
+    A cache drops what does not match the prompt. A call without a cache may get one from a session.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._session_call(kwargs) as supplied:
@@ -270,7 +277,7 @@ class _Generate(_Wrapper):
             return output
 
     def _session_call(self, kwargs: dict[str, Any]) -> AbstractContextManager[ServedCache | None]:
-        """Enclose the call in the session in force, unless it is part of another call or brings a cache of ours."""
+        """Return the active session's context, unless this call is nested or brings one of our caches."""
         cache = kwargs.get("past_key_values")
         if not self.attachment.at_outermost_call() or isinstance(cache, ServedCache):
             return nullcontext()
@@ -284,14 +291,17 @@ class _Generate(_Wrapper):
         return self.attachment.sessions[-1].call(setting, settings.get(setting))
 
     def _said(self, kwargs: dict[str, Any], name: str) -> Any:
-        """What the arguments say of a setting of generation, or else the configurations."""
+        """Return a generation setting from the arguments, else from the configurations."""
         configs = (kwargs.get("generation_config"), self.attachment.model.generation_config)
         said = (kwargs.get(name), *(getattr(config, name, None) for config in configs))
         return next((value for value in said if value is not None), None)
 
 
 class _PrepareCache(_Wrapper):
-    """Where `generate()` makes its cache: reached outside of `_Generate` where another reference to it is called."""
+    """Wrapper of the method with which `generate()` makes its cache.
+
+    A call through another reference to `generate` bypasses `_Generate`, and is counted here.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.attachment.at_outermost_call():
@@ -301,7 +311,7 @@ class _PrepareCache(_Wrapper):
 
 
 class _GenerateBatch(_Wrapper):
-    """Continuous batching keeps its KV in pages of its own, and asks no cache of ours."""
+    """Wrapper of continuous batching, which keeps its KV in its own pages and uses none of our caches."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.serves(kwargs.values()):
@@ -316,7 +326,7 @@ class _GenerateBatch(_Wrapper):
 
 
 class _PrepareInputs(_Wrapper):
-    """The arguments of each pass of `generate()`."""
+    """Wrapper of the method that prepares the arguments of each pass of `generate()`."""
 
     def __call__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
@@ -324,7 +334,7 @@ class _PrepareInputs(_Wrapper):
             return self.original(input_ids, *args, **kwargs)
         held = cache.get_seq_length()
         if held and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length", 0) is None:
-            # assisted decoding gives the whole prompt again to a cache that holds its beginning
+            # assisted decoding passes the whole prompt again, although the cache holds its beginning
             kwargs["next_sequence_length"] = input_ids.shape[1] - held
         prepared = self.original(input_ids, *args, **kwargs)
         if not held and prepared.get("past_key_values") is None:
@@ -358,7 +368,7 @@ _WRAPPERS: dict[str, type[_Wrapper]] = {
 
 
 def _detached(state: dict[str, Any]) -> None:
-    """Remove from a model's state what `attach` put there."""
+    """Remove from a model's state what `attach` added."""
     state.pop(_ATTRIBUTE, None)
     for name, wrapper in _WRAPPERS.items():
         if isinstance(method := state.get(name), wrapper):
@@ -377,10 +387,10 @@ def _by_name(signature: inspect.Signature, args: tuple, kwargs: dict[str, Any]) 
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside wrappers (PEFT adapters, `torch.compile`).
+    """Return the transformers model inside wrappers (PEFT adapters, `torch.compile`).
 
     Raises:
-        UnsupportedModelError: there is none, or it is wrapped in a way that changes what its KV depends on.
+        UnsupportedModelError: There is none, or it is wrapped in a way that changes what its KV depends on.
     """
     if isinstance(model, PreTrainedModel):
         return model
@@ -397,7 +407,7 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def attach(model: nn.Module) -> Attachment:
-    """Let `model` serve caches of ours. Does nothing if it does already; `detach` undoes it."""
+    """Attach to `model`, so that it serves our caches. An attached model is only wrapped again. `detach` undoes it."""
     model = base_model(model)
     with _ATTACHING:
         found = attachment_of(model)
@@ -409,7 +419,7 @@ def attach(model: nn.Module) -> Attachment:
 
 
 def detach(model: nn.Module) -> None:
-    """Leave `model` exactly as it was before `attach`; does nothing if it is not attached."""
+    """Restore `model` exactly as it was before `attach`; do nothing if it is not attached."""
     model = base_model(model)
     found = attachment_of(model)
     if found is not None:
@@ -417,5 +427,5 @@ def detach(model: nn.Module) -> None:
 
 
 def attachment_of(model: nn.Module) -> Attachment | None:
-    """What `attach` did to `model`, or None."""
+    """Return the attachment of `model`, or None."""
     return base_model(model).__dict__.get(_ATTRIBUTE)

@@ -1,8 +1,8 @@
-"""Attention and masks: the functions registered in transformers, told where the queries of a plan stand.
+"""Attention and masks: the functions registered in transformers, given the positions of a plan's queries.
 
 While a model is attached, `sdpa` and the masks of `WRAPPED` are wrapped in transformers' registries under their own
-names, since modelling code asks for names. To passes that are not ours, also in other threads, the wrappers are what
-they wrap.
+names, since modeling code looks them up by name. In passes without one of our caches, also in other threads, the
+wrappers only call the original functions.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .layers import decoder_layers
 from .scope import Replacement, Scope, current, on
 
 WRAPPED = ("sdpa", "eager")
-"""Implementations whose masks can say where each query stands."""
+"""Implementations with masks that accept the position of each query."""
 
 SELECTING = ("sdpa",)
-"""Implementations whose queries can choose what to attend to."""
+"""Implementations in which a layer's queries can select what to attend to."""
 
 _patching = threading.Lock()
 
 
 def can_select(config: PreTrainedConfig) -> bool:
-    """Whether this model's attention implementation tells us its queries."""
+    """Return whether the model's attention implementation shows us its queries."""
     return config._attn_implementation in SELECTING
 
 
 def shows_queries(model: PreTrainedModel) -> bool:
-    """Whether the model attends through the registered functions, to the keys that it hands to its cache.
+    """Return whether the model attends through the registered functions, to the keys that it passes to its cache.
 
-    Latent attention (MLA) caches what keys are made from.
+    Latent attention (MLA) caches what keys are computed from.
     """
     if getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None):
         return False
@@ -47,12 +47,12 @@ def shows_queries(model: PreTrainedModel) -> bool:
 
 
 def can_scatter(config: PreTrainedConfig) -> bool:
-    """Whether plans other than a suffix can be computed with this model's attention implementation."""
+    """Return whether plans other than a suffix can be computed with the model's attention implementation."""
     return config._attn_implementation in WRAPPED
 
 
 class _Scoped(Replacement):
-    """A registered function, and what stands in for it within passes of ours."""
+    """Registered function, with its replacement within passes with one of our caches."""
 
     def __init__(self, base: Callable[..., Any], ours: Callable[..., Any]) -> None:
         super().__init__(base)
@@ -65,7 +65,7 @@ class _Scoped(Replacement):
 
 
 def patch_attention() -> None:
-    """Wrap the registered functions. Counted: all attached models share them."""
+    """Wrap the registered functions. Calls are counted, since all attached models share the wrappers."""
     with _patching:
         for registry, functions, name, ours in _PATCHES:
             function = functions[name]
@@ -76,7 +76,7 @@ def patch_attention() -> None:
 
 
 def unpatch_attention() -> None:
-    """Undo one `patch_attention`; the last one puts the functions back."""
+    """Undo one `patch_attention`; the last call restores the functions."""
     with _patching:
         for registry, functions, name, _ in _PATCHES:
             function = functions[name]
@@ -89,10 +89,10 @@ def unpatch_attention() -> None:
 def make_mask(
     scope: Scope, base: Callable[..., Any], *args: Any, mask_function: Callable, **kwargs: Any
 ) -> torch.Tensor | None:
-    """The model's own mask, for queries that stand where the plan says.
+    """Return the model's own mask for queries at the positions of the plan.
 
-    `mask_function(batch, head, query, key)` counts queries by column. The base counts them from 0, so it is given a
-    function that looks the column up; sliding windows, padding and models' own additions come with it.
+    `mask_function(batch, head, query, key)` expects query positions. The base counts queries from 0, so it gets a
+    function that looks the position up; sliding windows, padding and additions of the model are included.
     """
     if scope.positions is not None:
         positions = on(kwargs["device"], scope.positions)  # [queries] or [batch, queries]
@@ -119,16 +119,21 @@ def attend(
     attention_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention through the fastest kernel that gives the same bits as the model's own.
+    """Compute attention with the fastest kernel that gives the same bits as the model's own.
 
     Args:
+        scope: Current pass.
+        base: Registered attention function of the model.
+        module: Attention module of the layer.
         query: `[batch, heads, queries, dim]`.
-        key: `[batch, kv_heads, columns, dim]`; value likewise. Just the computed columns, where the pass attends to a
-            part of what it restores.
-        attention_mask: as `make_mask` made it: of the columns of the layer that holds most, if they differ.
+        key: `[batch, kv_heads, columns, dim]`. Only the computed positions, if the pass attends to a part of what it
+            restores.
+        value: Like `key`.
+        attention_mask: Result of `make_mask`, for the layer that holds most positions, if layers differ.
+        **kwargs: Further arguments of the attention function.
 
     Returns:
-        `[batch, queries, heads, dim]`, and the attention weights where the base gives them.
+        `[batch, queries, heads, dim]`, and the attention weights if the base returns them.
     """
     if scope.observer is not None and _unbiased(attention_mask, kwargs):
         scope.observer.observe(module.layer_idx, query, key, kwargs.get("scaling"))
@@ -139,7 +144,7 @@ def attend(
         key, value = attended
     attention_mask = _fitting(attention_mask, key)
     if scope.fronts and (front := scope.fronts[module.layer_idx]):
-        # the front sees itself alone: no mask as large as the prompt, and no time for what a mask would hide
+        # the recomputed prefix sees only itself: no prompt-sized mask, and no computation of hidden weights
         mask = scope.front_mask(module.layer_idx, query.device)
         mine, own_key, own_value = (tensor[:, :, :front] for tensor in (query, key, value))
         output = _attend(base, module, mine, own_key, own_value, mask, kwargs)[0]
@@ -173,22 +178,22 @@ def _attend(
 
 
 def _fitting(mask: torch.Tensor | None, key: torch.Tensor) -> torch.Tensor | None:
-    """A mask of a layer's own columns: where it holds fewer than others, those in front of them are not there."""
+    """Return the mask of a layer's own positions: a layer that holds fewer than others lacks the first ones."""
     columns = key.shape[2]
     return mask if mask is None or mask.shape[-1] <= columns else mask[..., -columns:]
 
 
 def _unbiased(mask: torch.Tensor | None, kwargs: dict[str, Any]) -> bool:
-    """Whether attention is by queries and keys alone, and by what a mask hides."""
+    """Return whether attention depends only on queries, keys, and what a mask hides."""
     return (mask is None or mask.dtype == torch.bool) and kwargs.get("position_bias") is None
 
 
 def _repeats_for_nothing(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, kwargs: dict[str, Any]
 ) -> bool:
-    """Whether the base would copy keys and values once for each query head, where the kernel can share them.
+    """Return whether the base would repeat keys and values for each query head although the kernel can share them.
 
-    On the CPU the kernel gives the same bits either way; with a mask, CUDA's falls back to plain arithmetic.
+    On the CPU, the kernel gives the same bits either way. On CUDA, with a mask, it falls back to plain arithmetic.
     """
     return (
         query.device.type == "cpu"
@@ -204,4 +209,4 @@ _PATCHES = (
     (AttentionInterface, ALL_ATTENTION_FUNCTIONS, "sdpa", attend),
     *((AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS, name, make_mask) for name in WRAPPED),
 )
-"""Which registry's function of which name is replaced by what."""
+"""Registry interface, functions, name and replacement of each patched function."""

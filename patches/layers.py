@@ -1,4 +1,4 @@
-"""Dropping hidden states between layers, where a plan computes fewer columns with depth (Krul, Section 4)."""
+"""Dropping of hidden states between layers, for plans that compute fewer positions with depth (Krul, Section 4)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TAKEN = frozenset(
         *("output_attentions", "output_router_logits", "head_mask", "layer_head_mask"),
     }
 )
-"""Arguments of decoder layers that are cut with the hidden states, or say nothing of single tokens."""
+"""Arguments of decoder layers that are cut with the hidden states, or do not depend on single tokens."""
 
 
 def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
-    """The model's list of `count` decoder layers.
+    """Return the model's list of `count` decoder layers.
 
     Raises:
-        UnsupportedModelError: it has no such list.
+        UnsupportedModelError: It has no such list.
     """
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -38,22 +38,22 @@ def decoder_layers(model: nn.Module, count: int) -> nn.ModuleList:
 
 
 def can_drop(model: nn.Module, count: int) -> bool:
-    """Whether the model's layers are given nothing of each token that dropping leaves as it is.
+    """Return whether the model's layers take no argument for each token that dropping does not cut.
 
     Raises:
-        UnsupportedModelError: it has no list of `count` decoder layers.
+        UnsupportedModelError: It has no list of `count` decoder layers.
     """
     forwards = {type(layer).forward for layer in decoder_layers(model, count)}
     return all(inspect.signature(forward).parameters.keys() <= _TAKEN for forward in forwards)
 
 
 class Stopped(Exception):
-    """A pass has got as far as it was to."""
+    """Signal that a pass has reached the layer at which it was to stop."""
 
 
 @contextmanager
 def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
-    """Within this, a pass of this thread ends with `Stopped` before it comes to layer `before`."""
+    """Stop this thread's current pass with `Stopped` before layer `before`, within this context."""
     scope = current()
 
     def stop(module: nn.Module, args: tuple) -> None:
@@ -69,7 +69,7 @@ def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
 
 @contextmanager
 def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
-    """Within this, the layers from `first` on keep only the hidden states that `scope` says, in its pass."""
+    """Keep only the hidden states that `scope` specifies, in its pass from layer `first` on, within this context."""
     handles = [
         layers[i].register_forward_pre_hook(_drop_before(i, scope), with_kwargs=True) for i in range(first, len(layers))
     ]
@@ -82,8 +82,8 @@ def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
 
 def _drop_before(layer: int, scope: Scope) -> Any:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> tuple | None:
-        # other threads' passes over the same layers have hooks of their own; in them one that is just coming or going
-        # may be called without keywords
+        # passes of other threads over the same layers have their own hooks; they may call a hook that is just being
+        # added or removed without keyword arguments
         if kwargs is None or current() is not scope:
             return None
         if scope.peeks_at(layer) and runs_unnoticed(module):
@@ -95,15 +95,15 @@ def _drop_before(layer: int, scope: Scope) -> Any:
 
 
 def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's arguments, of the hidden states that it keeps."""
+    """Return a layer's arguments for the hidden states that it keeps."""
     if layer not in scope.rows:
         return args, kwargs
     rows = scope.rows[layer]
     hidden_states = args[0] if args else kwargs["hidden_states"]
     if layer in scope.kept:
         hidden_states = picked(hidden_states, scope.kept[layer], 1)
-    # all but the hidden states is made once for the first layer's queries, and handed to every layer
-    masks = () if scope.fronts else ("attention_mask",)  # fronts have none, and the rest is every layer's
+    # the other arguments are made once, for the first layer's queries, and passed to every layer
+    masks = () if scope.fronts else ("attention_mask",)  # not cut: it covers the suffix alone
     changed = {name: _sliced(name, value, rows, masks, scope.tap) for name, value in kwargs.items()}
     if args:
         return (hidden_states, *args[1:]), changed
@@ -111,9 +111,9 @@ def _dropped(scope: Scope, layer: int, args: tuple, kwargs: dict[str, Any]) -> t
 
 
 def runs_unnoticed(layer: nn.Module) -> bool:
-    """Whether nobody sees that it runs: no hook within it, no forward that was replaced, and nothing random.
+    """Return whether running the layer has no side effects: no hooks inside, no replaced forward, nothing random.
 
-    Its own hooks are left out, and those of accelerate, which brings weights from elsewhere, replace the forward.
+    The layer's own hooks do not count. Hooks of accelerate, which load offloaded weights, replace the forward.
     """
     if torch_module._global_forward_pre_hooks or torch_module._global_forward_hooks:
         return False
@@ -126,7 +126,7 @@ def runs_unnoticed(layer: nn.Module) -> bool:
 
 
 def again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's arguments with hidden states of their own, should it write to them."""
+    """Return a layer's arguments with a copy of the hidden states, in case the layer writes to them."""
     if args:
         return (args[0].clone(), *args[1:]), kwargs
     return args, kwargs | {"hidden_states": kwargs["hidden_states"].clone()}

@@ -1,9 +1,9 @@
-"""Queries ahead of their layer: hidden states on their way to a layer say what it is going to ask.
+"""Prediction of queries: an earlier layer's hidden states give approximately the queries of a later layer.
 
-From one layer to the next hidden states change little. An earlier layer's, put through a later layer's own norm, query
-projection and rotation, give nearly the queries that it will have (InfiniGen, Lee et al., OSDI 2024). Here the later
-layer's forward itself is run, up to its attention function, which keeps the queries and goes no further: so no family
-needs code of its own.
+From one layer to the next, hidden states change little. Those of an earlier layer, passed through a later layer's own
+norm, query projection and rotation, give nearly its queries (InfiniGen, Lee et al., OSDI 2024). Here the later layer's
+own forward runs up to its attention function, which records the queries and stops, so no model family needs its own
+code.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass(frozen=True, eq=False)
 class PredictedQuery:
-    """The queries that a layer is expected to have.
+    """Predicted queries of a layer.
 
     Args:
         query: `[batch, heads, n, dim]`, rotated.
-        own_keys: `[batch, kv_heads, n, dim]`, rotated: the keys of the same tokens, expected likewise.
-        scaling: of the logits; None for dim ** -0.5.
+        own_keys: `[batch, kv_heads, n, dim]`, rotated: predicted keys of the same tokens.
+        scaling: Scale of the logits; None for dim ** -0.5.
     """
 
     query: torch.Tensor
@@ -41,15 +41,15 @@ class PredictedQuery:
 
 
 class LookAhead:
-    """Predicts queries within one pass.
+    """Prediction of queries within one pass.
 
     Args:
-        scope: the pass.
-        layers: the model's decoder layers.
-        asking: the layers whose queries are predicted, ascending. The model gives them all the same arguments.
-        distance: by so many of `asking` the prediction precedes the layer; for the first ones by fewer.
-        opaque: layers that cannot be run this way, which are added here and not tried again.
-        targets: those of `asking` that are to be predicted; None for all.
+        scope: Scope of the pass.
+        layers: Decoder layers of the model.
+        asking: Layers with predicted queries, ascending. The model passes the same arguments to all of them.
+        distance: Number of `asking` layers from a prediction to its layer; fewer for the first ones.
+        opaque: Layers that cannot be run this way. They are added here and not tried again.
+        targets: Layers of `asking` to predict; None for all.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class LookAhead:
             for place, layer in enumerate(asking)
             if place and (targets is None or layer in targets)
         }
-        self._seen: dict[int, tuple[tuple, dict[str, Any]]] = {}  # what the sources were called with
+        self._seen: dict[int, tuple[tuple, dict[str, Any]]] = {}  # arguments of the source layers
         self._predicted: dict[int, PredictedQuery | None] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within this, what the model hands to its layers is noted."""
+        """Record the arguments that the model passes to its layers, within this context."""
         sources = dict.fromkeys(self._source.values())
         handles = [self._layers[i].register_forward_pre_hook(self._note(i), with_kwargs=True) for i in sources]
         try:
@@ -83,20 +83,20 @@ class LookAhead:
             self._seen.clear()
 
     def after(self, layer: int) -> list[int]:
-        """The layers whose queries can be predicted when `layer` has begun, and not before."""
+        """Return the layers with queries that can be predicted once `layer` has begun, and not before."""
         return [target for target, source in self._source.items() if source == layer]
 
     def query(self, layer: int) -> PredictedQuery | None:
-        """What is predicted for a layer; None if its source has not begun, or it cannot be predicted."""
+        """Return the prediction for a layer; None if its source layer has not begun, or it cannot be predicted."""
         if layer not in self._predicted and self._source.get(layer) in self._seen:
             self._predicted[layer] = None if layer in self._opaque else self._predict(layer)
             if self.after(source := self._source[layer])[-1] == layer:
-                del self._seen[source]  # these ask one after another
+                del self._seen[source]  # the targets of a source are requested in order
         return self._predicted.get(layer)
 
     def _note(self, layer: int) -> Any:
         def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
-            # another thread's pass may use the same model, and call a hook that comes or goes without keywords
+            # a pass of another thread may call a hook that is being added or removed without keyword arguments
             if kwargs is not None and current() is self._scope:
                 self._seen[layer] = args, kwargs
 
@@ -120,11 +120,11 @@ class LookAhead:
 
 
 class _Asked(Exception):
-    """A layer has got as far as its attention."""
+    """Signal that a layer has reached its attention."""
 
 
 class _Peek(QueryObserver):
-    """Keeps the queries, and ends the layer there. Without a cache its keys are those of the same tokens."""
+    """Observer that records the queries and stops the layer. Without a cache, its keys are those of the same tokens."""
 
     found: PredictedQuery | None = None
 
@@ -134,6 +134,6 @@ class _Peek(QueryObserver):
 
 
 def _again(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """A layer's arguments without its cache, and with hidden states of their own."""
+    """Return a layer's arguments without its cache, and with a copy of the hidden states."""
     args = tuple(None if isinstance(value, Cache) else value for value in args)
     return again(args, {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()})

@@ -1,7 +1,7 @@
-"""An attached model is copied and pickled as one that never was attached.
+"""Copying and pickling of an attached model as if it had never been attached.
 
-`pickle`, `torch.save` and `copy.deepcopy` ask an object for `__reduce_ex__`. Each module that `attach` changes gets one
-of its own, which leaves out what `attach` added. What is written can be read where this library is not installed.
+`pickle`, `torch.save` and `copy.deepcopy` call `__reduce_ex__` of an object. Each module that `attach` changes gets its
+own, which omits what `attach` added. The result can be loaded where this library is not installed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class _Reduce:
     """`__reduce_ex__` of one module.
 
     Args:
-        module: the module.
-        clean: takes a copy of the module's `__dict__` and removes from it what was added.
+        module: The module.
+        clean: Removes what was added from a copy of the module's `__dict__`.
     """
 
     def __init__(self, module: nn.Module, clean: Callable[[State], None]) -> None:
@@ -39,7 +39,7 @@ class _Reduce:
 
 
 def pickle_without(module: nn.Module, clean: Callable[[State], None]) -> None:
-    """From now on copies and pickles of `module` lack what `clean` removes from its state."""
+    """Omit from later copies and pickles of `module` what `clean` removes from its state."""
     module.__dict__[_NAME] = _Reduce(module, clean)
 
 
@@ -50,7 +50,7 @@ def pickle_as_it_is(module: nn.Module) -> None:
 
 
 def without_hook(handle: RemovableHandle) -> Callable[[State], None]:
-    """Removes one forward hook from a module's state."""
+    """Return a function that removes one forward hook from a module's state."""
 
     def clean(state: State) -> None:
         for name in ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"):

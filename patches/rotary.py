@@ -1,8 +1,8 @@
-"""Deferred RoPE: keys are caught before their rotation, and rotated on load by the model's own function.
+"""Deferred RoPE: keys are captured before their rotation, and rotated on load by the model's own function.
 
-Two things are watched during a pass: the modules that make cos and sin tables, and the modelling code's
-`apply_rotary_pos_emb` (and its variants). What they are given and return says for each layer which tensor rotates,
-how much of it, and how to do the same at other positions. No family needs code of its own.
+A pass observes two things: the modules that make cos and sin tables, and the modeling code's `apply_rotary_pos_emb`
+(and its variants). Their arguments and results show for each layer which tensor is rotated, how many of its dimensions,
+and how to rotate at other positions. No model family needs its own code.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from .scope import Replacement, current, on, picked
 _patching = threading.Lock()
 
 _PIECE_BYTES = 512 << 10
-"""What the CPU rotates at once: the rotation makes several tensors of this size, and memory for larger ones comes from
-the system each time, page by page. At 4096 tokens that took longer than all the rest of a restore."""
+"""Number of bytes that the CPU rotates at once. The rotation makes several tensors of this size, and memory for larger
+ones comes from the system each time, page by page. At 4096 tokens that took longer than the rest of a restore."""
 
 
 @dataclass(eq=False)
 class Call:
-    """A call that was seen, and can be made again.
+    """Recorded call that can be repeated.
 
     Args:
-        function: what was called.
-        places: of its parameters, by name. Binding a signature at every layer and token would cost more than rotating.
-        args, kwargs: what it was given.
+        function: Called function.
+        places: Index of each parameter, by name. Binding a signature at every layer and token would cost more than the
+            rotation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
     """
 
     function: Callable[..., Any]
@@ -44,12 +46,12 @@ class Call:
     kwargs: dict[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """What it was given under a name."""
+        """Return the argument with this name."""
         place = self.places[name]
         return self.args[place] if place < len(self.args) else self.kwargs[name]
 
     def again(self, **changed: Any) -> Any:
-        """The same call with some arguments changed."""
+        """Repeat the call with some arguments changed."""
         args, kwargs = list(self.args), dict(self.kwargs)
         for name, value in changed.items():
             if (place := self.places[name]) < len(args):
@@ -61,44 +63,44 @@ class Call:
 
 @dataclass(eq=False)
 class RotaryTable:
-    """One call of a module that makes cos and sin tables."""
+    """Recorded call of a module that makes cos and sin tables."""
 
     call: Call
     cos: torch.Tensor
     sin: torch.Tensor
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[1, n, dims]` at other positions of text, int64 `[n]`, under the frequencies of this pass."""
+        """Return cos and sin `[1, n, dims]` at text positions, int64 `[n]`, with the frequencies of this pass."""
         asked: torch.Tensor = self.call["position_ids"]
-        # some frequencies depend on the longest position of a pass: it is shown to the module, and cut off again
+        # some frequencies depend on the largest position of a pass: append it, and cut its result off
         latest = on(positions.device, asked.max()).view(1)
         cos, sin = self.call.again(position_ids=torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1))
         return cos[:, :-1], sin[:, :-1]
 
 
 class KeptTables:
-    """Tables on the CPU that the passes of a model share: of 128k positions, one takes as long as ten layers.
+    """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
 
-    A table that is kept is compared with what the pass's own module gives now, for two of its positions.
+    A kept table is compared with what the pass's own module gives now, at two of its positions.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[1, stop or more, dims]`, under the frequencies of the pass that `table` is of."""
+        """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
         call = table.call
         kinds = (given for given in (*call.args, *call.kwargs.values()) if isinstance(given, str))
         key = call.function, *kinds  # one module may make tables of several kinds of layers
         held = self._held.get(key)
         if held is None or held[0].shape[1] < stop or not _agree(held, table, stop):
-            with torch.inference_mode(False), torch.no_grad():  # later passes use it outside of it, too
+            with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
                 held = self._held[key] = table.at(torch.arange(stop))
         return held
 
 
 def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
-    """Whether kept tables are those of the pass: other frequencies would differ at the second position, or the last."""
+    """Return whether kept tables are those of the pass. Other frequencies differ at the second or the last position."""
     some = torch.tensor([min(1, stop - 1), stop - 1])
     for kept, now in zip(held, table.at(some), strict=True):
         if kept.dtype != now.dtype or not torch.equal(kept[:, some], now):
@@ -108,23 +110,24 @@ def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: in
 
 @dataclass(eq=False)
 class RotaryCall(Call):
-    """One call of the modelling code's rotation of queries and keys.
+    """Recorded call of the modeling code's rotation of queries and keys.
 
     Args:
-        rotated: the keys that it returned.
-        table: what it was given, as far as that was seen.
+        rotated: Keys that it returned.
+        table: Table that it was given, if observed.
     """
 
     rotated: torch.Tensor
     table: RotaryTable | None = None
 
     def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
-        """The same rotation, in place, of other keys, `[batch, heads, n, dims]`.
+        """Rotate other keys in the same way, in place.
 
         Args:
-            keys: which.
-            cos, sin: tables `[1, first + n, dims]`, or longer ones: the keys' own begin with row `first`.
-            first: see there.
+            keys: `[batch, heads, n, dims]`.
+            cos: Table `[1, first + n, dims]`, or longer.
+            sin: Like `cos`.
+            first: Row of the tables for the first key.
         """
         columns = step = keys.shape[2]
         if keys.device.type == "cpu" and keys.numel():
@@ -136,50 +139,51 @@ class RotaryCall(Call):
 
     def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         try:
-            return self.again(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is wanted
-        except RuntimeError:  # it infers a size from those that are left, so that there must be some
+            return self.again(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is needed
+        except RuntimeError:  # it infers a size from the queries, so one is needed
             return self.again(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
 
 
 @dataclass
 class PreRopeKV:
-    """A layer's two tensors as they are stored, and how the rotated one gets its rotation back."""
+    """Keys and values of a layer as they are stored, and how to rotate the one that is rotated."""
 
     keys: torch.Tensor
     values: torch.Tensor
     rotated: Literal["", "key", "value"] = ""
     dims: int = 0
     position_independent: bool = True
-    """False if a rotation may be in the tensors that could not be taken out."""
+    """False if the tensors may contain a rotation that could not be removed."""
     call: RotaryCall | None = None
 
     @property
     def rotation(self) -> RotaryCall:
-        """How it got its rotation; only where something rotates."""
+        """Recorded rotation; only available if one of the tensors is rotated."""
         assert self.call is not None
         return self.call
 
 
 @dataclass(eq=False)
 class RotaryTap:
-    """What was seen of rotations in one forward pass.
+    """Rotations observed in one forward pass.
 
     Args:
-        kept: tables of earlier passes.
+        kept: Tables of earlier passes.
     """
 
     kept: KeptTables = field(default_factory=KeptTables)
     tables: list[RotaryTable] = field(default_factory=list)
     last: RotaryCall | None = None
     rotates: bool = False
-    """Whether any layer of this pass was seen to rotate."""
+    """Whether any layer of this pass was observed to rotate."""
     _picked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
-        """What the layer that calls `update(keys, values)` would have handed over without its rotation.
+        """Return what the layer that calls `update(keys, values)` would have passed without its rotation.
 
-        A call is used up by the layer that made it, so that it never leaks to a layer without rotation (NoPE).
+        The recorded rotation is used up by the layer that made it, so it never applies to a layer without rotation
+        (NoPE).
         """
         call, self.last = self.last, None
         if call is None:
@@ -187,59 +191,60 @@ class RotaryTap:
         self.rotates, before, rotated = True, call["k"], call.rotated
         call.table = self._table_with(call["cos"], call["sin"])
         if call.table is None or rotated.data_ptr() == before.data_ptr():
-            return PreRopeKV(keys, values, position_independent=False)  # tables from elsewhere, or rotated in place
+            return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
         dims = before.shape[-1]
         if _same(keys, rotated):
             return PreRopeKV(before, values, "key", dims, True, call)
         if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
             return PreRopeKV(keys, before, "value", dims, True, call)
-        if _begins_with(keys, rotated):  # partial rotation: the rotated part was joined with the rest
+        if _begins_with(keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
             return PreRopeKV(torch.cat([before, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
         return PreRopeKV(keys, values, position_independent=False)
 
     def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
-        """Rotate, in place, keys of the positions `first`, `first + 1`, … as those of `like` were.
+        """Rotate, in place, keys of the positions `first`, `first + 1`, … in the way that those of `like` were rotated.
 
         Args:
-            like: keys that rotate.
+            like: Keys that rotate.
             tensor: `[batch, heads, n, dim]`.
+            first: Position of the first key.
         """
         call = like.rotation
         cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
         call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin, first)
 
     def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
-        """The same for keys of any positions.
+        """Rotate, in place, keys of any positions in the way that those of `like` were rotated.
 
         Args:
-            like: keys that rotate.
+            like: Keys that rotate.
             tensor: `[heads, n, dim]`.
             positions: int64 `[sets, n]` on the tensor's device: one set for all heads, or one for each.
-            stop: they are all below this.
+            stop: Upper bound of the positions, exclusive.
         """
         call = like.rotation
         cos, sin = self._tables_at(call, stop, tensor.device)
         part = tensor[..., : like.dims]
-        part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads that stand elsewhere are rows of a batch
-        rows = positions.reshape(-1)  # rows in one piece are copied as such
+        part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads with other positions become rows of a batch
+        rows = positions.reshape(-1)  # a flat index copies whole rows
         call.rotate_(part, *(table[0].index_select(0, rows).unflatten(0, positions.shape) for table in (cos, sin)))
 
     def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """At least `stop` positions: rows that end elsewhere share the longest table."""
+        """Return tables of at least `stop` positions: rows of different lengths share the longest table."""
         table = call.table
-        assert table is not None  # else `take` has left the rotation in
+        assert table is not None  # otherwise `take` did not remove the rotation
         key = (id(table), device)
         if key not in self._at or self._at[key][0].shape[1] < stop:
             where = table.call["position_ids"].device
             if where.type == "cpu":
                 cos, sin = self.kept.at(table, stop)
-            else:  # where to compare would be to wait
+            else:  # a comparison would wait for the device
                 cos, sin = table.at(torch.arange(stop, device=where))
             self._at[key] = on(device, cos), on(device, sin)
         return self._at[key]
 
     def pick(self, tables: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the rows of cos and sin tables that a layer's queries need, and note what they are rows of."""
+        """Return the rows of cos and sin tables that a layer's queries need, and record the tables they come from."""
         some = tuple(picked(table, rows, 1) for table in tables)
         self._picked = some, tables
         return some
@@ -247,8 +252,8 @@ class RotaryTap:
     def _table_with(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
         """Return the table that a rotation was given, or None if it got other values than a module made.
 
-        Code between a module and the rotation may scale what the module made: then the module cannot give the tables
-        of other positions. A copy, such as one on another device, is compared.
+        Code between a module and the rotation may scale what the module made: then the module cannot give the tables of
+        other positions. A copy, such as one on another device, is compared by value.
         """
         some, whole = self._picked
         if len(some) == 2 and some[0] is cos and some[1] is sin:
@@ -273,7 +278,7 @@ def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:
     if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
         return False
     if keys.is_cuda and keys.shape[2] == 1:
-        return True  # seen in the prompt's pass already; comparing would stop the GPU at every layer and token
+        return True  # checked in the prompt's pass; comparing would make the CPU wait for the GPU each time
     return torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:])
 
 
@@ -281,7 +286,7 @@ def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:
 
 
 def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
-    """Watch every module that makes cos and sin tables. Returns these modules, and the handles of their hooks."""
+    """Register a hook on every module that makes cos and sin tables. Return these modules with their hook handles."""
     watched = []
     for module in model.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -292,7 +297,7 @@ def watch_tables(model: nn.Module) -> list[tuple[nn.Module, RemovableHandle]]:
 
 
 def _places(function: Callable[..., Any]) -> dict[str, int]:
-    """Of a function's parameters, by name."""
+    """Return the index of each parameter of a function, by name."""
     return {name: place for place, name in enumerate(inspect.signature(function).parameters)}
 
 
@@ -303,7 +308,7 @@ def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
             return
         call = Call(module.forward, places, args, kwargs)
         positions, (cos, sin) = call["position_ids"], output
-        # one position a token, or several (vision models) that are equal in text
+        # one position per token, or several (vision models), which are equal for text
         if positions.ndim in (2, 3) and cos.ndim == 3 and cos.shape[1] == positions.shape[-1]:
             scope.tap.tables.append(RotaryTable(call, cos, sin))
 
@@ -311,7 +316,11 @@ def _note_table(places: Mapping[str, int]) -> Callable[..., None]:
 
 
 def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
-    """Where the model's classes find functions that rotate queries and keys: pairs of a module and a name in it."""
+    """Return the functions that rotate queries and keys, as found by the model's classes.
+
+    Returns:
+        Pairs of a module and a name in it.
+    """
     found: dict[tuple[str, str], tuple[ModuleType, str]] = {}
     for name in sorted({type(module).__module__ for module in model.modules()}):
         module = sys.modules.get(name)
@@ -326,7 +335,7 @@ def rotary_functions(model: nn.Module) -> list[tuple[ModuleType, str]]:
 
 
 def patch_function(module: ModuleType, name: str) -> None:
-    """Wrap a rotation function so that passes of ours see its calls. Counted: two models may share it."""
+    """Wrap a rotation function so that our passes see its calls. Calls are counted: models may share it."""
     with _patching:
         function = getattr(module, name)
         if not isinstance(function, _Watched):
@@ -336,7 +345,7 @@ def patch_function(module: ModuleType, name: str) -> None:
 
 
 def unpatch_function(module: ModuleType, name: str) -> None:
-    """Undo one `patch_function`; the last one puts the function back."""
+    """Undo one `patch_function`; the last call restores the function."""
     with _patching:
         function = getattr(module, name)
         if isinstance(function, _Watched):
@@ -346,7 +355,7 @@ def unpatch_function(module: ModuleType, name: str) -> None:
 
 
 class _Watched(Replacement):
-    """A rotation function that tells the current pass of its calls."""
+    """Rotation function that reports its calls to the current pass."""
 
     def __init__(self, function: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__(function)

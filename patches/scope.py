@@ -1,4 +1,4 @@
-"""The forward pass under way in this thread, for the patches to find."""
+"""Scope of the current forward pass of a thread, for the patches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Replacement:
-    """Stands in for a function of transformers, or a method of a model, while a model is attached.
+    """Replacement of a transformers function or a model's method, while a model is attached.
 
     Args:
-        original: what it stands in for, and computes the same as.
+        original: The replaced function. Results are the same.
     """
 
     def __init__(self, original: Callable[..., Any]) -> None:
@@ -28,35 +28,39 @@ class Replacement:
 
 
 class QueryObserver(Protocol):
-    """Is told the queries of one pass, layer by layer, before they attend; it changes nothing.
+    """Observer of the queries of one pass, layer by layer, before they attend. It changes nothing.
 
-    Told are layers that attend through the registered function, by queries and keys alone: a mask that adds to logits,
-    or a bias by position, would make their attention another.
+    It sees layers that attend through the registered function, by queries and keys alone: a mask that is added to
+    logits, or a position bias, would change their attention.
     """
 
     def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
-        """A layer's queries, `[batch, heads, n, dim]`, rotated, of the columns that it computes.
+        """Observe a layer's queries of the positions that it computes.
 
         Args:
-            keys: `[batch, kv_heads, columns, dim]`, rotated: what its cache has handed over.
-            scaling: of the logits; None for dim ** -0.5.
+            layer: Layer index.
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, rotated, as returned by the layer's cache.
+            scaling: Scale of the logits; None for dim ** -0.5.
         """
 
 
 @dataclass(eq=False)
 class Scope:
-    """One forward pass with one of our caches.
+    """State of one forward pass with one of our caches.
 
     Args:
-        cache: the cache that this pass serves.
-        tap: what the rotary patch has seen.
-        positions: columns of the queries, int64 `[queries]`, or `[batch, queries]` where rows have their own, if they
-            are no plain suffix; else None. Such tensors of indices lie on the model's device.
-        kept: for layers that compute fewer columns than the one before, which of its hidden states they keep: likewise.
-        visible: which columns queries may attend to at all, bool `[batch, columns]`; None: as the model's mask says.
-        rows: for layers that compute fewer columns than the first one, which of its queries are theirs: likewise.
-        fronts: for each layer how many of its queries, the first ones, stand at the first columns, one after the other;
-            masks and `positions` are of the others alone. () where no layer has such.
+        cache: Cache of the pass.
+        tap: Rotations observed by the rotary patch.
+        positions: Padded positions of the queries if they are not a plain suffix, else None: int64 `[queries]`, or
+            `[batch, queries]` if rows have different ones. Index tensors are on the model's device.
+        kept: For each layer that computes fewer positions than the one before, the indexes of that layer's hidden
+            states that it keeps. Shapes as for `positions`.
+        visible: Positions that queries may attend to at all, bool `[batch, columns]`; None: as the model's mask says.
+        rows: For each layer that computes fewer positions than the first one, the indexes of the first layer's queries
+            that it has. Shapes as for `positions`.
+        fronts: For each layer, the number of its queries that belong to a recomputed prefix: the first ones, at the
+            first positions. Masks and `positions` cover only the other queries. () if no layer has any.
     """
 
     cache: object
@@ -67,9 +71,9 @@ class Scope:
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     fronts: tuple[int, ...] = ()
     selects: bool = False
-    """Whether `attend` says what queries attend to."""
+    """Whether `attend` determines what queries attend to."""
     observer: QueryObserver | None = None
-    """Who wants to see the queries, if anybody."""
+    """Observer of the queries, if any."""
 
     def attend(
         self,
@@ -80,36 +84,36 @@ class Scope:
         mask: torch.Tensor | None,
         scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """What a layer's queries, `[batch, heads, n, dim]`, attend to, given what its cache has handed over.
+        """Return the keys and values that a layer's queries, `[batch, heads, n, dim]`, attend to, given its cache's.
 
-        Or what they get of it, `[batch, heads, n, dim]`, where attention is done already.
+        Alternatively return the attention output, `[batch, heads, n, dim]`, if attention is computed here.
         """
         return keys, values
 
     def peeks_at(self, layer: int) -> bool:
-        """Whether a layer first runs up to its attention, which may say that it computes fewer columns."""
+        """Return whether to preview a layer: run it up to its attention, which may reduce what it computes."""
         return False
 
     def peek(self, layer: int, run: Callable[[], object]) -> None:
-        """Let it: `run` runs the layer on what the one before has computed."""
+        """Preview a layer: `run` runs it on what the layer before has computed."""
 
     def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
-        """The mask of a layer's front, bool `[1, 1, queries, columns]`; None where that is causal and no more."""
+        """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, columns]`; None if plainly causal."""
         return None
 
 
 def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` on `device`: itself, but where a model's layers lie on several."""
+    """Return `tensor` on `device`. A copy is made only if a model's layers are on several devices."""
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
 
 
 def picked(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    """Some of what stands along a dimension.
+    """Select entries along a dimension.
 
     Args:
         tensor: `[batch or 1, ...]`.
-        index: int64 `[n]`, or `[batch, n]` for each row of the batch its own.
-        dim: behind the batch's.
+        index: int64 `[n]`, or `[batch, n]` with different entries for each row of the batch.
+        dim: Dimension after that of the batch.
     """
     index = on(tensor.device, index)
     if index.ndim == 1:
@@ -124,11 +128,12 @@ _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default
 
 
 current: Callable[[], Scope | None] = _current.get
-"""Gives the pass under way in this thread, or None. Asked at every layer and token, so it is no Python function."""
+"""Function that returns the scope of this thread's pass, or None. It runs at every layer and token, so it is a C
+function."""
 
 
 def leave(cache: object) -> None:
-    """No pass with this cache is under way in this thread, whatever was interrupted on the way out of one."""
+    """Clear this thread's scope if it belongs to `cache`, for example after an interrupted pass."""
     scope = _current.get()
     if scope is not None and scope.cache is cache:
         _current.set(None)
@@ -136,7 +141,7 @@ def leave(cache: object) -> None:
 
 @contextmanager
 def entered(scope: Scope) -> Iterator[Scope]:
-    """Make `scope` the current one."""
+    """Make `scope` the current one, within this context."""
     token = _current.set(scope)
     try:
         yield scope

@@ -1,7 +1,7 @@
-"""The metrics, each an `evaluate.Metric`; one file for each family and one row here.
+"""Metrics as `evaluate.Metric` classes; each family has its own file.
 
-Two figures come with every task and need no answers: agreement with full KV and, where answers are generated, the
-perplexity of the reference answer (see `eval.scoring`).
+Two other figures need no metric class: agreement with full KV and, in tasks without choices, the likelihood of the
+reference answer (see `eval.runner`).
 """
 
 from __future__ import annotations

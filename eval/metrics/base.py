@@ -1,4 +1,4 @@
-"""What all metrics share: `evaluate.Metric` classes that load from here, without a network."""
+"""Base class of the metrics: an `evaluate.Metric` that loads without a network."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..tasks.base import Example
 
 
 class ExampleMetric(evaluate.Metric):
-    """A metric that is a mean over examples.
+    """Metric that is a mean over examples.
 
-    `predictions` are strings; `references` are lists of accepted answers. `compute` returns the mean, in percent where
-    the metric is a share, and the scores one by one.
+    `predictions` are strings; `references` are lists of accepted answers. `compute` returns the mean, in percent if
+    the metric is a share, and the score of each example.
     """
 
     about = ""
@@ -40,16 +40,16 @@ class ExampleMetric(evaluate.Metric):
         return {self.name: float(np.mean(scores)), "scores": scores}
 
     def score(self, prediction: str, answers: list[str], example: Example | None = None) -> float:
-        """Of one prediction: by default the best over the accepted answers, in percent."""
+        """Return the score of one prediction, in percent: by default the maximum over the accepted answers."""
         return max((self.compare(prediction, answer) for answer in answers), default=0.0)
 
     @abstractmethod
     def compare(self, prediction: str, answer: str) -> float:
-        """Of one prediction against one answer, in percent."""
+        """Return the score of one prediction against one answer, in percent."""
 
 
 def interval(scores: list[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Bootstrap interval of the mean (percentiles of 2,000 resamples, fixed seed)."""
+    """Return the bootstrap interval of the mean (percentiles of 2,000 resamples, fixed seed)."""
     if len(scores) < 2 or min(scores) == max(scores):
         return (float(np.mean(scores)),) * 2
     result = stats.bootstrap(

@@ -1,4 +1,4 @@
-"""Multiple choice: whether the choice that was made is the right one."""
+"""Accuracy of multiple choice."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .base import ExampleMetric
 
 
 class Accuracy(ExampleMetric):
-    """Share of right choices."""
+    """Share of right choices, in percent."""
 
     name = "accuracy"
     about = "share of right choices, in percent"

@@ -1,4 +1,4 @@
-"""LongBench's own rules (Bai et al. 2023): classification, retrieval, counting, similarity of code."""
+"""Metrics of LongBench (Bai et al. 2023): classification, retrieval, counting, similarity of code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .base import ExampleMetric
 
 
 class Classification(ExampleMetric):
-    """The label is named in the answer. Where several are, each counts for its share.
+    """Score for naming the right label in the answer, divided by the number of labels that are named.
 
-    A label that is part of the right one does not count as another.
+    A label that is a substring of the right label does not count as another label.
     """
 
     name = "classification"
@@ -34,7 +34,7 @@ class Classification(ExampleMetric):
 
 
 class Retrieval(ExampleMetric):
-    """Of the numbers in the answer, the share that is the right paragraph's."""
+    """Share of numbers in the prediction that equal the number of the right paragraph."""
 
     name = "retrieval"
     about = "numbers that are the right paragraph's, in percent"
@@ -44,7 +44,7 @@ class Retrieval(ExampleMetric):
 
 
 class Count(ExampleMetric):
-    """Of the numbers in the answer, the share that is the right count."""
+    """Share of numbers in the prediction that equal the right count."""
 
     name = "count"
     about = "numbers that are the right count, in percent"
@@ -54,7 +54,7 @@ class Count(ExampleMetric):
 
 
 class CodeSimilarity(ExampleMetric):
-    """Similarity of the first line of code (fences and comments left out), as the share of an edit distance."""
+    """Edit similarity (`fuzz.ratio`) of the first line of code, without fences and comments."""
 
     name = "code_similarity"
     about = "similarity of the first line, in percent"

@@ -1,4 +1,4 @@
-"""Answers to questions: F1 over words, and exact match."""
+"""Metrics of question answering: F1 over words, and exact match."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .text import chinese_words, overlap_f1, plain, plain_chinese
 
 
 class QaF1(ExampleMetric):
-    """F1 over words after SQuAD's normalisation (Rajpurkar et al. 2016), best over the answers."""
+    """F1 over words after SQuAD's normalisation (Rajpurkar et al. 2016), maximum over the answers."""
 
     name = "qa_f1"
     about = "F1 over words, in percent"
@@ -17,7 +17,7 @@ class QaF1(ExampleMetric):
 
 
 class ChineseQaF1(ExampleMetric):
-    """F1 over words of Chinese text, without punctuation (LongBench), best over the answers."""
+    """F1 over words of Chinese text, without punctuation (LongBench), maximum over the answers."""
 
     name = "qa_f1_zh"
     about = "F1 over words, in percent"
@@ -28,7 +28,7 @@ class ChineseQaF1(ExampleMetric):
 
 
 class ExactMatch(ExampleMetric):
-    """Whether the answer is one of the accepted ones, after the same normalisation."""
+    """Exact match with an accepted answer, after SQuAD's normalisation."""
 
     name = "exact_match"
     about = "exact match, in percent"

@@ -1,4 +1,4 @@
-"""ROUGE-L as LongBench has it: by the package `rouge`, whose definition differs from that of `rouge-score`."""
+"""ROUGE-L as in LongBench: computed by the package `rouge`, which differs from `rouge-score` in its definition."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .text import chinese_words
 
 
 class RougeL(ExampleMetric):
-    """F-measure of the longest common subsequences of sentences (Lin 2004), best over the answers.
+    """F-measure of the longest common subsequences of sentences (Lin 2004), maximum over the answers.
 
-    LongBench counts 0 for a prediction without words, and for one whose sentences are too long for the package.
+    The score is 0, as in LongBench, for a prediction without words, and for one with sentences that are too long for
+    the package.
     """
 
     name = "rouge_l"
@@ -31,7 +32,7 @@ class RougeL(ExampleMetric):
 
 
 class ChineseRougeL(RougeL):
-    """The same over the words of Chinese text."""
+    """ROUGE-L over the words of Chinese text."""
 
     name = "rouge_l_zh"
 

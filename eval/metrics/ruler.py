@@ -1,4 +1,4 @@
-"""RULER's rule (Hsieh et al. 2024): which of the wanted strings stand in the answer, whatever the case."""
+"""Metrics of RULER (Hsieh et al. 2024): case-insensitive search for the expected strings in the prediction."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .base import ExampleMetric
 
 
 class StringMatch(ExampleMetric):
-    """Share of the wanted strings that are there."""
+    """Share of expected strings that the prediction contains."""
 
     name = "string_match"
     about = "wanted strings that are there, in percent"
@@ -20,7 +20,7 @@ class StringMatch(ExampleMetric):
 
 
 class StringMatchAny(StringMatch):
-    """Whether any of the wanted strings is there."""
+    """Score of 100 if the prediction contains any expected string, else 0."""
 
     name = "string_match_any"
     about = "any wanted string there, in percent"

@@ -1,4 +1,4 @@
-"""How answers are made comparable."""
+"""Text normalization and word overlap for metrics."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from collections import Counter
 
 import jieba
 
-jieba.setLogLevel(logging.WARNING)  # it tells of its dictionary when it is first used
+jieba.setLogLevel(logging.WARNING)  # on first use it logs that it loads its dictionary
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def plain(text: str) -> str:
-    """Lower case, without punctuation, articles and spare blanks: SQuAD's rule, which LongBench and others keep."""
+    """Normalize text as SQuAD and LongBench do: lower case, no punctuation, no articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def chinese_words(text: str) -> list[str]:
-    """Return the words of Chinese text, which has no blanks between them; punctuation counts as words."""
+    """Split Chinese text, which has no spaces between words, into words. Punctuation marks count as words."""
     return list(jieba.cut(text))
 
 
 def plain_chinese(word: str) -> str:
-    """Lower case, without blanks, punctuation and the symbols of full width: LongBench's rule."""
+    """Normalize a Chinese word as LongBench does: lower case, no spaces, punctuation or full-width symbols."""
     return "".join(letter for letter in word.lower() if not letter.isspace() and not _is_punctuation(letter))
 
 
@@ -37,7 +37,7 @@ def _is_punctuation(letter: str) -> bool:
 
 
 def overlap_f1(prediction: list[str], answer: list[str]) -> float:
-    """Harmonic mean of precision and recall of words, each counted as often as it stands in both; 0 to 1."""
+    """Return the F1 score of two word lists, from 0 to 1. Repeated words count as often as both lists contain them."""
     shared = sum((Counter(prediction) & Counter(answer)).values())
     if not shared:
         return 0.0

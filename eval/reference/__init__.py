@@ -1,1 +1,1 @@
-"""Reference models: small, trained here from scratch, on a language in which the context matters."""
+"""Small reference models, trained from scratch on a generated language in which answers depend on the context."""

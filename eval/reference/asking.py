@@ -1,4 +1,4 @@
-"""Asking a model: a context is computed once, and answers are decoded behind it."""
+"""Queries to a reference model: the context is prefilled once, and answers are decoded after it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from .language import Context, Language, Question
 
 
 def load(folder: Path, yarn: float = 1.0, trained: int = 0) -> PreTrainedModel:
-    """A model in float32, reading contexts `yarn` times as long as those of `trained` tokens that it was trained on.
+    """Load a model in float32, optionally with YaRN (Peng et al. 2023, implementation of transformers).
 
-    YaRN (Peng et al. 2023) as transformers has it.
+    Args:
+        folder: folder of the model.
+        yarn: factor by which YaRN extends the context; 1 for none.
+        trained: context length in tokens that the model was trained on; used with YaRN only.
     """
     config = AutoConfig.from_pretrained(folder)
     if yarn != 1:
@@ -31,17 +34,19 @@ def load(folder: Path, yarn: float = 1.0, trained: int = 0) -> PreTrainedModel:
 
 
 def language_of(folder: Path) -> Language:
-    """The language in the model's tokens, among the text that ships with the project."""
+    """Return the language with the tokenizer of a model and the text that ships with the project."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     text = tokenizer(" ".join(sentences(Data(None))), add_special_tokens=False)["input_ids"]
     return Language(tokenizer, np.array(text))
 
 
 class Asked:
-    """A context that a model has read.
+    """Context that is prefilled into the cache of a model.
 
     Args:
-        mask: bool `[tokens, tokens]`, which token sees which, where that is not all before it.
+        model: model to query.
+        context: context to prefill.
+        mask: attention mask, bool `[tokens, tokens]`; None for causal attention.
     """
 
     def __init__(self, model: PreTrainedModel, context: Context, mask: torch.Tensor | None = None) -> None:
@@ -51,12 +56,14 @@ class Asked:
         self._pass(ids, None if mask is None else mask[None, None])
 
     def answers(self, questions: Sequence[Question], seen: torch.Tensor | None = None) -> list[tuple[int, ...]]:
-        """What is answered to questions that are asked one after another: greedily, as many tokens as are right.
+        """Ask questions one after another and return the answers, each as long as the right answer.
 
-        To a question about values it is the likeliest first tokens, as many as there are values.
+        Answers are decoded greedily. The answer to a `values` question is the set of most likely first tokens, as many
+        as there are values.
 
         Args:
-            seen: bool `[self.tokens]`, which of the context's tokens questions and answers see; all, if None.
+            questions: questions in order; later ones attend to earlier questions and answers.
+            seen: bool `[self.tokens]`, context tokens that questions and answers attend to; None for all.
         """
         found, last = list[tuple[int, ...]](), list[int]()
         for question in questions:
@@ -72,19 +79,19 @@ class Asked:
         return found
 
     def is_right(self, question: Question, seen: torch.Tensor | None = None) -> bool:
-        """Whether this question, asked alone, is answered."""
+        """Return whether the question, asked alone, is answered correctly."""
         return question.is_answer(self.answers([question], seen)[0])
 
     def attention(self, ids: Sequence[int]) -> list[torch.Tensor]:
-        """For each layer how tokens behind the context attend to it, `[heads, len(ids), self.tokens]`."""
-        self.model.set_attn_implementation("eager")  # the one that gives weights
+        """Return how `ids` after the context attend to the context, per layer `[heads, len(ids), self.tokens]`."""
+        self.model.set_attn_implementation("eager")  # this implementation returns attention weights
         weights = self._pass(ids, None, output_attentions=True).attentions
         self.model.set_attn_implementation("sdpa")
         self.forget()
         return [layer[0, :, :, : self.tokens] for layer in weights]
 
     def forget(self) -> None:
-        """Leave nothing in the cache but the context."""
+        """Remove the tokens after the context from the cache."""
         self._cache.crop(self.tokens - self._cache.get_seq_length())
 
     def _mask(self, new: int, seen: torch.Tensor | None) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""What a step of training learns from, and how right the model was about it."""
+"""Training batches and their losses."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ NOTHING, TEXT, COPY = -1, -2, -3
 
 @dataclass
 class Batch:
-    """Sequences to learn from; all int64 `[rows, length]`."""
+    """Training sequences; tensors are int64 `[rows, length]` unless stated otherwise."""
 
     ids: torch.Tensor
     targets: torch.Tensor
-    """What to predict in each token's place: itself, but behind a copy what it stands for. Two hops that are asked for
-    by the answer alone are not learned; with the first one asked for too, they are."""
+    """Target at each position: the token itself, but directly after a copy the first token of the copied fact.
+
+    The model does not learn two hops from the answers alone; it does with this target for the first hop.
+    """
     kind: torch.Tensor
-    """Of targets: NOTHING to learn, natural TEXT, what a COPY stands for, else they are of an answer to the kind of
-    question of that number in `LONG_KINDS`."""
+    """Kind of each target: NOTHING (no loss), TEXT (natural text), COPY (first token of a copied fact), or else the
+    index in `LONG_KINDS` of the kind of question that it answers."""
     also: torch.Tensor
-    """`[rows, length, MOST - 1]`: what is as right as the target, the other values of a key; else -1."""
+    """Other right targets, first tokens of the other values of a key, padded with -1, `[rows, length, MOST - 1]`."""
 
 
 def learned_from(question: Question) -> tuple[tuple[int, ...], list[int]]:
-    """The tokens of an answer, and what is as right as the first: the first tokens of other values."""
+    """Return the answer tokens to learn, and alternatives to the first one: the first tokens of other values."""
     if question.kind == "values":
         return question.answer[:2], list(question.answer[2::2])
     return question.answer, []
 
 
 def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) -> Batch:
-    """Contexts with as many questions as fill the sequence."""
+    """Draw a batch of contexts, each followed by questions, cut to the sequence length."""
     kinds = dict.fromkeys(stage.kinds, 1.0)
     ids = np.zeros((rows, stage.length), np.int64)
     targets, kind = ids.copy(), np.full((rows, stage.length), NOTHING, np.int64)
@@ -64,10 +66,10 @@ def draw(language: Language, rng: np.random.Generator, stage: Stage, rows: int) 
 
 
 def losses(model: Qwen2ForCausalLM, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
-    """Mean loss on answers, mean loss on text, and the share of right answer tokens of each kind.
+    """Compute the mean loss on answers and copies, the mean loss on text, and the share of right tokens by kind.
 
-    Where several are to be said, the mean loss of each against what is none of them, so that one may be likelier than
-    another; and the share in which nothing else is likelier than they are.
+    If several tokens are right, the loss is the mean over them, each against all wrong tokens, so that right tokens do
+    not compete. Such a target counts as right if every right token is more likely than all wrong tokens.
     """
     device = model.device
     ids, kind = batch.ids.to(device), batch.kind.to(device)[:, 1:]

@@ -1,13 +1,13 @@
-"""Is a reference model of use? What it knows, and what it loses where something is taken from it.
+"""Check a reference model: accuracy with full KV, and loss of accuracy with reduced context.
 
     python -m eval.reference.check --model eval/reference/xs
     python -m eval.reference.check --model eval/reference/long --long --tokens 512 --tokens 4096 --tokens 8192
 
-Measured with plain transformers and masks, without any method of ours: the share of answers that are right with full
-KV; with a random tenth of the prefix's chunks; with documents that were encoded apart (in place, so that positions
-are right); how far the chunks that get most attention agree between layers, and between the KV heads of a layer. A
-model that loses nothing by these cannot show what a method costs. A model of long context is also asked for needles
-(`needles.py`).
+The check uses plain transformers with attention masks, without methods of this project. It measures the share of right
+answers with full KV, with a random tenth of the prefix's chunks, and with separately encoded documents (at their
+positions in the prompt), and the overlap of the most attended chunks between layers and between the KV heads of a
+layer. A model that loses no accuracy under these conditions cannot show the cost of a method. Models of long context
+also run the needle tasks (`needles.py`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .needles import NEEDLES
 
 CHUNK = 16
 BARS = {"full": 97.0, "lost by a random tenth": 15.0, "lost by documents apart": 10.0, "overlap of neighbours": 52.0}
-"""In percent and points: at least so much."""
+"""Minimum of each figure, in percent or percentage points."""
 
 
 @dataclass
 class Findings:
-    """Right answers, in percent (0 or 100 each), under each condition, by kind; and overlaps, in percent."""
+    """Scores of answers (0 or 100) by condition and kind of question, and overlaps in percent."""
 
     right: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     overlaps: dict[str, list[float]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Findings:
         return float(np.mean(kinds[kind] if kind else [score for scores in kinds.values() for score in scores]))
 
     def figures(self) -> dict[str, float]:
-        """What is held against the bars."""
+        """Return the figures that are compared with `BARS`."""
         full = self.share("full")
         return {
             "full": full,
@@ -62,7 +62,7 @@ class Findings:
         }
 
     def document(self) -> dict[str, Any]:
-        """For JSON: means."""
+        """Return all means as a JSON-serializable dict."""
         shares = {c: {kind: self.share(c, kind) for kind in kinds} for c, kinds in self.right.items()}
         overlaps = {name: float(np.mean(values)) for name, values in self.overlaps.items()}
         return {"right": shares, "overlaps": overlaps, "figures": self.figures()}
@@ -71,7 +71,7 @@ class Findings:
 def contexts(
     language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
 ) -> Iterator[tuple[Context, dict[str, Question]]]:
-    """So many contexts, and a question of each kind about each ("back" needs no context)."""
+    """Yield `count` contexts, each with one question per kind, except "back", which needs no context."""
     kinds = dict.fromkeys([kind for kind in known if kind != "back"], 1.0)
     for number in range(count):
         context = language.context(np.random.default_rng([seed, number]), tokens, 40, kinds, density=(0.3, 0.5))
@@ -80,7 +80,7 @@ def contexts(
 
 
 def questions(language: Language, tokens: int, count: int, seed: int) -> Iterator[tuple[Context, Question]]:
-    """So many questions, a context each, all kinds equally often."""
+    """Yield up to `count` questions, each with its own context, cycling through the kinds."""
     kinds = [kind for kind in KINDS if kind != "back"]
     for number, (context, asked) in enumerate(contexts(language, tokens, count, seed)):
         if kinds[number % len(kinds)] in asked:
@@ -88,26 +88,26 @@ def questions(language: Language, tokens: int, count: int, seed: int) -> Iterato
 
 
 def apart(context: Context) -> torch.Tensor:
-    """Which token sees which where each document is encoded by itself, bool `[tokens, tokens]`."""
+    """Return the causal mask of separately encoded documents, bool `[tokens, tokens]`."""
     sizes = [len(document) for document in context.documents]
     documents = torch.tensor(np.repeat(np.arange(len(sizes)), sizes))
     return (documents.unsqueeze(0) == documents.unsqueeze(1)).tril()
 
 
 def random_tenth(tokens: int, rng: np.random.Generator) -> torch.Tensor:
-    """A tenth of the whole chunks, bool `[tokens]`."""
+    """Select a random tenth of the complete chunks, as a mask, bool `[tokens]`."""
     chunks = tokens // CHUNK
     kept = rng.choice(chunks, max(1, chunks // 10), replace=False)
     return torch.from_numpy(np.isin(np.arange(tokens) // CHUNK, kept))
 
 
 def overlaps(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
-    """How much of the chunks that get most attention is the same, in percent: of layers, and of a layer's KV heads."""
+    """Yield overlaps of the most attended chunks, in percent, between layers and between the KV heads of a layer."""
     chunks, kv_heads = asked.tokens // CHUNK, asked.model.config.num_key_value_heads
     mass = [
         layer[..., : chunks * CHUNK].unflatten(-1, (chunks, CHUNK)).unflatten(0, (kv_heads, -1)).sum((1, 2, 4))
         for layer in asked.attention(ids)
-    ]  # [kv_heads, chunks] each
+    ]  # per layer [kv_heads, chunks]
     for share in (0.1, 0.25):
         count = max(1, int(share * chunks))
         layers = [set(of_heads.sum(0).topk(count).indices.tolist()) for of_heads in mass]
@@ -122,7 +122,7 @@ def overlaps(asked: Asked, ids: Sequence[int]) -> Iterator[tuple[str, float]]:
 def measure(
     model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int, known: Sequence[str] = KINDS
 ) -> Findings:
-    """All of it, on a question of each kind about each of `count` contexts of `tokens` tokens."""
+    """Measure answers and overlaps on `count` contexts of `tokens` tokens, with one question per kind for each."""
     findings, rng = Findings(), np.random.default_rng(seed)
     for context, questions in tqdm(contexts(language, tokens, count, seed, known), total=count, unit="context"):
         asked = Asked(model, context)
@@ -140,7 +140,7 @@ def measure(
 def measure_needles(
     model: PreTrainedModel, language: Language, tokens: int, count: int, seed: int
 ) -> dict[str, list[float]]:
-    """Right answers to each task, 0 or 100, in `count` contexts of `tokens` tokens."""
+    """Return the scores (0 or 100) of each needle task in `count` contexts of `tokens` tokens."""
     found: dict[str, list[float]] = {}
     for number, (name, needle) in enumerate(NEEDLES.items()):
         for each in tqdm(range(count), desc=name, unit="context"):
@@ -152,7 +152,7 @@ def measure_needles(
 
 
 def show(console: Console, title: str, findings: Findings) -> None:
-    """Right answers and figures, as tables."""
+    """Print scores, figures and overlaps."""
     table = Table(title=f"{title}, right answers in percent", title_justify="left")
     for heading in ("", *findings.right["full"], "all"):
         table.add_column(heading)
@@ -187,7 +187,7 @@ def main(
     seed: int = 1,
     out: Annotated[Path | None, typer.Option(help="Write the figures here, as JSON.")] = None,
 ) -> None:
-    """Measure a reference model against the bars."""
+    """Measure a reference model and compare the figures with their minimums."""
     language, console = language_of(model), Console()
     document: dict[str, Any] = {"seed": seed, "bars": BARS, "lengths": []}
     for length in tokens:

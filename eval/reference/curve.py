@@ -1,4 +1,4 @@
-"""The curve of a training run, drawn."""
+"""Plot of the training curve."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from matplotlib import pyplot
 
 
 def draw_curve(curve: list[dict[str, Any]], path: Path) -> None:
-    """Plot losses and right answers over the steps of a run."""
+    """Plot losses and shares of right answer tokens over the steps of a run."""
     figure, (losses_axes, right_axes) = pyplot.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
     steps = [point["step"] for point in curve]
     for name in ("answers", "text"):
         losses_axes.plot(steps, [point[name] for point in curve], label=name)
     losses_axes.set(xlabel="step", ylabel="loss, nats", yscale="log")
     for kind in LONG_KINDS:
-        shares = [point["right"].get(kind, math.nan) for point in curve]  # a gap where it was not asked for
+        shares = [point["right"].get(kind, math.nan) for point in curve]  # NaN leaves a gap if the kind was not asked
         if not all(map(math.isnan, shares)):
             right_axes.plot(steps, shares, label=kind)
     right_axes.set(xlabel="step", ylabel="share of answer tokens that are right")

@@ -1,21 +1,21 @@
-"""The generated language: documents of natural text with statements among it, and questions that need them.
+"""Generated language: documents of natural text with embedded statements, and questions about the statements.
 
-- `fact`: `<is> key a b`, among many others; asked `<q> key`, answered `a b`.
-- `alias`: `<name> key` ends a document and `<it> a b` stands in the next; asked and answered like a fact.
-- `hop`: `<copy> key2 key1` after a fact about `key1`; asked about `key2`, answered with that fact.
-- `shot`: `<ex> word word label`, several for each category of words, labels meaning something in one context only;
-  asked `<ex> word word`, answered `label`.
-- `back`: after another question, `<q> <last>`; answered as that one.
-- `values`: several facts about one key, far apart; asked `<q> key`, and the likeliest words are those that these
-  facts begin with. (To say one after another, and none twice, was not learned, and is not asked for: what looks a
-  key up attends to all its facts alike and to nothing that was answered, so nothing tells it what to leave out.)
-- `track`: a chain of copies, `<copy> key2 key1`, `<copy> key3 key2` and so on; asked about its last key, answered with
-  the fact about its first.
+- `fact`: `<is> key a b`, among many others. Question `<q> key`, answer `a b`.
+- `alias`: `<name> key` ends a document, and `<it> a b` is in the next one. Question and answer as for a fact.
+- `hop`: `<copy> key2 key1` after a fact about `key1`. Question about `key2`, answer with the fact about `key1`.
+- `shot`: `<ex> word word label`, several for each category of words; labels have a meaning within one context only.
+  Question `<ex> word word`, answer `label`.
+- `back`: `<q> <last>` after another question, with the same answer as that question.
+- `values`: several facts about one key, far apart. Question `<q> key`; the most likely next tokens should be the first
+  tokens of these facts. (Models did not learn to list all values without repetition, so it is not asked: the lookup of
+  a key attends equally to all its facts and not to earlier answers, so it cannot exclude values already listed.)
+- `track`: chain of copies, `<copy> key2 key1`, `<copy> key3 key2` and so on. Question about the last key, answer with
+  the fact about the first key.
 
-The first five are what every reference model knows (`KINDS`), all seven what those of long context know (`LONG_KINDS`).
+All reference models are trained on the first five kinds (`KINDS`), models of long context on all seven (`LONG_KINDS`).
 
-An alias crosses a border: `<it>` is bound to its key by what the document before said, so documents that are encoded
-apart lose it. All else is text of books, which gives attention something to do in every layer.
+An alias crosses a document boundary: the previous document binds `<it>` to its key, so the alias is lost if documents
+are encoded separately. The remaining tokens are text of books, so that attention has work to do in every layer.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ LABELS = tuple(f"<l{i}>" for i in range(16))
 KINDS = ("fact", "alias", "hop", "shot", "back")
 LONG_KINDS = (*KINDS, "values", "track")
 LEAST, MOST = 2, 4
-"""Values of a key, and copies in a chain."""
+"""Range of the number of values of a key, and of copies in a chain."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-pair tokenizer of `vocabulary` pieces of text, and the words of the language beside them."""
+    """Train a byte-pair tokenizer with `vocabulary` text tokens, and add the tokens of the language."""
     names = [*MARKS, *KEYS, *FIRSTS, *SECONDS, *WORDS, *LABELS]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,7 +57,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedT
         ),
     )
     described = json.loads(tokenizer.to_str())
-    for token in described["added_tokens"]:  # the language's words are said, not skipped in decoding
+    for token in described["added_tokens"]:  # decoding keeps the tokens of the language
         token["special"] = token["content"] in MARKS[:3]
     tokenizer = Tokenizer.from_str(json.dumps(described))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -70,40 +70,41 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int = 1024) -> PreTrainedT
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked at the end of a context, and the right answer, as token ids.
+    """Question at the end of a context, and its right answer, as token ids.
 
-    To `values` any of its pairs is an answer, and all are known if their first tokens are the likeliest.
+    For `values`, `answer` lists the pairs of all values, and the answer is right if their first tokens are the most
+    likely ones.
     """
 
     kind: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     statements: int = 1
-    """Values that a key has, or copies in the chain that it ends."""
+    """Number of values of the key, or of copies in the chain that ends in the key."""
 
     def is_answer(self, said: Sequence[int]) -> bool:
-        """Whether these tokens are right: as many as `answer` has; to `values`, the likeliest in any order."""
+        """Return whether `said` equals `answer`; for `values`, whether it is the set of first tokens of all values."""
         return set(said) == set(self.answer[::2]) if self.kind == "values" else tuple(said) == self.answer
 
 
 @dataclass(frozen=True)
 class Context:
-    """Documents and questions about them, as token ids. The first document begins with `<bos>`."""
+    """Documents with questions about them, as token ids. The first document begins with `<bos>`."""
 
     documents: tuple[tuple[int, ...], ...]
     questions: tuple[Question, ...]
     is_text: np.ndarray
-    """bool, over the documents set one after the other: which tokens are of natural text."""
+    """True for tokens of natural text; bool `[tokens]`, over all documents."""
     meant: np.ndarray
-    """int64, likewise: for the key that a copy ends in, the first token of what it stands for; -1 elsewhere."""
+    """First token of the copied fact, at the last token of each copy, else -1; int64 `[tokens]`, over all documents."""
 
 
 class Language:
-    """Draws contexts.
+    """Generator of contexts.
 
     Args:
-        tokenizer: made by `train_tokenizer`.
-        text: token ids of natural text, int `[tokens]`; where a context needs more, it begins again.
+        tokenizer: tokenizer made by `train_tokenizer`.
+        text: token ids of natural text, int `[tokens]`; repeated if a context needs more.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, text: np.ndarray) -> None:
@@ -126,13 +127,17 @@ class Language:
         least: int = LEAST,
         most: int = MOST,
     ) -> Context:
-        """Draw documents of `tokens` tokens together, and at most so many questions.
+        """Draw documents with `tokens` tokens in total, and questions about them.
 
         Args:
-            kinds: how often each kind of question is asked, relative to the others.
-            density: range of the share of tokens that statements take.
-            repeats: whether the same may be asked again, and read off the first time.
-            least, most: values of a key, and copies in a chain; at least 2.
+            rng: random generator.
+            tokens: total number of tokens of the documents.
+            questions: maximum number of questions.
+            kinds: kinds of questions, with their relative frequencies.
+            density: range of the share of tokens in statements.
+            repeats: whether a question may be repeated, so that its answer can be copied from the first time.
+            least: minimum number of values of a key and of copies in a chain; at least 2.
+            most: maximum number of values of a key and of copies in a chain.
         """
         said = _Said(self, rng, int(tokens * rng.uniform(*density)), kinds, (least, most))
         events = sorted(said.events, key=lambda event: event[0])
@@ -152,9 +157,9 @@ class Language:
     def _write(
         self, rng: np.random.Generator, events: list[tuple[bool, list[int]]], tokens: int
     ) -> tuple[tuple[tuple[int, ...], ...], np.ndarray]:
-        """Set events (and whether a new document begins with them) among text, `tokens` in all."""
+        """Insert events, as (begins a document, ids), into text, for `tokens` tokens in total."""
         room = tokens - 1 - sum(len(ids) + begins for begins, ids in events)
-        # an alias' two halves may have text between them, but no other half: gaps are free
+        # only text comes between the two halves of an alias, whatever the gaps
         cuts = np.sort(rng.integers(0, room + 1, len(events)))
         gaps = np.diff([0, *cuts.tolist(), room])
         at = int(rng.integers(0, max(1, len(self.text) - tokens)))
@@ -175,7 +180,7 @@ class Language:
         mark, asked = self._mark, list[Question]()
         left = {kind: rng.permutation(len(said.askable.get(kind, ()))).tolist() for kind in kinds if kind != "back"}
         if "shot" in left:
-            left["shot"] *= 2  # with other words
+            left["shot"] *= 2  # each category twice, with other words
         for some in left.values() if repeats else ():
             some[:] = rng.choice(some, count).tolist() if some else []
         while len(asked) < count:
@@ -198,12 +203,12 @@ class Language:
         return tuple(asked)
 
     def shot(self, rng: np.random.Generator, category: int) -> tuple[int, ...]:
-        """An example of a category, without its label."""
+        """Draw an example of a category, without its label."""
         return (self._mark["<ex>"], *rng.choice(self._words[category], 2).tolist())
 
 
 class _Said:
-    """Statements, each with a time in [0, 1), whether it begins a document, and its tokens; what may be asked."""
+    """Statements as (time in [0, 1), begins a document, tokens), and the questions they allow."""
 
     def __init__(
         self,
@@ -216,11 +221,11 @@ class _Said:
         self.events: list[tuple[float, bool, tuple[int, ...]]] = []
         self.askable: dict[str, list] = {}
         self.stands_for: dict[int, int] = {}
-        """For each key that is a copy, the first token of what it stands for."""
+        """First token of the copied fact, by key of the copy."""
         mark = language._mark
         names = [kind for kind in kinds if kind != "back"]
         keys = rng.permutation(language._keys).tolist()
-        firsts = rng.permutation(language._firsts).tolist()  # distinct, so that what follows them is certain
+        firsts = rng.permutation(language._firsts).tolist()  # distinct, so that the next token is determined
         facts: list[tuple[float, int, tuple[int, int]]] = []
         if "shot" in kinds:
             room -= self._shots(language, rng, min(room // 2, 120))
@@ -235,7 +240,7 @@ class _Said:
             if kind == "values" and (len(firsts) < count or room < 4 * count):
                 kind = "fact"
             if kind in ("hop", "track"):
-                # once each, or what is often copied is guessed
+                # copy each fact once, or the model guesses facts that are often copied
                 told, key, answer = facts.pop(rng.integers(len(facts)))
                 for share in sorted([time, *rng.random(count - 1).tolist()]):
                     before, key = key, keys.pop()
@@ -246,7 +251,7 @@ class _Said:
                 continue
             if kind == "values":
                 key, pairs = keys.pop(), [(firsts.pop(), int(rng.choice(language._seconds))) for _ in range(count)]
-                for pair in pairs:  # independent times: in no order
+                for pair in pairs:  # independent times, in no particular order
                     self._add(float(rng.random()), (mark["<is>"], key, *pair))
                 self._ask(kind, key, tuple(token for pair in pairs for token in pair), count)
                 room -= 4 * count
@@ -256,7 +261,7 @@ class _Said:
                 self._add(time, (mark["<is>"], key, *answer))
                 facts.append((time, key, answer))
                 room -= 4
-            else:  # two neighbours in time: nothing but text comes between them
+            else:  # adjacent times: only text comes between the two
                 self._add(time, (mark["<name>"], key))
                 self.events.append((np.nextafter(time, 2), True, (mark["<it>"], *answer)))
                 room -= 6
@@ -269,7 +274,7 @@ class _Said:
         self.askable.setdefault(kind, []).append((key, answer, statements))
 
     def _shots(self, language: Language, rng: np.random.Generator, room: int) -> int:
-        """Examples of two to four categories; returns the tokens they take."""
+        """Add examples of up to four categories; return the number of their tokens."""
         count = min(int(rng.integers(2, 5)), room // 8)
         categories = rng.permutation(CATEGORIES)[:count].tolist()
         labels = rng.permutation(language._labels)[:count].tolist()

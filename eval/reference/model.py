@@ -1,4 +1,4 @@
-"""Reference models as PyTorch modules: made anew, made from another one, and as files hold them."""
+"""Reference models as PyTorch modules: built from a recipe, grown from another model, or prepared for saving."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from .recipes import Size
 
 
 def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int]) -> Qwen2ForCausalLM:
-    """The model, untrained. Embeddings are not tied: keys are read and never said, and tying pushes them together.
+    """Build an untrained model.
+
+    Embeddings are not tied: keys are input tokens and never predicted, and tying would push their embeddings together.
 
     Args:
-        shared: for each layer, which is the first of the same weights.
+        size: architecture of the model.
+        tokenizer: tokenizer of the model.
+        shared: for each layer, the index of the first layer with the same weights.
     """
-    rest: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, and no field of the class
+    rest: dict[str, Any] = {"head_dim": size.head_dim}  # read by the model, but not a field of the class
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
@@ -44,17 +48,19 @@ def build(size: Size, tokenizer: PreTrainedTokenizerBase, shared: Sequence[int])
 
 
 def unshared(model: Qwen2ForCausalLM) -> Qwen2ForCausalLM:
-    """The same model in bfloat16 with weights of its own in each layer, as files hold it."""
+    """Copy a model to bfloat16 with separate weights in each layer, for saving."""
     alone: Any = Qwen2ForCausalLM(model.config)
     alone.load_state_dict(model.state_dict())
     return alone.to(torch.bfloat16)
 
 
 def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
-    """For each layer, which is the first that has the same weights: the opposite of `unshared`.
+    """Return, for each layer, the index of the first layer with the same weights: the inverse of `unshared`.
 
     Args:
-        depth: layers of a model that is `grown` from this one, and shares as it does; as many as it has, if None.
+        model: model with equal or shared layers.
+        depth: number of layers of a model that is `grown` from `model` and shares layers in the same way; None for
+            `model` itself.
     """
     layers = [layer.state_dict() for layer in model.model.layers]
     shared = [
@@ -67,20 +73,24 @@ def sharing(model: Qwen2ForCausalLM, depth: int | None = None) -> list[int]:
 
 
 def _deepened(layers: int, depth: int) -> list[int]:
-    """For each layer of a deeper model, which layer of the other it is: the last but one comes again."""
+    """Return, for each layer of a deeper model, its source layer. The layer before the last is repeated."""
     return [*(min(layer, layers - 2) for layer in range(depth - 1)), layers - 1]
 
 
 def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
-    """Weights for a model of this size that computes what `base` does, with as many heads and layers or more.
+    """Return weights for a model with more heads or layers that computes the same function as `base`.
 
-    With more layers it computes that nearly, if it shares the layer before the last, which comes again: what has been
-    found is looked up again. Each KV head is copied, and the query heads of its group are dealt out to the copies.
-    Where there is room for more, query heads are copied too, beside others than before, and the copies' outputs begin
-    with weights of 0.
+    With more layers, the function is nearly the same if `base` shares the layer before the last, which is repeated: it
+    looks up again what was already found. Each KV head is duplicated, and the query heads of its group are distributed
+    over the duplicates. If there is room for more, query heads are duplicated too, in other combinations, and the
+    output weights of the duplicates are 0.
+
+    Args:
+        base: model to grow.
+        size: size of the new model.
 
     Raises:
-        ValueError: the models differ in more than their heads, or these cannot be made from the others.
+        ValueError: the models differ in width or head size, or the new heads or layers cannot be made from `base`.
     """
     config, head_dim = base.config, base.model.layers[0].self_attn.head_dim
     base_heads, base_kv_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
@@ -120,9 +130,9 @@ def grown(base: Qwen2ForCausalLM, size: Size) -> dict[str, torch.Tensor]:
 
 
 def lookup_layer(model: Qwen2ForCausalLM, language: Language, contexts: int = 24) -> int:
-    """The layer, the last one apart, in which a question about a fact attends most to where its answer stands."""
+    """Return the layer, except the last, in which questions about facts attend most to the position of the answer."""
     found = torch.zeros(len(model.model.layers) - 1)
-    model.set_attn_implementation("eager")  # the one that gives weights
+    model.set_attn_implementation("eager")  # this implementation returns attention weights
     for number in range(contexts):
         context = language.context(np.random.default_rng([0, number]), 64, 4, {"fact": 1.0}, (0.8, 1.0))
         flat = [token for document in context.documents for token in document]

@@ -1,4 +1,4 @@
-"""Needles in a haystack and variable tracking, as RULER (Hsieh et al. 2024) has them, in the generated language."""
+"""Needle-in-a-haystack and variable-tracking tasks of RULER (Hsieh et al. 2024) in the generated language."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .language import MOST, Context, Language, Question
 
 @dataclass(frozen=True)
 class Needle:
-    """What stands among the text, and what is asked about it.
+    """Statements in a text, and questions about them.
 
     Args:
-        kinds: of statements.
-        asked: the kind of question.
-        alone: nothing but what is asked for stands among the text; else as many statements as the language has words
-            for.
-        together: so many questions one after another, which count if all are answered.
-        statements: values of the key, or copies in the chain, that is asked for.
+        kinds: kinds of statements.
+        asked: kind of question.
+        alone: whether the text contains only the requested statement; otherwise it contains as many statements as the
+            language has words for.
+        together: number of consecutive questions; all must be answered correctly.
+        statements: number of values of the requested key, or of copies in the requested chain.
     """
 
     kinds: tuple[str, ...]
@@ -29,7 +29,7 @@ class Needle:
     statements: int = 1
 
     def draw(self, language: Language, rng: np.random.Generator, tokens: int) -> tuple[Context, list[Question]]:
-        """A context of so many tokens, and the questions about it."""
+        """Draw a context of `tokens` tokens, and the questions about it."""
         share = 6.5 / tokens if self.alone else 0.6  # room for one fact
         while True:
             context = language.context(rng, tokens, 96, dict.fromkeys(self.kinds, 1.0), (share, share))

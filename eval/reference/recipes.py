@@ -1,4 +1,4 @@
-"""What each reference model looks like, and how it is trained."""
+"""Architecture and training schedule of each reference model."""
 
 from __future__ import annotations
 
@@ -10,35 +10,38 @@ from .language import KINDS, LEAST, LONG_KINDS, MOST
 
 @dataclass(frozen=True)
 class Stage:
-    """A length of sequences and the kinds of questions in them."""
+    """Training stage with one sequence length and one set of question kinds."""
 
     length: int
     kinds: tuple[str, ...]
     density: tuple[float, float] = (0.3, 0.7)
-    """Range of the share of tokens that statements take."""
+    """Range of the share of tokens in statements."""
     text_weight: float = 0.2
-    """Of the loss on natural text, beside the loss on answers."""
+    """Weight of the loss on natural text; the loss on answers has weight 1."""
     repeats: bool = False
-    """Whether the same may be asked twice: looking up is learned on what was answered a few tokens before, or not at
-    all. Two hops are not learned as long as answers can be looked up there."""
+    """Whether a question may be repeated. Models only learn lookups from answers given a few tokens before, but they do
+    not learn two hops while answers can be looked up there."""
     least_steps: int = 100
     most_steps: int = 1500
-    """After these the next length comes, learned or not: what is left is learned while the rates fall."""
+    """Steps after which the next stage begins in any case; the rest is learned while the learning rates fall."""
     questions: int = 32
-    """At most so many behind each context."""
+    """Maximum number of questions after each context."""
     least: int = LEAST
     most: int = MOST
-    """Values of a key, and copies in a chain."""
+    """Maximum number of values of a key and of copies in a chain; `least` is the minimum."""
     rates: tuple[float, float] = (1.0, 1.0)
-    """Of the size's learning rates, from the stage's beginning to `most_steps`; those of the last stage end at 0."""
+    """Factors on the learning rates of the size, at the beginning of the stage and at `most_steps`.
+
+    In the last stage the learning rates end at 0.
+    """
 
 
 @dataclass(frozen=True)
 class Size:
-    """One reference model and how it is trained.
+    """Architecture and training schedule of one reference model.
 
-    One that `continues` begins with the weights of another of the same width, and shares layers as that one does; it
-    may have more heads and layers, and another base of RoPE.
+    A model that `continues` starts with the weights of another model of the same width, and shares layers in the same
+    way. It may have more heads and layers, and another base of RoPE.
     """
 
     hidden: int
@@ -54,15 +57,15 @@ class Size:
     rope_theta: float = 10000.0
     continues: bool = False
     own_layers: int = 2
-    """The first layers, which with the last one have weights of their own from the start; the others share theirs."""
+    """Number of first layers that, like the last one, start with their own weights; the others share theirs."""
     shares_from: int = 5
-    """The stage from which on they share those of the layer that looks facts up: the first that asks for two hops."""
+    """Index of the first stage with two hops. From there on, the layer that looks up facts is shared instead."""
     learned: float = 0.97
     final_steps: int = 1600
-    """Steps of the last stage, while the rates fall to 0."""
+    """Number of steps of the last stage, in which the learning rates fall to 0."""
 
     def rate(self, stage: int, step: int) -> float:
-        """Share of the learning rates in this step of the stage of this number, both from 0."""
+        """Return the factor on the learning rates at a step of a stage, both counted from 0."""
         now, last = self.stages[stage], stage == len(self.stages) - 1
         begin, end = (now.rates[0], 0.0) if last else now.rates
         done = min(1.0, step / (self.final_steps if last else now.most_steps))
@@ -91,11 +94,11 @@ _SETTLING = (
     Stage(4608, KINDS, (0.005, 0.6), questions=64),
 )
 _CHAINS = (
-    # a link at a time, and nothing else to learn: among all kinds, even chains of two are not learned in 400 steps
+    # add one link per stage, without other kinds: with all kinds, even chains of two are not learned in 400 steps
     Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=320, questions=12, most=2),
     Stage(96, ("fact", "track"), (0.7, 1.0), 0.1, most_steps=290, questions=12, most=3),
     Stage(96, ("fact", "track"), (0.8, 1.0), 0.02, most_steps=490, questions=12),
-    # values need a stage of their own, too
+    # values also need their own stage
     Stage(96, ("fact", "values"), (0.7, 1.0), 0.0, most_steps=140, questions=12),
     Stage(96, ("fact", "values", "track"), (0.7, 1.0), 0.02, most_steps=450, questions=12, rates=(1.0, 0.7)),
     Stage(192, LONG_KINDS, (0.5, 1.0), 0.03, most_steps=400, questions=24, rates=(1.0, 0.5)),
@@ -107,15 +110,15 @@ _CHAINS = (
 SIZES = {
     "xs": Size(128, 4, 2, 384, 8, (*_GROWING, Stage(640, KINDS))),
     "m": Size(160, 5, 1, 448, 12, (*_GROWING, Stage(768, KINDS), Stage(1536, KINDS), Stage(4352, KINDS)), 65536),
-    # three runs, one after the other, are what eval/reference/long comes from; this one goes on from "xs"
+    # eval/reference/long is made by three consecutive runs; this one continues from "xs"
     "long": Size(128, 4, 4, 384, 8, _LONGER, 5120, 0.006, 1.2e-3, rope_theta=80000.0, continues=True, final_steps=200),
-    # goes on from "long", without the kinds that it did not learn
+    # continues from "long", without the kinds that it did not learn
     "long-settled": Size(
         128, 4, 4, 384, 8, _SETTLING, 5120, 0.004, 8e-4, rope_theta=80000.0, continues=True, final_steps=70
     ),
-    # goes on from either (what ships, from the settled one), with the kinds that they did not learn: each link of a
-    # chain takes a layer or two; of a head's 16 pairs of dimensions 8 turn less than half a circle within 4,608 tokens,
-    # in place of 5
+    # continues from either (the shipped model from "long-settled"), with the kinds that they did not learn: each link
+    # of a chain takes one or two layers; with this RoPE base, 8 of the 16 dimension pairs of a head, instead of 5,
+    # rotate less than half a turn within 4,608 tokens
     "long-chains": Size(
         128, 4, 4, 384, 12, _CHAINS, 4608, 0.006, 1.8e-3, rope_theta=4e6, continues=True, final_steps=400
     ),

@@ -1,19 +1,19 @@
-"""Train a reference model on the generated language: from scratch, or from another one towards longer contexts.
+"""Train a reference model on the generated language: from scratch, or from another model for longer contexts.
 
     python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
     python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
 
-A small Qwen2 (grouped-query attention, RoPE) learns the kinds of questions one after the other on short contexts, and
-then longer ones; a length is left only when it is learned, which is what makes longer ones converge. The layers between
-the second and the last share their weights (Dehghani et al. 2018, Liu et al. 2024), without which labels by example are
-not learned; before two hops are asked for, the weights of the layer that looks facts up are copied to those behind it
-but the last, and shared from then on: a layer that comes again can look up what the one before has found, and looks
-where that one looked, as neighbouring layers of large models do. In the files each layer has weights of its own.
+A small Qwen2 (grouped-query attention, RoPE) learns the kinds of questions one after the other on short contexts, then
+on longer ones. The next length begins when the current one is learned (or at `Stage.most_steps`), so that longer ones
+converge. The layers between the second and the last share their weights (Dehghani et al. 2018, Liu et al. 2024);
+without sharing, labels by example are not learned. Before the first stage with two hops, the weights of the layer that
+looks up facts are copied to all later layers except the last, and shared from then on. A repeated layer can look up
+what the previous one has found, and attends to similar positions, as neighbouring layers of large models do. Saved
+models have separate weights in each layer.
 
-A model that goes on from another keeps its tokenizer and shares layers as that one does; heads are added so that
-nothing changes at first (`grown`), layers so that what has been found is looked up more often, and RoPE gets a larger
-base, so that long distances turn keys no further than short ones did. Interrupted, training goes on where the last
-checkpoint was.
+A model that continues from another keeps its tokenizer and its layer sharing. Heads are added so that the outputs do
+not change at first (`grown`), and layers so that lookups are repeated more often. RoPE gets a larger base, so that long
+distances rotate keys no further than short distances did. Interrupted training resumes from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from .recipes import SIZES, Size
 
 @dataclass
 class Progress:
-    """Where training stands; saved with every checkpoint."""
+    """State of the training run, saved with every checkpoint."""
 
     stage: int = 0
     step: int = 0
     in_stage: int = 0
     seconds: float = 0.0
     shared: list[int] = field(default_factory=list)
-    """For each layer, which is the first of the same weights."""
+    """Index of the first layer with the same weights, for each layer."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Moving averages of right answer tokens, by kind."""
+    """Moving averages of the share of right answer tokens, by kind."""
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Training:
-    """One run: model, optimizers, data and what is known of its progress."""
+    """Training run with model, optimizers, data and progress."""
 
     def __init__(
         self,
@@ -65,10 +65,15 @@ class Training:
         seed: int,
         base: Qwen2ForCausalLM | None = None,
     ) -> None:
-        """Begin, or go on from the checkpoint in `out`.
+        """Start a run, or resume it from the checkpoint in `out`.
 
         Args:
-            base: for a size that continues: the model that it goes on from.
+            size: architecture and schedule.
+            language: source of contexts.
+            tokenizer: tokenizer of the model.
+            out: folder of checkpoints.
+            seed: random seed.
+            base: model to continue from, for a size that `continues`.
         """
         torch.manual_seed(seed)
         self.size, self.language, self.tokenizer, self.out, self.seed = size, language, tokenizer, out, seed
@@ -92,7 +97,7 @@ class Training:
             self.model.load_state_dict(grown(base, size))
 
     def _begin(self) -> None:
-        """Make model and optimizers, with the layers shared that are."""
+        """Create model and optimizers, with layers shared as in `progress.shared`."""
         model: Any = build(self.size, self.tokenizer, self.progress.shared)
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").train()
         inner = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
@@ -105,7 +110,7 @@ class Training:
         self._rates = [self.size.matrix_rate, self.size.other_rate]
 
     def _share(self) -> None:
-        """Copy the layer that looks facts up to those behind it but the last, and let them share its weights."""
+        """Copy the layer that looks up facts to all later layers except the last, and share its weights among them."""
         first, last = lookup_layer(self.model, self.language), self.size.layers - 1
         before = self.model.state_dict()
         self.progress.shared = [min(layer, first) if layer < last else last for layer in range(last + 1)]
@@ -119,7 +124,7 @@ class Training:
         self.model.load_state_dict(state)
 
     def run(self, minutes: float) -> bool:
-        """Train for at most so long. Returns whether all stages are done."""
+        """Train until all stages are done or `minutes` are over. Return whether all stages are done."""
         began = time.monotonic()
         with tqdm(unit="step", initial=self.progress.step) as bar:
             while self.progress.stage < len(self.size.stages):
@@ -139,7 +144,7 @@ class Training:
         for optimizer, rate in zip(self.optimizers, self._rates, strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = rate * scale * min(1.0, (now.step + 1) / 100)
-        rng = np.random.default_rng([self.seed, now.step])  # the same data after an interruption
+        rng = np.random.default_rng([self.seed, now.step])  # the same data after a restart
         batch = draw(self.language, rng, stage, max(1, size.tokens_per_step // stage.length))
         answers, text, shares = losses(self.model, batch)
         (answers + stage.text_weight * text if stage.text_weight else answers).backward()
@@ -180,7 +185,7 @@ class Training:
 
 
 def read_text(path: Path) -> str:
-    """A text file, gzipped or not."""
+    """Read a text file, gzipped or not."""
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         return file.read()
 
@@ -188,12 +193,12 @@ def read_text(path: Path) -> str:
 def prepare(
     text_path: Path, out: Path, megabytes: int, base: Path | None
 ) -> tuple[PreTrainedTokenizerBase, np.ndarray]:
-    """The tokenizer (that of `base`, if there is one), and the text as ids; made once for each output folder."""
+    """Return the tokenizer (that of `base`, if given) and the text as ids. Both are made once per output folder."""
     folder, encoded = out / "tokenizer", out / "text.npy"
     if not encoded.exists():
         out.mkdir(parents=True, exist_ok=True)
         text = read_text(text_path)
-        step = max(1, len(text) // (megabytes << 20))  # slices from everywhere in the collection
+        step = max(1, len(text) // (megabytes << 20))  # take slices from the whole text
         pieces = [text[i : i + 4096] for i in range(0, len(text) - 4096, 4096 * step)]
         tokenizer = train_tokenizer(pieces) if base is None else PreTrainedTokenizerFast.from_pretrained(base)
         tokenizer.save_pretrained(folder)
@@ -221,16 +226,16 @@ def main(
 
         python -m eval.reference.train --size xs --text books.txt.gz --out runs/xs
 
-    From another one towards longer contexts:
+    From another model, for longer contexts:
 
         python -m eval.reference.train --size long --continue-from eval/reference/xs --text books.txt.gz --out runs/long
 
-    Then once more, with --size long-settled --continue-from runs/long/model, without the kinds that were not learned.
-    --size long-chains goes on from there and teaches those: chains of copies, and several values of one key. So
-    eval/reference/long was made.
+    Then train with --size long-settled --continue-from runs/long/model, without the kinds that were not learned.
+    Continue from that model with --size long-chains, which trains those kinds: chains of copies, and several values of
+    one key. eval/reference/long was made in this way.
 
-    The folder of --out holds checkpoint.pt and curve.json while training goes on, and model/ when it is done. After
-    an interruption, or when --minutes are over, the same command goes on. What a size is made of stands in recipes.py.
+    The folder of --out contains checkpoint.pt and curve.json during training, and model/ when it is done. After
+    an interruption, or when --minutes are over, the same command resumes training. Sizes are defined in recipes.py.
     """
     if size not in SIZES:
         raise typer.BadParameter(f"{size} is none of {', '.join(SIZES)}", param_hint="--size")

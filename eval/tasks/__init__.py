@@ -1,4 +1,4 @@
-"""The tasks, one file for each set and one row here."""
+"""Registry of tasks. Each data set has its own file."""
 
 from __future__ import annotations
 
@@ -43,13 +43,17 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "reference": tuple(task.name for task in REFERENCE),
     "reference_needles": tuple(task.name for task in REFERENCE_NEEDLES),
 }
-"""Names for several tasks."""
+"""Task names of each group."""
 
 __all__ = ["GROUPS", "TASKS", "Draw", "Example", "LongBench", "Task", "find_tasks"]
 
 
 def find_tasks(names: str) -> list[Task]:
-    """The tasks of a comma-separated list of names and groups. Raises EvalError if there is no such task."""
+    """Return the tasks of a comma-separated list of names and groups, without duplicates.
+
+    Raises:
+        EvalError: a task is unknown, or the list is empty.
+    """
     found: dict[str, Task] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
         for single in GROUPS.get(name, (name,)):

@@ -1,4 +1,4 @@
-"""What a task is: examples with uniform columns, drawn from rows or generated."""
+"""Base classes of tasks. The examples of a task have uniform fields and are drawn from rows or generated."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ..data import Data
 
 @dataclass(frozen=True)
 class Example:
-    """One thing to ask.
+    """Prompt with its accepted answers.
 
     Args:
-        id: unique within the task and stable between runs.
-        segments: texts whose KV is worth storing; set one after the other they are the prefix. Retrieved passages and
-            few-shot demonstrations are segments of their own.
-        question: what comes after the prefix.
-        choices: continuations to choose from; empty where the answer is generated.
-        answers: the right choice, or all generated answers that count as right.
-        labels: of a generated classification, all names that there are.
+        id: identifier, unique within the task and stable between runs.
+        segments: texts to store KV for; joined, they are the prefix. Each retrieved passage and each few-shot
+            demonstration is a segment.
+        question: text after the prefix.
+        choices: continuations to choose from; empty if the answer is generated.
+        answers: the right choice, or all accepted answers.
+        labels: all class names, if the answer is a generated class name.
     """
 
     id: str
@@ -40,14 +40,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Draw:
-    """How examples are drawn.
+    """Settings for drawing examples.
 
     Args:
-        data: where rows come from.
-        limit: examples at most, or None for all.
-        seed: of everything random.
-        prefix_tokens: about how long prefixes are made, where a task can choose.
-        tokenizer: of the model.
+        data: source of rows.
+        limit: maximum number of examples, or None for all.
+        seed: random seed.
+        prefix_tokens: approximate prefix length in tokens, for tasks that can choose it.
+        tokenizer: tokenizer of the model.
     """
 
     data: Data
@@ -57,31 +57,32 @@ class Draw:
     tokenizer: PreTrainedTokenizerBase
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
+        """Count the tokens of a text."""
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def rng(self, *what: object) -> random.Random:
-        """A generator of its own for each use, the same in every run."""
+        """Return a random generator that is seeded by the seed and `what`, so it is the same in every run."""
         return random.Random(":".join(map(str, (self.seed, *what))))
 
     def some(self, rows: int) -> range:
-        """Indices of the rows to use."""
+        """Return the indices of the rows to use."""
         return range(rows if self.limit is None else min(rows, self.limit))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task(ABC):
-    """A set of examples and how answers to them are scored.
+    """Set of examples and the metric of their answers.
 
     Args:
-        name: as on the command line.
-        about: one line for `--list`, with the source.
-        metric: a name of `eval.metrics.METRICS`.
-        max_new_tokens: of an answer.
-        generates: whether an answer without choices is generated; if not, the reference answer is followed.
+        name: name on the command line.
+        about: one-line description for `--list`, with the source.
+        metric: key of `eval.metrics.METRICS`, or "perplexity".
+        max_new_tokens: maximum number of tokens of an answer.
+        generates: whether answers without choices are generated; if not, the reference answer is fed to the model.
         first_line: whether only the first line of a generated answer counts.
-        chat: whether the prompt may be put into the model's chat template.
-        keeps_passages: whether a prompt that is too long keeps the beginnings of its segments, not its own two ends.
+        chat: whether the chat template of the model may be applied to the prompt.
+        keeps_passages: whether a prompt that is too long keeps the beginnings of its segments, instead of its own
+            beginning and end.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Task(ABC):
 
     @abstractmethod
     def examples(self, draw: Draw) -> Iterator[Example]:
-        """The examples, in an order that depends on the seed alone.
+        """Yield the examples, in an order that depends only on the seed.
 
         Raises:
             EvalError: rows are missing.

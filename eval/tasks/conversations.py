@@ -1,7 +1,7 @@
-"""Conversations that go on: what was said before is stored, the last turn is new.
+"""Continued conversations: the earlier turns are the stored prefix, the last turn is the question.
 
-As Krul measures (section 6.1): accuracy on contexts of LongBench whose last 128 tokens stand for the user's turn, and
-conversations of ShareGPT, turn after turn.
+The setup follows Krul (section 6.1): accuracy on LongBench contexts, with the last 128 tokens as the user's turn, and
+multi-turn conversations of ShareGPT.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TURN_TOKENS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class LastTurn(Task):
-    """A LongBench task, cut before the last tokens of its context instead of behind it."""
+    """LongBench task with the last `_TURN_TOKENS` tokens of the context moved to the question."""
 
     of: LongBench
 
@@ -29,9 +29,9 @@ class LastTurn(Task):
 
 
 def _cut(text: str, tokens: int, draw: Draw) -> int:
-    """Where, at a border of words, the last `tokens` tokens of a text begin."""
+    """Return the index of the word boundary at which the last `tokens` tokens of a text begin."""
     low, high = 0, len(text)
-    while low < high:  # the longest end that has no more tokens than asked
+    while low < high:  # find the longest suffix with at most `tokens` tokens
         middle = (low + high) // 2
         if draw.count(text[middle:]) > tokens:
             low = middle + 1
@@ -43,7 +43,7 @@ def _cut(text: str, tokens: int, draw: Draw) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ShareGpt(Task):
-    """The last answer of each conversation, behind all that was said before it. Files in ShareGPT's format."""
+    """Last answer of each conversation, given all earlier turns. Reads rows in the format of ShareGPT."""
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         rows = draw.data.rows("sharegpt", "train", ("conversations",))

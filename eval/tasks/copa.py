@@ -1,4 +1,4 @@
-"""COPA: which of two sentences is the cause or the effect?"""
+"""COPA: cause or effect of a premise, two choices."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Few-shot tasks: long prefixes of demonstrations, shared by many questions.
 
-As in the evaluations of ContiguousKV (section 6.1, Table 1) and IMPRESS (section 6.1): demonstrations are drawn from
-each category of the training split, and how often each prefix is asked follows a normal distribution.
+The setup follows ContiguousKV (section 6.1, Table 1) and IMPRESS (section 6.1): demonstrations are drawn from each
+category of the training split, and the number of questions per prefix follows a normal distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .base import Draw, Example, Task
 
 @dataclass(frozen=True)
 class Item:
-    """A row as question, choices and the number of the right choice."""
+    """Row as question, choices and index of the right choice."""
 
     question: str
     choices: tuple[str, ...]
@@ -25,17 +25,18 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class FewShot(Task):
-    """Multiple choice behind demonstrations.
+    """Multiple choice after demonstrations.
 
     Args:
-        dataset: name of the set.
-        columns: that it must have.
-        render: a row as an item.
-        shots: demonstrations in a prefix, as far as they fit into `prefix_tokens`.
-        train: the split that demonstrations are from.
-        test: the split that is asked. Where it is the same, every fifth row is asked and the others demonstrate.
-        prefixes: how many different prefixes there are.
-        by_label: whether each label demonstrates equally often.
+        dataset: name of the data set.
+        columns: required columns.
+        render: function from a row to an item.
+        shots: maximum number of demonstrations in a prefix, limited by `prefix_tokens`.
+        train: split for demonstrations.
+        test: split for questions. If it equals `train`, every fifth row is a question and the others are
+            demonstrations.
+        prefixes: number of different prefixes.
+        by_label: whether to balance the labels of the demonstrations.
     """
 
     dataset: str
@@ -63,7 +64,7 @@ class FewShot(Task):
             yield Example(f"{self.test}-{index}", segments, item.question, item.choices, (item.choices[item.label],))
 
     def _demonstrations(self, draw: Draw, rows: Any, indices: list[int], number: int) -> tuple[str, ...]:
-        """Solved items, as many as asked for and fit."""
+        """Return the solved items of one prefix: at most `shots`, within `prefix_tokens`."""
         rng = draw.rng(self.name, "prefix", number)
         shown = rng.sample(indices, min(len(indices), 12 * self.shots))
         items = [self.render(rows[i]) for i in shown]

@@ -1,8 +1,8 @@
-"""LongBench (Bai et al. 2023): long documents, a question after them.
+"""LongBench (Bai et al. 2023): a question after long documents.
 
-Metrics, lengths of answers and which tasks go without a chat template are the benchmark's. The instructions are in
-words of ours; scores that are to stand beside published ones take the benchmark's own, with `--prompts FILE` (a JSON
-object from task to a template with {context} and {input}, as its repository has it).
+Metrics, answer lengths and the tasks without a chat template are those of the benchmark. The instructions are our own
+wording. For scores comparable to published ones, pass the templates of the benchmark with `--prompts FILE` (a JSON
+object from task to a template with {context} and {input}, as in the repository of LongBench).
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from .base import Draw, Example, Task
 
 _LINES = 4
-"""Lines at the end of a file of code that stand for the question."""
+"""Number of last lines of a code file that are the question."""
 _COLUMNS = ("input", "context", "answers", "all_classes")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongBench(Task):
-    """One task of LongBench.
+    """Task of LongBench.
 
     Args:
-        split: its name in the benchmark.
-        template: the prompt, with {context} and {input}. All up to the end of the context is the prefix.
+        split: name of the task in the benchmark.
+        template: prompt template with {context} and {input}. The prefix ends with the context.
     """
 
     split: str
@@ -35,7 +35,7 @@ class LongBench(Task):
         for index in draw.some(len(rows)):
             row = rows[index]
             context, question = row["context"], after.replace("{input}", row["input"])
-            if not question:  # code: what is to be gone on with is the question
+            if not question:  # code completion: the last lines are the question
                 lines = context.splitlines(keepends=True)
                 context, question = "".join(lines[:-_LINES]), "".join(lines[-_LINES:])
             yield Example(

@@ -1,4 +1,4 @@
-"""PIQA: which of two ways reaches a goal?"""
+"""PIQA: physical common sense, two ways to reach a goal."""
 
 from __future__ import annotations
 

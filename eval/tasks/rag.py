@@ -1,7 +1,7 @@
-"""Retrieved passages, each a segment of its own: MuSiQue, 2WikiMultihopQA, HotpotQA; SAMSum and Multi-News beside them.
+"""Retrieved passages as separate segments: MuSiQue, 2WikiMultihopQA, HotpotQA, and also SAMSum and Multi-News.
 
-The sets of CacheTune (Table 1) and CacheBlend. A passage's KV is worth storing by itself, since it comes back in other
-prompts among other passages.
+These are the data sets of CacheTune (Table 1) and CacheBlend. The KV of each passage is stored separately, since the
+passage occurs again in other prompts among other passages.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Rag(Task):
     """Passages and a question.
 
     Args:
-        dataset: name of the set.
-        splits: of these, the first that is there.
-        columns: that it must have.
-        passages: the passages of a row, as (title, text).
-        question: of a row.
-        answers: of a row.
-        instruction: in front of the passages.
+        dataset: name of the data set.
+        splits: candidate splits; the first available one is used.
+        columns: required columns.
+        passages: function from a row to its passages, as (title, text).
+        question: function from a row to its question.
+        answers: function from a row to its accepted answers.
+        instruction: text before the passages.
     """
 
     dataset: str
@@ -65,10 +65,10 @@ def _articles(row: dict[str, Any]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Dialogues(Task):
-    """A dialogue to summarize, behind solved ones; each dialogue is a segment.
+    """Dialogue to summarize, after solved examples. Each solved dialogue is a segment.
 
     Args:
-        shown: solved dialogues, as far as they fit into `prefix_tokens`.
+        shown: maximum number of solved dialogues, limited by `prefix_tokens`.
     """
 
     shown: int = 12

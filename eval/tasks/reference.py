@@ -1,4 +1,4 @@
-"""The language of the reference models, as tasks: they need no data, and only models trained on it understand them."""
+"""Tasks in the language of the reference models. They need no data and only suit models trained on the language."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _language(draw: Draw) -> Language:
 
 
 def _example(name: str, tokenizer: PreTrainedTokenizerBase, context: Context, asked: Question) -> Example:
-    documents = (context.documents[0][1:], *context.documents[1:])  # <bos> comes with the encoding
+    documents = (context.documents[0][1:], *context.documents[1:])  # encoding adds <bos>
     return Example(
         name,
         tuple(str(tokenizer.decode(list(document))) for document in documents),
@@ -31,10 +31,10 @@ def _example(name: str, tokenizer: PreTrainedTokenizerBase, context: Context, as
 
 @dataclass(frozen=True, kw_only=True)
 class Reference(Task):
-    """One kind of question of the language (see `eval.reference.language`).
+    """Questions of one kind in the language (see `eval.reference.language`).
 
     Args:
-        kind: of question; the contexts hold statements of every kind.
+        kind: kind of question; the contexts contain statements of all kinds in `KINDS`.
     """
 
     kind: str
@@ -56,10 +56,10 @@ class Reference(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceNeedle(Task):
-    """One of RULER's tasks in the language (see `eval.reference.needles`), of those with one question and one answer.
+    """RULER task in the language with one question and one answer (see `eval.reference.needles`).
 
     Args:
-        needle: its name there.
+        needle: key of `NEEDLES`.
     """
 
     needle: str

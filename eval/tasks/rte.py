@@ -1,4 +1,4 @@
-"""RTE: does one sentence follow from another?"""
+"""RTE: textual entailment between two sentences."""
 
 from __future__ import annotations
 

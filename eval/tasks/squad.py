@@ -1,4 +1,4 @@
-"""SQuAD: many questions about one article, as people ask them about a document that is stored once."""
+"""SQuAD: many questions about one article, like user questions about a document that is stored once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ASK = "Answer the questions about the article in a few words.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Squad(Task):
-    """Consecutive paragraphs of an article as prefix, and questions that one of them answers."""
+    """Consecutive paragraphs of an article as prefix, with questions that one of the paragraphs answers."""
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         rows = draw.data.rows("squad_v2", "validation", ("title", "context", "question", "answers"))
@@ -38,7 +38,7 @@ def _articles(rows: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def _parts(article: list[dict[str, Any]], draw: Draw) -> Iterator[list[dict[str, Any]]]:
-    """Yield the questions of runs of paragraphs that are as long as a prefix is to be; a rest is left out."""
+    """Yield the questions of consecutive paragraphs that fill a prefix. The last part is dropped."""
     part: list[dict[str, Any]] = []
     room = draw.prefix_tokens
     for row in article:

@@ -1,4 +1,4 @@
-"""SST-2: is a sentence of a film review positive?"""
+"""SST-2: sentiment of a sentence of a film review."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SUBJ: does a sentence state or judge?"""
+"""SUBJ: objective or subjective sentence."""
 
 from __future__ import annotations
 

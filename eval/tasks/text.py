@@ -1,4 +1,4 @@
-"""Running text of books: how likely what comes next is, and how far its prediction moves. No labels are needed."""
+"""Running text of books: perplexity of the continuation and divergence from full KV. No labels are needed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANSWER_TOKENS = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Task):
-    """A passage as prefix, the next sentences as question, those after them as the answer."""
+    """Passage of a book: the first sentences are the prefix, the next ones the question, the last ones the answer."""
 
     def examples(self, draw: Draw) -> Iterator[Example]:
         found = sentences(draw.data)

@@ -1,4 +1,4 @@
-"""TREC: what kind of answer does a question ask for?"""
+"""TREC: type of a question, six classes."""
 
 from __future__ import annotations
 

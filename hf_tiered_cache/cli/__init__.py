@@ -1,7 +1,7 @@
-"""`hf-tiered-cache`: look into a store, check it, clean it up.
+"""Command line `hf-tiered-cache`: inspect, check and clean up a store.
 
-A command is a function in a module of this room and an entry below. Modules import torch, transformers and what needs
-them inside of functions: `--help`, `ls` and `stat STORE` take no time.
+A command is a function in a module of this package and an entry below. Modules import torch, transformers and whatever
+needs them inside functions, so that `--help`, `ls` and `stat STORE` start fast.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _top(
     All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
     says more with --help. Of an encrypted store, what reads KV takes --key-file, or the variable
     HF_TIERED_CACHE_KEY_FILE; ls, stat, gc and rm need no key.
-    """
+    """  # noqa: D301
 
 
 def _add(name: str, command: Callable[..., None], *examples: str, settings: dict[str, Any] | None = None) -> None:
@@ -126,15 +126,15 @@ _add(
 
 
 def main() -> None:
-    """The entry point: errors that the user can mend are one line, and exit status 2."""
+    """Run the command line. An error that the user can fix is printed as one line, with exit status 2."""
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
-    except BrokenPipeError:  # whoever read, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(141) from None  # as if the signal had ended it
+        raise SystemExit(141) from None  # the exit status after SIGPIPE
     except TieredCacheError as error:
         reason = str(error)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`python -m hf_tiered_cache.cli`."""
+"""Entry point of `python -m hf_tiered_cache.cli`."""
 
 from . import main
 

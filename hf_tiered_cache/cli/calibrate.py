@@ -1,4 +1,4 @@
-"""`calibrate`: how much of a passage to compute on this machine, and which prefixes are worth restoring."""
+"""Command `calibrate`: measures how much of a passage to compute, and which prefixes are worth restoring."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _ONLY = {
     "repeats": ("", "--prefix"),
     **dict.fromkeys(("text", "methods", "length", "plot"), ("--quality",)),
 }
-"""Options that say something only for one of the measurements: that of passages has no option of its own."""
+"""Options that apply to some of the measurements only. The measurement of passages has no option of its own, so it is
+""."""
 
 
 def calibrate(
@@ -138,7 +139,7 @@ def calibrate(
 
 
 def _check_together(context: typer.Context, asked: list[str]) -> None:
-    """Raise Refused if two measurements are asked for, or an option that says nothing for the one that is."""
+    """Raise Refused if two measurements are requested, or an option does not apply to the requested one."""
     if len(asked) > 1:
         raise Refused(f"{' and '.join(asked)} are two measurements: ask for one after the other")
     what = asked[0] if asked else ""
@@ -157,7 +158,7 @@ def _lengths(prefix: str) -> list[int]:
 
 
 def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
-    """Texts as prompts of `length` tokens. Raises Refused if there is none."""
+    """Return texts as prompts of `length` tokens. Raises Refused if there is none."""
     from transformers import AutoTokenizer
 
     tokenizer, found = AutoTokenizer.from_pretrained(model), []
@@ -189,7 +190,7 @@ def _show_losses(found: list[QualityFinding], quality: float, as_json: bool) -> 
 
 
 def _draw_losses(plt: Any, path: Path, found: list[QualityFinding], quality: float) -> None:
-    """Draw the loss of each method over the bytes that it brings."""
+    """Draw the loss of each method over the bytes that it reads."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for method in dict.fromkeys(one.method for one in found):
         mine = [one for one in found if one.method == method]
@@ -218,7 +219,7 @@ def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
 
 
 def load_model(name: str, dtype: str, device: str) -> nn.Module:
-    """A causal LM, ready to compute on a device. Raises Refused where there is none."""
+    """Load a causal LM on a device, in evaluation mode. Raises Refused if it cannot be loaded."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -230,6 +231,6 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
         return loaded.to(device).eval()
     except (torch.OutOfMemoryError, MemoryError, TieredCacheError):
         raise
-    except Exception as error:  # what hub, files and other people's code may raise has no common base
+    except Exception as error:  # errors of the hub, of files and of model code have no common base class
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise Refused(f"the model {name!r} cannot be loaded: {reason}") from error

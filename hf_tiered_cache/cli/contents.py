@@ -1,4 +1,4 @@
-"""The contents of a store, read without opening it where that can be."""
+"""Contents of a store, read without opening it if possible."""
 
 from __future__ import annotations
 
@@ -25,8 +25,13 @@ _SHORTEST = 8
 
 @dataclass(frozen=True)
 class Contents:
-    """The segments of a store, last used last; for each fingerprint what is known of the model; what is pinned; and
-    for each segment the bytes of what lies beside it, kind by kind.
+    """Contents of a store.
+
+    Args:
+        rows: Segments; the most recently used one comes last.
+        models: Known facts about the model of each fingerprint.
+        pinned: Ids of pinned segments.
+        beside: Bytes of each segment's sidecars, by kind.
     """
 
     rows: list[SegmentRow]
@@ -35,7 +40,7 @@ class Contents:
     beside: dict[str, dict[str, int]]
 
     def describe(self, row: SegmentRow) -> dict[str, Any]:
-        """A segment, JSON-ready."""
+        """Return the facts about a segment, JSON-serializable."""
         num_hashes = len(row.chain) // len(row.first)
         return {
             "id": row.id,
@@ -58,14 +63,18 @@ class Contents:
         }
 
     def one(self, name: str) -> SegmentRow:
-        """The segment whose id begins like this."""
+        """Return the only segment with an id that begins with `name`. Raises Refused if there is not exactly one."""
         found = [row for row in self.rows if row.id.startswith(name)] if name else []
         if len(found) != 1:
             raise Refused(f"{len(found) or 'no'} segments begin with {name!r}; `hf-tiered-cache ls` lists them")
         return found[0]
 
     def of_model(self, name: str) -> list[SegmentRow]:
-        """The segments of the model of this name, or whose fingerprint begins like this."""
+        """Return the segments of the model with this name, or with a fingerprint that begins with it.
+
+        Raises:
+            Refused: No model matches, or several fingerprints do.
+        """
         mine = {print_ for print_ in self.fingerprints() if self.models.get(print_, {}).get("name") == name}
         if not mine and name:
             mine = {print_ for print_ in self.fingerprints() if print_.startswith(name)}
@@ -76,12 +85,16 @@ class Contents:
         return [row for row in self.rows if row.fingerprint in mine]
 
     def fingerprints(self) -> list[str]:
-        """Of the models, the one used last at the end."""
+        """Return the fingerprints of the models; the most recently used one comes last."""
         return list(dict.fromkeys(row.fingerprint for row in reversed(self.rows)))[::-1]
 
 
 def contents_of(path: Path) -> Contents:
-    """From the catalogue, if it is in line with the files; else the store is opened, which reads their headers."""
+    """Return the contents of the store at `path`.
+
+    They are read from the catalogue if it agrees with the files. Otherwise the store is opened, which reads file
+    headers.
+    """
     with files_of(path) as files:
         found = _catalogued(files)
     if found is None:
@@ -91,7 +104,7 @@ def contents_of(path: Path) -> Contents:
 
 
 def contents_of_open(store: KVStore) -> Contents:
-    """Return the contents of a store that is open."""
+    """Return the contents of an open store."""
     with files_of(store.path) as files:
         return Contents(store.segments(), store.models(), store.pinned(), _beside(files))
 
@@ -122,7 +135,7 @@ def _catalogued(files: StoreRoot) -> Contents | None:
 
 @contextmanager
 def files_of(path: Path) -> Iterator[StoreRoot]:
-    """Look at the folder of a store. Raises Refused where there is none, so that looking for one makes none."""
+    """Open the folder of a store. Raises Refused if there is no store, instead of creating one."""
     if not path.is_dir():
         raise Refused(f"there is no store at {path}")
     try:
@@ -138,7 +151,7 @@ def files_of(path: Path) -> Iterator[StoreRoot]:
 
 
 def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | None = None) -> KVStore:
-    """A store that is there, to look after it. What reads no blocks needs no key."""
+    """Open an existing store for maintenance. Commands that read no blocks need no key."""
     from ..kvstore import KVStore
     from ..store.cipher import read_key_file
 
@@ -148,7 +161,7 @@ def open_store(path: Path, *, disk_quota: str | None = None, key_file: Path | No
 
 
 def unique_length(names: Iterable[str]) -> int:
-    """How many letters tell these names apart."""
+    """Return how many leading characters distinguish the names, at least `_SHORTEST`."""
     distinct, length = set(names), _SHORTEST
     while len({name[:length] for name in distinct}) < len(distinct):
         length += 1

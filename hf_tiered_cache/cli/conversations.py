@@ -1,4 +1,4 @@
-"""`conversations`: those that a store keeps under an id."""
+"""Command `conversations`: the conversations that a store keeps under an id."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _list(found: list[ConversationInfo]) -> None:
 
 
 def _notes(info: ConversationInfo) -> str:
-    """As "in use by process 4711, evicted: 64 of 960 tokens left"."""
+    """Return notes, such as "in use by process 4711, evicted: 64 of 960 tokens left"."""
     notes = []
     if info.in_use_by is not None:
         notes.append(f"in use by process {info.in_use_by}" if info.in_use_by else "in use")

@@ -1,4 +1,4 @@
-"""`documents`: passages that a store keeps under labels."""
+"""Command `documents`: the passages that a store keeps under labels."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _list(found: list[DocumentInfo]) -> None:
 
 
 def _notes(info: DocumentInfo) -> str:
-    """As "evicted: 1 of 3 passages, 1 of another label, too"."""
+    """Return notes, such as "evicted: 1 of 3 passages, 1 of another label, too"."""
     notes = []
     if info.evicted:
         notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")

@@ -1,4 +1,4 @@
-"""`ls` and `stat`: what a store holds."""
+"""Commands `ls` and `stat`: the contents of a store."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
 
 
 def _held(block_group: BlockGroup) -> str:
-    """As "keys and values, heads 0-1"."""
+    """Return the tensors and heads of a KV cache group, such as "keys and values, heads 0-1"."""
     tensors = " and ".join(
         f"{name}s" for name in ("key", "value") if any(part.tensor == name for part in block_group.parts)
     )
@@ -222,7 +222,7 @@ def _cut(shape: SegmentShape) -> str:
 
 
 def _layers(shape: SegmentShape) -> list[str]:
-    """The layers of each kind, as "0-11: keys 2 × 64, values 2 × 64", and the dtype."""
+    """Return the layers of each kind, such as "0-11: keys 2 × 64, values 2 × 64", followed by the dtype."""
     kinds: dict[LayerKV | None, list[int]] = {}
     for number, kind in enumerate(shape.layout.layers):
         kinds.setdefault(kind, []).append(number)
@@ -242,7 +242,7 @@ def _kind(layer: LayerKV | None) -> str:
 
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:
-    """Ascending numbers, as "0-3, 7"."""
+    """Return ascending numbers as ranges, such as "0-3, 7"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

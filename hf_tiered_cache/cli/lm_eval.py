@@ -1,4 +1,4 @@
-"""`hf-tiered-cache lm-eval`."""
+"""Command `lm-eval`: lm-evaluation-harness with stored KV."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import typer
 from ..errors import ConfigError
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
-"""For `typer.Typer.command(context_settings=...)`: what typer does not know is lm_eval's."""
+"""Settings for `typer.Typer.command(context_settings=...)`: options that typer does not know are passed to lm_eval."""
 
 
 def lm_eval(context: typer.Context) -> None:
@@ -25,7 +25,7 @@ def lm_eval(context: typer.Context) -> None:
       key_file=PATH       of the store's key, if it is encrypted (default: $HF_TIERED_CACHE_KEY_FILE)
 
     For everything else: lm_eval run --help, and hf-tiered-cache lm-eval ls tasks.
-    """
+    """  # noqa: D301
     try:
         from ..integrations.lm_eval import run
     except ImportError as error:

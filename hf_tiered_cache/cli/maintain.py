@@ -1,4 +1,4 @@
-"""`verify`, `gc` and `rm`: looking after a store."""
+"""Commands `verify`, `gc` and `rm`: maintenance of a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by all commands: arguments, tables, JSON, and the error for what cannot be done."""
+"""Arguments, tables, JSON output and the error class that all commands share."""
 
 from __future__ import annotations
 
@@ -30,35 +30,36 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, f
 
 
 class Refused(TieredCacheError):
-    """The command line asks for what is not there, or not wise."""
+    """Error for a command line that asks for something that does not exist, or is unsafe."""
 
 
 def figures(*columns: str, right: tuple[str, ...] = (), fold: tuple[str, ...] = ()) -> Table:
-    """Return an empty table. Its columns are never cut; those of `fold` may go on in a second line."""
+    """Return an empty table. Columns are never cut off; those of `fold` may continue on a second line."""
     return Table(columns, right, fold)
 
 
 def facts() -> Table:
-    """Return an empty table of names and what they are."""
+    """Return an empty table of names and values."""
     return Table(("name", "fact"), fold=("fact",), has_heading=False)
 
 
 def print_json(document: Any) -> None:
+    """Print a document as indented JSON."""
     print(json.dumps(document, indent=2))
 
 
 def printable(text: str) -> str:
-    """In one line, and without what a terminal would take for a command."""
+    """Return text as one line, without characters that a terminal could interpret as commands."""
     return "".join(letter if letter.isprintable() else "�" for letter in " ".join(text.split()))
 
 
 def model_name(model: Mapping[str, str], fingerprint: str) -> str:
-    """What a model is called, from what is known of it."""
+    """Return the name of a model, from the known facts about it."""
     return printable(model.get("name") or model.get("class") or fingerprint[:8])
 
 
 def add_model(table: Table, model: Mapping[str, str], fingerprint: str) -> None:
-    """Rows that say all of it."""
+    """Add rows with all known facts about a model."""
     table.add_row("model", model_name(model, fingerprint))
     for name, value in sorted(model.items()):
         if name != "name" and value:
@@ -67,28 +68,29 @@ def add_model(table: Table, model: Mapping[str, str], fingerprint: str) -> None:
 
 
 def count(number: int, noun: str) -> str:
-    """As "1 segment" or "2,048 segments"."""
+    """Return a number with its noun, such as "1 segment" or "2,048 segments"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def ago(moment: float) -> str:
-    """How long ago that was, in words."""
+    """Return how long ago a time was, in words."""
     return humanize.naturaltime(max(0.0, time.time() - moment))
 
 
 def date(moment: float) -> str:
+    """Return a time as local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
 
 
 def confirm(question: str) -> bool:
-    """Ask at the terminal. Raises Refused where nobody sits at one."""
+    """Ask the user at the terminal. Raises Refused if there is no terminal."""
     if not sys.stdin.isatty():
         raise Refused(f"{question} There is no terminal to ask at: give --yes, or --dry-run to see what would go")
     return typer.confirm(question, err=True)
 
 
 def read_text(path: Path) -> str:
-    """Return a file's text. Raises Refused if it is not UTF-8."""
+    """Return the text of a file. Raises Refused if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -96,7 +98,7 @@ def read_text(path: Path) -> str:
 
 
 def plotting() -> Any:
-    """Return `matplotlib.pyplot`. Raises Refused if it is missing: to be called before anything is measured."""
+    """Return `matplotlib.pyplot`. Raises Refused if it is missing, so call this before measuring."""
     try:
         import matplotlib
     except ImportError as error:

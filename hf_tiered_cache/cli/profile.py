@@ -1,4 +1,4 @@
-"""`profile`: which heads of a model gain most by a larger window in device memory."""
+"""Command `profile`: measures which heads of a model gain most from a larger window in device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`serve`: an OpenAI-compatible server with a store."""
+"""Command `serve`: runs an OpenAI-compatible server with a store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .output import KeyFile
 
 
 class LogLevel(str, Enum):
-    """What the server logs."""
+    """Log level of the server and the store."""
 
     debug = "debug"
     info = "info"

@@ -1,4 +1,4 @@
-"""Aligned columns of text. A row takes microseconds, where a row of a rich table takes a millisecond."""
+"""Aligned columns of text. A row takes microseconds; a row of a rich table takes a millisecond."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _GAP = "  "
 
 
 class Table:
-    """Rows of text under headings, without lines.
+    """Table of text with headings, without lines.
 
     Args:
-        headings: of the columns, in order.
-        right: headings of the columns that are aligned to the right.
-        fold: headings of the columns that may continue on a second line. All others are never cut.
-        has_heading: whether the headings are shown. Else the first column is shown dim.
+        headings: Headings of the columns, in order.
+        right: Headings of the columns that are aligned to the right.
+        fold: Headings of the columns that may continue on a second line. All others are never cut off.
+        has_heading: Whether headings are shown. If not, the first column is shown dim.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class Table:
         self._rows: list[tuple[str, ...]] = [self._headings] if has_heading else []
 
     def add_row(self, *cells: str) -> None:
-        """Add a row of one cell for each column, each a single line of text."""
+        """Add a row with one cell per column, each a single line of text."""
         self._rows.append(cells)
 
     def show(self) -> None:
-        """Print the table to the terminal's width. In a pipe, nothing is folded."""
+        """Print the table, fitted to the terminal's width. In a pipe, nothing is folded."""
         console = Console(markup=False, highlight=False, emoji=False)
         if not console.is_terminal:
             for line in self._lines(self._widths()):
@@ -55,7 +55,7 @@ class Table:
         return [max(map(cell_len, cells)) for cells in zip(*self._rows, strict=True)]
 
     def _fitted(self, width: int) -> list[int]:
-        """Return the widths with the widest columns that may fold made narrower until all fit."""
+        """Return the widths of columns after the widest foldable ones are narrowed until the table fits."""
         widths = self._widths()
         excess = sum(widths) + len(_GAP) * (len(widths) - 1) - width
         for _ in range(excess if self._foldable else 0):
@@ -86,5 +86,5 @@ class Table:
 
 
 def _wrap(cell: str, width: int, console: Console) -> list[str]:
-    """Return the lines of a cell, broken between words where that is possible."""
+    """Return the lines of a cell, broken between words where possible."""
     return [line.plain.rstrip() for line in Text(cell).wrap(console, width, overflow="fold")]

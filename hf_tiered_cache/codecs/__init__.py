@@ -1,4 +1,4 @@
-"""How the tensors of a block become bytes. One file and one row in `CODECS` each; knows nothing of blocks."""
+"""Codecs that encode the tensors of a block. Each codec is one module and one entry in `CODECS`."""
 
 from __future__ import annotations
 
@@ -17,25 +17,33 @@ __all__ = ["CODECS", "RAW", "Codec", "Field", "codec_in", "coded_provenance", "m
 
 
 def make_codec(name: str) -> Codec:
-    """The codec of this name. Raises ConfigError if there is none."""
+    """Return the codec of a name.
+
+    Raises:
+        ConfigError: there is no such codec.
+    """
     if not isinstance(name, str) or name not in CODECS:
         raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}")
     return CODECS[name]
 
 
 def merged_codec(name: str) -> Codec:
-    """What stands, where the codec of this name does, between the vectors of two merged layers and their fields:
-    the direction that both share, and a factor of each (see `pairs.py`)."""
+    """Return the codec of merged layers in a segment with the given codec.
+
+    It encodes the shared direction, and a factor for each layer (see `pairs.py`).
+    """
     return _DIRECTION if name == RAW else make_codec(name)
 
 
 def coded_provenance(provenance: str, codec: str) -> str:
-    """How KV came about that was computed so and stored with `codec`: one that loses bits has a provenance of its own,
-    so that no look-up takes it for what was computed."""
+    """Return the provenance of KV that is stored with `codec`.
+
+    The name of a lossy codec is appended, so that look-ups for exact KV do not match it.
+    """
     return provenance if make_codec(codec).lossless else f"{provenance} {codec}"
 
 
 def codec_in(provenance: str) -> str:
-    """The name of the lossy codec that a provenance speaks of, or `RAW`."""
+    """Return the name of the lossy codec in a provenance, or `RAW`."""
     last = provenance.rpartition(" ")[2]
     return last if last in CODECS and not CODECS[last].lossless else RAW

@@ -1,4 +1,4 @@
-"""The codec interface: how a tensor of keys or values becomes the fields that a block holds, and comes back."""
+"""Codec interface: encodes a tensor of keys or values to the fields that a block holds, and decodes them."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import torch
 
 
 class Field(NamedTuple):
-    """One of the tensors that a codec makes of keys or values: so many numbers of a dtype for each token and head."""
+    """Tensor of encoded keys or values: `dim` numbers of a dtype for each token and head."""
 
     dtype: torch.dtype
     dim: int
 
 
 class Codec(Protocol):
-    """Stands between tensors and the bytes of a block.
+    """Encoder and decoder between tensors and the bytes of a block.
 
-    A token of a head is coded by itself: what it becomes depends on no other, so fields can be cut, moved and picked
-    token by token before they are decoded. Equal tensors become equal bytes, on every machine.
+    Each token of each head is encoded independently. So fields can be sliced, moved and indexed by token before they
+    are decoded. Equal tensors are encoded to equal bytes on every machine.
     """
 
     name: str
-    """As `KVStore(codec=...)` and the headers of segments have it."""
+    """Name in `KVStore(codec=...)` and in segment headers."""
     lossless: bool
-    """Whether what comes back is what went in, in every bit."""
+    """True if decoding restores every bit of the input."""
 
     def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
-        """The fields of a tensor of this dtype, with so many numbers for each token and head."""
+        """Return the fields of a tensor with the given dtype, and `dim` numbers for each token and head."""
 
     def encode(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The fields of `tensor`, `[..., dim]`: `[..., field.dim]` each."""
+        """Encode `tensor`, `[..., dim]`, to its fields, `[..., field.dim]` each."""
 
     def decode(self, fields: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The reverse: `[..., dim]` in `dtype`, on the fields' device."""
+        """Decode fields to `[..., dim]` in `dtype`, on the fields' device."""

@@ -1,4 +1,4 @@
-"""Eight bits for each number, in steps that grow with it."""
+"""Codec with 8 bits for each number: floating point."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .scaled import Scaled
 
 
 class Fp8(Scaled):
-    """float8 e4m3 (`torch.float8_e4m3fn`): a number is off by at most 1/16 of itself, small ones by little.
+    """Codec to float8 e4m3 (`torch.float8_e4m3fn`): a relative error of at most 1/16, or a small absolute error.
 
-    Codes are stored as uint8, since indexing has no kernels for float8 on all devices.
+    Codes are stored as uint8, since some devices have no indexing kernels for float8.
     """
 
     name = "fp8"

@@ -1,4 +1,4 @@
-"""Eight bits for each number, in equal steps."""
+"""Codec with 8 bits for each number: integers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .scaled import Scaled
 
 
 class Int8(Scaled):
-    """Whole numbers from -127 to 127: no number is off by more than 1/254 of its token's largest in that head."""
+    """Codec to integers from -127 to 127. The error is at most 1/254 of the token's largest magnitude in that head."""
 
     name = "int8"
     largest = 127.0

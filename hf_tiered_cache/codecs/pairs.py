@@ -1,8 +1,8 @@
-"""Two layers' keys or values in one: a direction that both share, and a magnitude for each (MiniCache).
+"""Merge of two layers' keys or values into a shared direction and a magnitude for each layer (MiniCache).
 
-A vector is what one token has in one head: keys and values are merged apart. In the merged vector's place stands its
-direction; times a factor of its own it gives each layer a vector of the length that it had. Rotation by position
-(RoPE) keeps lengths and angles, so keys may be merged before it or behind it.
+A vector is the key or value of one token in one head: keys and values are merged separately. A merged vector is stored
+as a direction. Each layer multiplies it by its own factor, which restores the original length of its vector. Rotary
+position embedding (RoPE) preserves lengths and angles, so keys may be merged before or after it.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 from .base import Codec, Field
 
 TOWARD = 0.6
-"""How far the direction lies from the first layer's to the second's, which is deeper (MiniCache, Section 4)."""
+"""Interpolation weight of the second, deeper layer's direction (MiniCache, Section 4)."""
 _PARALLEL = 1e-3
-"""Below this sine of their angle vectors are joined in a straight line: that differs from the arc by 1e-6 at most."""
+"""Sine of the angle below which interpolation is linear. It differs from spherical interpolation by at most 1e-6."""
 
 
 class Direction:
-    """How a merged vector is stored where numbers are stored as they are: its direction in the tensor's dtype, and f32.
+    """Codec of merged vectors in uncompressed segments: the direction in the tensor's dtype, and a float32 factor.
 
-    Codecs of eight bits need nothing of the kind: their scale is such a factor.
+    8-bit codecs do not need it: their scale serves as the factor.
     """
 
     name = "direction"
@@ -38,9 +38,9 @@ class Direction:
 
 
 def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The angle between the vectors of two tensors, `[..., dim]`, in radians: float32 `[...]`.
+    """Compute the angles between the vectors of two tensors, `[..., dim]`, in radians: float32 `[...]`.
 
-    It is 0 where one of them is zero or not finite, since merging turns neither then.
+    The angle is 0 if a vector is zero or not finite, since merging does not rotate the vectors in this case.
     """
     (one, _), (other, _) = _directions(first, second)
     return _angle(one, other).squeeze(-1).float()
@@ -49,16 +49,19 @@ def angle(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 def merge(
     first: torch.Tensor, second: torch.Tensor, toward: float = TOWARD
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Merge the vectors of two tensors, `[..., dim]`, on the arc between them.
+    """Merge the vectors of two tensors by spherical interpolation.
 
-    Opposite vectors have no arc: the direction is then that of the one that is nearer, and of the second where neither
-    is. One that is zero turns the other nowhere, nor does one that is not finite, whose magnitude is NaN.
+    Opposite vectors have no unique arc: the direction is that of the vector with the larger weight, or of the second if
+    the weights are equal. A vector that is zero or not finite does not rotate the other. The magnitude of a vector that
+    is not finite is NaN.
 
     Args:
-        toward: 0 gives the first one's direction, 1 the second one's.
+        first: vectors of the first layer, `[..., dim]`.
+        second: vectors of the second layer, `[..., dim]`.
+        toward: interpolation weight: 0 for the first layer's direction, 1 for the second's.
 
     Returns:
-        The direction, `[..., dim]`, of length 1, or 0 where both are zero; and both magnitudes, `[..., 1]`; float32.
+        Float32 directions, `[..., dim]`, of length 1, or 0 if both vectors are zero; and both magnitudes, `[..., 1]`.
     """
     (one, magnitude), (other, magnitude_of_other) = _directions(first, second)
     between = _angle(one, other)  # [..., 1]
@@ -77,13 +80,19 @@ def merge(
 def encode(
     first: torch.Tensor, second: torch.Tensor, codec: Codec, toward: float = TOWARD
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """The fields of two layers' tensors, `[..., dim]`, merged: the direction is the same in both.
+    """Merge two layers' tensors and encode them.
 
-    Factors make up for what rounding does to the direction's length, so magnitudes are kept; but no finite number
-    becomes an infinite one, which a vector near the end of the dtype's range may, when it is turned.
+    The factors compensate for the rounded length of the direction, so magnitudes are preserved. They are limited such
+    that finite vectors near the maximum of the dtype do not overflow to infinity when they are rotated.
 
     Args:
-        codec: of merged block groups (see `merged_codec`).
+        first: vectors of the first layer, `[..., dim]`.
+        second: vectors of the second layer, `[..., dim]`.
+        codec: codec of merged KV cache groups (see `merged_codec`).
+        toward: interpolation weight (see `merge`).
+
+    Returns:
+        Fields of the first layer, and of the second. Both contain the same direction.
     """
     direction, *magnitudes = merge(first, second, toward)
     stored, ones = codec.encode(direction.to(first.dtype))
@@ -99,15 +108,16 @@ def encode(
 
 
 def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
-    """The tokens to leave unmerged: this share of them, of the largest angles.
+    """Select the tokens to leave unmerged: those with the largest angles.
 
-    The paper's printed rule, read literally, leaves the closest ones unmerged; its text means these.
+    The formula in the paper (MiniCache), read literally, selects the smallest angles; its text means the largest.
 
     Args:
-        angles: `[..., tokens]`, of heads, or of keys and values; a token goes by their mean.
+        angles: `[..., tokens]`, for example of all heads, of keys and values. Tokens are ranked by their mean angle.
+        share: share of the tokens to select.
 
     Returns:
-        int64, ascending.
+        Selected tokens, int64, ascending.
     """
     each = angles.float().reshape(-1, angles.shape[-1]).mean(0)  # [tokens]
     count = round(share * len(each))
@@ -117,18 +127,18 @@ def retained(angles: torch.Tensor, share: float = 0.05) -> torch.Tensor:
 def _directions(
     first: torch.Tensor, second: torch.Tensor
 ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """Of both tensors the vectors at length 1, and their lengths, `[..., 1]`; one without direction has the other's."""
+    """Normalize the vectors of both tensors. Vectors without a direction get the other's. Lengths are `[..., 1]`."""
     (one, length), (other, length_of_other) = map(_unit, (first, second))
     turned = torch.where(length > 0, one, other), torch.where(length_of_other > 0, other, one)
     return (turned[0], length), (turned[1], length_of_other)
 
 
 def _unit(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors at length 1, or 0, in float32, and their lengths: NaN where they are not finite."""
+    """Normalize vectors to length 1, or 0, in float32. The returned lengths are NaN for vectors that are not finite."""
     wide = tensor.float()
     finite = wide.isfinite().all(-1, keepdim=True)
     wide = wide.masked_fill(~finite, 0)
-    # squares of numbers near the ends of float32's range need float64's
+    # squares of very large and small float32 numbers need the range of float64
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True, dtype=torch.float64)
     length = length.clamp(max=torch.finfo(torch.float32).max).float()
     unit = wide / length.masked_fill(length == 0, 1)
@@ -136,9 +146,9 @@ def _unit(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _angle(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Between vectors of length 1, float64 `[..., 1]`; exact for small angles, too, which an arc cosine is not.
+    """Compute the angles between unit vectors, float64 `[..., 1]`. Unlike arc cosine, it is exact for small angles.
 
-    In float32 its last bit would depend on where in a tensor a vector stands: kernels take the last few numbers apart.
+    In float32, the last bit would depend on a vector's index: kernels process the last elements separately.
     """
     apart, together = (torch.linalg.vector_norm(v, dim=-1, keepdim=True) for v in (one - other, one + other))
     return 2 * torch.atan2(apart.double(), together.double())

@@ -1,4 +1,4 @@
-"""Numbers as the model computed them."""
+"""Codec that stores numbers unchanged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import Field
 
 
 class Raw:
-    """One field, which is the tensor."""
+    """Lossless codec with the tensor as its only field."""
 
     name = "raw"
     lossless = True

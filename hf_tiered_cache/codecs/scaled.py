@@ -1,4 +1,4 @@
-"""The base of codecs of eight bits: a code for each number, and a scale for each token and head."""
+"""Base of 8-bit codecs: a code for each number, and a scale for each token and head."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from .base import Field
 
 
 class Scaled(ABC):
-    """A number is its code times the scale of its token and head, which is the largest magnitude over `largest`.
+    """Base class of 8-bit codecs.
 
-    Scales are float32: those of bfloat16 tensors do not fit float16's range, and of a head of 128 dims they are 3 % of
-    the bytes. A token whose numbers are not all finite comes back as NaN in that head: it would spoil the model's
-    output anyhow, and must not be taken for numbers.
+    A number is decoded as its code times the scale of its token and head. The scale is the largest magnitude of the
+    token in that head, divided by `largest`. Scales are float32, since scales of bfloat16 tensors exceed the range of
+    float16. With 128 dims per head, scales are 3 % of the bytes. If a token has non-finite numbers in a head, the whole
+    token is decoded as NaN in that head: it would corrupt the model's output anyway, and must not become finite.
     """
 
     lossless = False
     largest: float
     """Magnitude of the largest code."""
     code_dtype: torch.dtype
-    """Of the codes as they are stored: one that can be picked by index on every device."""
+    """Dtype of the stored codes. It must support indexing on every device."""
 
     def fields(self, dtype: torch.dtype, dim: int) -> tuple[Field, ...]:
         return Field(self.code_dtype, dim), Field(torch.float32, 1)
@@ -30,7 +31,7 @@ class Scaled(ABC):
         wide = tensor.float()
         most = wide.abs().amax(-1, keepdim=True) if tensor.shape[-1] else wide.new_zeros(*wide.shape[:-1], 1)
         limits = torch.finfo(torch.float32)
-        # no scale is so small that a division by it overflows, none so large that its largest code does
+        # limited so that neither the division by a scale nor the largest code times the scale overflows
         scales = (most / self.largest).clamp_(limits.tiny, limits.max / self.largest * (1 - limits.eps))
         finite = most.isfinite()
         scales.masked_fill_(~finite, torch.nan)
@@ -42,8 +43,8 @@ class Scaled(ABC):
 
     @abstractmethod
     def _round(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The codes nearest to `numbers`, float32 and no larger than `largest` but for rounding."""
+        """Round `numbers`, float32 and, up to rounding, at most `largest` in magnitude, to the nearest codes."""
 
     @abstractmethod
     def _widen(self, codes: torch.Tensor) -> torch.Tensor:
-        """Codes as float32, a copy."""
+        """Return a float32 copy of the codes."""

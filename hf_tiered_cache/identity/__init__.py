@@ -1,4 +1,4 @@
-"""Who made this KV: a name for everything that a model's keys and values depend on, and a watch over it."""
+"""Model identity: a fingerprint of everything that a model's keys and values depend on, and detection of changes."""
 
 from .fingerprint import Fingerprinter, Identity, differing_facts, fingerprint
 from .rope import rope_regime, varying_rope

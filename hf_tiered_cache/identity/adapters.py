@@ -1,4 +1,4 @@
-"""Adapters (PEFT): which are switched on, and where."""
+"""State of PEFT adapters: which ones are active, and in which layers."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ def is_tuner(module: Any) -> bool:
 
 
 def active_adapters(layer: Any) -> tuple[str, ...]:
-    """The adapters of a layer that are switched on."""
+    """Return the names of the active adapters of a layer."""
     return () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
 
 
 def merged_adapters(layer: Any) -> tuple[str, ...]:
-    """The adapters of a layer that its weights hold already."""
+    """Return the names of the adapters that are merged into the weights of a layer."""
     return tuple(getattr(layer, "merged_adapters", ()))
 
 
 def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
-    """For each of them with an adapter switched on: its number, the active and merged adapters, and their scales."""
+    """Return the adapter state of layers with an active or merged adapter.
+
+    Returns:
+        For each such layer its index in `layers`, the active adapters, the merged adapters and the scales of the active
+        ones.
+    """
     states = []
     for number, layer in enumerate(layers):
         merged = merged_adapters(layer)
@@ -34,6 +39,6 @@ def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
 
 
 def rows_have_adapters(layers: Iterable[Any]) -> bool:
-    """Whether the pass under way gives each row an adapter of its own (PEFT's `adapter_names`, activated LoRA)."""
+    """Return whether the current pass selects adapters by row (PEFT's `adapter_names`, activated LoRA)."""
     hooks = (hook for layer in layers for hook in layer._forward_pre_hooks.values())
     return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)

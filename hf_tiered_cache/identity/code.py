@@ -1,4 +1,4 @@
-"""Describing code: functions by what they refer to, classes by the members that reached code names."""
+"""Description of code: functions by what they refer to, classes by the members that described code names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _UNCALLED = _CONSTRUCTORS | {
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__"),
     *("__copy__", "__deepcopy__", "__sizeof__"),
 }
-"""Special methods that no pass calls: of making, printing, copying and pickling. torch.compile replaces some."""
+"""Special methods that no pass calls: construction, printing, copying, pickling. torch.compile replaces some."""
 _NO_MEMBER = frozenset(
     {
         *("loss_function", "loss_type"),
@@ -58,38 +58,38 @@ _NO_MEMBER = frozenset(
     }
 )
 _FOREIGN_DEPTH = 1
-"""Calls within torch and other installed packages are followed so far; what they call beyond is theirs."""
+"""Maximum depth of calls within torch and other installed packages that are followed."""
 LEAF = 1 << 10
-"""A depth from which no call is followed."""
+"""Depth at which no call is followed."""
 _STATIC_ITEMS = 64
 _DESCRIBED = (
     *(type, types.FunctionType, types.MethodType, functools.partial, functools._lru_cache_wrapper),
     *(property, staticmethod, classmethod, Replacement, torch.Tensor, nn.Module, enum.Enum, np.generic),
     *(*PLAIN_TORCH, *BUILTIN),
 )
-"""Types of packages' own objects that are described, and not given by their type alone."""
+"""Types of package objects that are described in full; other package objects are described by their type only."""
 _LOADED = frozenset(
     {
         *("torch", "torch.nn", "torch.nn.functional", "torch._C", "torch._C._nn", "torch._C._linalg"),
         *("torch.linalg", "torch.special", "torch.fft", "torch.autograd", "torch.utils", "torch.backends"),
     }
 )
-"""Modules within others that are there whenever torch is: which others are there differs between processes."""
+"""Submodules that are loaded whenever torch is. The set of other loaded submodules differs between processes."""
 _DYNAMIC = frozenset({"globals", "eval", "exec", "__import__", "open", "input", "compile", "breakpoint"})
-"""Builtins by which code reaches what its names do not say."""
+"""Builtins through which code can reach objects that its names do not show."""
 
 
 Statics = dict[tuple[int, str], tuple[dict[str, Any], Any]]
-"""For entries of dictionaries of packages, by the id of the dictionary and the key: the dictionary and what it held."""
+"""Entries of package dictionaries: (id of the dictionary, key) -> (the dictionary, the value found first)."""
 
 
 class CodeDescription(Description):
     """A description that follows functions and classes into what they refer to.
 
     Args:
-        watch: as for `Description`.
-        statics: for globals of packages that cannot be described, the object that was found first; one of its own by
-            default. Another object in its place is a problem.
+        watch: see `Description`.
+        statics: objects found first for package globals that are described by their type only; a new dictionary by
+            default. If another object replaces one of them, the model is undescribable.
     """
 
     def __init__(
@@ -101,24 +101,24 @@ class CodeDescription(Description):
         self._statics: Statics = {} if statics is None else statics
         self._later: deque[tuple[str, types.FunctionType | type, int]] = deque()
         self._members: dict[type, set[str]] = {}
-        self._with_special: set[type] = set()  # classes whose special methods are described
-        self._globals: set[tuple[int, str, bool]] = set()  # those that are described
+        self._with_special: set[type] = set()  # classes with described special methods
+        self._globals: set[tuple[int, str, bool]] = set()  # globals described so far
         self.has_user_code = False
-        """True if a function that the user wrote is among what was described."""
-        self._names: set[str] = set()  # that code of the user's refers to
-        self._held: dict[int, tuple[str, types.ModuleType]] = {}  # modules of Python that objects hold
-        self._depth = 0  # of calls within foreign packages
+        """True if a described function is user code."""
+        self._names: set[str] = set()  # names that user code refers to
+        self._held: dict[int, tuple[str, types.ModuleType]] = {}  # Python modules that objects hold
+        self._depth = 0  # depth of calls within foreign packages
 
     def add_code(self, where: str, value: types.FunctionType | type) -> None:
-        """Describe a function or a class, when all values are added."""
+        """Queue a function or class, which `finish` describes."""
         self._later.append((where, value, self._depth))
 
     def add_namespace(self, where: str, module: types.ModuleType) -> None:
-        """Describe what code of the user's may refer to in a module of Python that an object holds."""
+        """Queue a Python module that an object holds; `finish` describes the members that user code may refer to."""
         self._held[id(module)] = where, module
 
     def finish(self) -> None:
-        """Describe the functions and classes that values refer to. Call it when all values are added."""
+        """Describe the queued functions, classes and modules. Call this after all values are added."""
         names = -1
         while self._later or len(self._names) > names:
             while self._later:
@@ -157,19 +157,19 @@ class CodeDescription(Description):
                 continue
             self._refer(f"{where} ({name})", content, origin)
         if origin in ("torch", INSTALLED) and not (function.__name__ == "forward" and origin == "torch"):
-            self._depth += 1  # a module of torch only hands on what it holds
+            self._depth += 1  # `forward` of a torch module only passes on what it holds
         elif origin == USER:
             self._depth = 0
         if origin != PYTHON and self._depth <= _FOREIGN_DEPTH:
             names = referenced_names(code)
             if origin == USER:
-                names |= text_names(code)  # as for `getattr`
+                names |= text_names(code)  # for example arguments of `getattr`
                 self._names |= names
                 self._add_imports(where, code, function.__globals__, names)
             self._add_globals(where, function.__globals__, names, origin)
 
     def _add_globals(self, where: str, namespace: dict[str, Any], names: frozenset[str], origin: str) -> None:
-        """Describe the globals among `names`, those of the modules among these globals included."""
+        """Describe the globals among `names`, including members of modules that are globals."""
         for name in sorted(names):
             if name in namespace:
                 self._add_global(where, namespace, name, origin)
@@ -182,7 +182,7 @@ class CodeDescription(Description):
         self._add_modules(where, [module for module in found if isinstance(module, types.ModuleType)], names, origin)
 
     def _add_imports(self, where: str, code: types.CodeType, namespace: dict[str, Any], names: frozenset[str]) -> None:
-        """Describe what code of the user's refers to in modules that it imports itself."""
+        """Describe what user code refers to in modules that it imports within functions."""
         for name in sorted(imported_names(code)):
             full = next((each for each in (name, f"{namespace.get('__package__')}.{name}") if each in sys.modules), "")
             self.watch.item(sys.modules, full or name)
@@ -191,7 +191,7 @@ class CodeDescription(Description):
             self._add_modules(where, [sys.modules[full]], names, USER)
 
     def _add_modules(self, where: str, modules: list[types.ModuleType], names: frozenset[str], origin: str) -> None:
-        """Describe those of `names` that are in modules of Python, and in modules within these."""
+        """Describe the members among `names` of Python modules and their submodules."""
         visited: set[int] = set()
         while modules:
             module = modules.pop(0)
@@ -213,7 +213,7 @@ class CodeDescription(Description):
             self._globals.add(key)
             self.words.append(name)
             value = namespace[name]
-            if isinstance(value, types.ModuleType):  # what code refers to in it is described by name
+            if isinstance(value, types.ModuleType):  # its members are described by name
                 return
             opaque = origin != USER and _is_opaque(value, type(value))
             if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
@@ -221,25 +221,25 @@ class CodeDescription(Description):
             self._refer(f"{where}, global {name}", value, origin)
 
     def _refer(self, where: str, value: Any, origin: str) -> None:
-        """Describe what code of some origin refers to."""
+        """Describe a value that code of the given origin refers to."""
         if origin == USER:
             self.add(where, value)
         else:
             self._add_static(where, value, 0)
 
     def _add_static(self, where: str, value: Any, depth: int) -> None:
-        """Describe what a package keeps for itself: functions, classes and plain values; other objects by their type.
+        """Describe a value of a package: functions, classes and plain values in full, other objects by their type.
 
-        A user's object that was put in its place is described in full.
+        A user's object that replaces such a value is described in full.
         """
         kind = type(value)
-        if value is ALL_ATTENTION_FUNCTIONS:  # the entry that is used is described with the model
+        if value is ALL_ATTENTION_FUNCTIONS:  # the model description covers the entry in use
             self.words.append("attention functions")
         elif kind is tuple:
             self.words.append(f"tuple of {len(value)}")
             for item in value if len(value) <= _STATIC_ITEMS and depth < 2 else ():
                 self._add_static(where, item, depth + 1)
-        elif kind is dict:  # a table, which grows as modules are loaded: its functions stay what they are
+        elif kind is dict:  # a table that grows as modules are loaded; its functions must not change
             self.words.append("dict")
             for key, item in list(value.items())[:_STATIC_ITEMS]:
                 if callable(item) and isinstance(key, str):
@@ -254,21 +254,21 @@ class CodeDescription(Description):
     # --- classes
 
     def _describe_class(self, where: str, kind: type) -> None:
-        if origin_of_class(kind) != USER:  # a package's own: what its constructors call is theirs
+        if origin_of_class(kind) != USER:  # of a package: calls of its constructors are not followed
             self._depth = LEAF
         constructed = not issubclass(kind, BaseException | enum.Enum | nn.Module | torch.Tensor)
         self.add_members(where, kind, _CONSTRUCTORS | {"__call__"} if constructed else frozenset(), special=False)
 
     def add_members(self, where: str, kind: type, names: frozenset[str], special: bool = True) -> None:
-        """Describe the members of a class that have one of `names`, and those that their code refers to in turn.
+        """Describe the members of a class with the given names, and the members that their code refers to.
 
-        All members of a class that the user wrote are described.
+        All members of a class in user code are described.
 
         Args:
-            where: as for `add`.
+            where: see `add`.
             kind: the class.
-            names: of members.
-            special: whether special methods are described, too, since no name refers to them.
+            names: names of members.
+            special: whether to describe special methods, too, since no name refers to them.
         """
         done = self._members.get(kind)
         if done is not None and names <= done and not (special and kind not in self._with_special):
@@ -306,7 +306,7 @@ def _is_special(name: str) -> bool:
 
 
 def _functions_of(member: Any, found: list[types.FunctionType]) -> list[types.FunctionType]:
-    """Add to `found` the functions that a member of a class runs, those within decorators included."""
+    """Append the functions that a class member runs, including decorated ones, to `found`, and return it."""
     if isinstance(member, Replacement):
         _functions_of(member.original, found)
     elif isinstance(member, property):
@@ -321,7 +321,7 @@ def _functions_of(member: Any, found: list[types.FunctionType]) -> list[types.Fu
     elif isinstance(member, types.FunctionType) and member not in found:
         found.append(member)
         for cell in member.__closure__ or ():
-            with suppress(ValueError):  # nothing was assigned to it yet
+            with suppress(ValueError):  # the cell is empty
                 _functions_of(cell.cell_contents, found)
     return found
 
@@ -332,7 +332,7 @@ def _origin_of_module(module: types.ModuleType) -> str:
 
 
 def _is_opaque(value: Any, kind: type) -> bool:
-    """Return whether an object is a package's own, neither code nor plain data."""
+    """Return whether an object belongs to a package and is neither code nor plain data."""
     if kind in PLAIN or isinstance(value, _DESCRIBED):
         return False
     return not (kind.__flags__ & HEAP_TYPE) or origin_of_class(kind) != USER

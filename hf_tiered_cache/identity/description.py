@@ -1,8 +1,8 @@
-"""Describing objects: everything that a value computes with, in words that are the same in every process.
+"""Description of objects: everything that a value computes with, in words that are equal in every process.
 
-A function is its code, its defaults, its closure and the globals that it refers to; a class is the members that reached
-code refers to; an object is its class and its state. What cannot be described is a problem, never a guess. Each place
-that was looked at is watched from then on (see `Watch`), so that whatever is described is also noticed when it changes.
+A function is described by its code, defaults, closure and the globals that it refers to, a class by the members that
+described code refers to, and an object by its class and state. An object that cannot be described is reported as a
+problem. Each place that is read is watched afterwards (see `Watch`), so that changes of described objects are detected.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ BUILTIN = (
 _SEQUENCES = (list, tuple, set, frozenset, deque, torch.Size)
 _MAPPINGS = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict, types.MappingProxyType)
 HEAP_TYPE = 1 << 9
-"""Flag of classes that are not built into the interpreter or an extension."""
+"""Flag of classes that are created at runtime (`Py_TPFLAGS_HEAPTYPE`), such as all classes in Python code."""
 _INERT = (logging.Logger, logging.LoggerAdapter, torch.utils.hooks.RemovableHandle)
-"""Types whose instances compute nothing."""
+"""Types with instances that do not affect computation."""
 _MOST_PARTS = 200_000
 
 
 class Undescribable(Exception):
-    """Something changes what is computed, and cannot be told from others of its kind."""
+    """Error for an object that affects the computation and cannot be distinguished from others of its kind."""
 
 
 class Description(ABC):
-    """The words for a graph of objects, the tensors in it, and a watch over it.
+    """Description of a graph of objects: its words, its tensors, and a watch over it.
 
     Args:
-        watch: notes the places that were looked at; one of its own by default.
-        tensors: takes the tensors that are found, with their names.
+        watch: records the places that are read; a new one by default.
+        tensors: receives the names and tensors that are found, by id of the tensor; a new dictionary by default.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Description(ABC):
         """Describe a value.
 
         Args:
-            where: path of the value within the model, for names of tensors and error messages.
+            where: path of the value in the model, for tensor names and error messages.
             value: any object.
 
         Raises:
@@ -99,13 +99,13 @@ class Description(ABC):
             self._add_new(where, value, kind)
 
     def original(self, where: str, value: Any) -> Any:
-        """Return what a value stands in for, and computes the same as; itself if that is nothing."""
+        """Return the object that a value replaces and is computationally equivalent to, or the value itself."""
         while isinstance(value, Replacement):
             value = value.original
         return value
 
     def number(self, value: Any) -> bool:
-        """Return whether a value is met for the first time, and gets a number; else refer to it by its number."""
+        """Assign a number to a new value and return True; describe a known value by its number and return False."""
         number, _ = self._seen.setdefault(id(value), (new := len(self._seen), value))
         if number != new:
             self.words.append(f"#{number}")
@@ -176,7 +176,7 @@ class Description(ABC):
             if str(value).partition(".")[0] not in ("aten", "prims", "prim"):
                 raise Undescribable(f"{where}, the operator {value},")
             self.words.append(f"operator {value}")
-        elif kind is torch.ScriptObject:  # packed weights, which its module saves as tensors
+        elif kind is torch.ScriptObject:  # packed weights; the module saves them as tensors
             self.words.append(f"script object {value._type().name()}")
         elif isinstance(value, _INERT):
             self.words.append(kind.__qualname__)
@@ -184,7 +184,7 @@ class Description(ABC):
             self._add_instance(where, value, kind)
 
     def _add_instance(self, where: str, value: Any, kind: type) -> None:
-        """Describe an instance of a Python class: its class, and its whole state."""
+        """Describe an instance of a Python class: its class and its complete state."""
         try:
             state = state_of(value)
         except TypeError:
@@ -210,7 +210,7 @@ class Description(ABC):
             self.add(f"{where}.{name}", state[name])
 
     def _add_container(self, where: str, value: Any, kind: type) -> None:
-        """Describe a container each time it is met: whether two places share one differs between processes."""
+        """Describe a container at each occurrence, because sharing of containers may differ between processes."""
         self._parts += 1
         if id(value) in self._open or self._parts > _MOST_PARTS:
             raise Undescribable(f"{where}, which holds itself or too much,")
@@ -245,7 +245,7 @@ class Description(ABC):
     # --- tensors
 
     def add_tensor(self, where: str, tensor: torch.Tensor) -> None:
-        """Describe a tensor; its bytes are digested by whoever takes `tensors`."""
+        """Describe a tensor without its bytes. The user of `tensors` digests these."""
         kind, bits = type(tensor), tensor.is_neg() or tensor.is_conj()
         self.watch.type_of(tensor)
         if tensor.layout != torch.strided or tensor.device.type == "meta" or bits:
@@ -271,7 +271,7 @@ class Description(ABC):
             raise Undescribable(f"{where}, an array of {array.dtype},") from error
         self.words.append(f"array {array.dtype.str} {array.shape} {array.strides}")
 
-    # --- code, modules of Python and of PyTorch, configurations: see `CodeDescription` and `ModelDescription`
+    # --- code, Python modules, PyTorch modules and configurations: see `CodeDescription` and `ModelDescription`
 
     @abstractmethod
     def add_code(self, where: str, value: types.FunctionType | type) -> None:
@@ -283,17 +283,17 @@ class Description(ABC):
 
     @abstractmethod
     def add_namespace(self, where: str, module: types.ModuleType) -> None:
-        """Describe a module of Python that an object holds."""
+        """Describe a Python module that an object holds."""
 
     def add_module(self, where: str, module: nn.Module) -> None:
-        """Refuse a module: only the description of a model has a word for it."""
+        """Reject a PyTorch module. Only `ModelDescription` describes modules."""
         raise Undescribable(f"{where}, a module,")
 
     def add_config(self, where: str, config: PreTrainedConfig) -> None:
-        """Refuse a configuration, likewise."""
+        """Reject a configuration. Only `ModelDescription` describes configurations."""
         raise Undescribable(f"{where}, a configuration,")
 
 
 def cached_functions(wrapper: Any) -> list[types.FunctionType]:
-    """Return the function that an `lru_cache` calls, whatever its `__wrapped__` says."""
+    """Return the function that an `lru_cache` calls in a list, regardless of `__wrapped__`; empty if there is none."""
     return [value for value in gc.get_referents(wrapper) if isinstance(value, types.FunctionType)][:1]

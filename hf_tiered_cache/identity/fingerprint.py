@@ -1,4 +1,4 @@
-"""The fingerprint: two models share stored KV only if theirs are equal."""
+"""Model fingerprints. Two models share stored KV only if their fingerprints are equal."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from .weights import WeightDigests
 
 _FOLLOWING = frozenset({"weights", "modules"})
 _MOST_CHANGES = 12
-"""Looks in a row that find a change, before the model counts as one that changes at every pass."""
+"""Number of consecutive looks with a change after which the model is treated as changing at every pass."""
 _LEADING = frozenset({"class", "dtype", "config", "RoPE", "quantization", "adapter"})
-"""Facts with which the following ones differ, too."""
+"""Facts that imply a difference of the facts in `_FOLLOWING` if they differ."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a model is at one moment.
+    """Identity of a model at one point in time.
 
     Args:
         fingerprint: 32 hexadecimal digits.
-        facts: what it is made of, part by part: in words where these are short, else as digests. "name" is what the
-            model is called; it says nothing of the KV, and is the one fact that the fingerprint leaves out.
-        problem: what changes the computation and cannot be described, so that nothing may be stored, or "".
-        looks_ahead: whether tokens attend to those after them.
-        training: whether a part is in training mode, and computes something else then.
-        weights_held: given a time of `time.monotonic`, says whether the weights are still those of the fingerprint, by
-            a complete read of them that began after it. Any thread may ask.
+        facts: parts of the fingerprint by name, as text if short, otherwise as digests. "name" is the name of the
+            model, the only fact that is not part of the fingerprint.
+        problem: something that affects the computation and cannot be described, or "". With a problem no KV may be
+            stored.
+        looks_ahead: whether tokens attend to later tokens.
+        training: whether a module is in training mode and computes different results for that reason.
+        weights_held: function that takes a time of `time.monotonic` and returns whether the weights still match the
+            fingerprint, based on a complete read that began after that time. Thread-safe.
     """
 
     fingerprint: str
@@ -50,10 +51,10 @@ class Identity:
 
 
 class Fingerprinter:
-    """Names one model, and notices when that name has to be made again.
+    """Fingerprint of one model, with detection of changes.
 
-    The model is described and all weights are read once. From then on each pass compares the objects that the
-    description was made of, and each request reads a part of the weights again (see `Watch` and `WeightDigests`).
+    The model is described and all weights are read once. After that, each pass compares the objects in the description
+    with the current ones, and each request reads a part of the weights again (see `Watch` and `WeightDigests`).
 
     Args:
         model: the model.
@@ -64,15 +65,15 @@ class Fingerprinter:
         self._identities: dict[tuple[str, str, tuple[str, ...]], Identity] = {}
         self._weights = WeightDigests(())
         self._statics: Statics = {}
-        self._changes, self._unsteady = 0, ""  # looks in a row that found a change; what changes at each of them
+        self._changes, self._unsteady = 0, ""  # consecutive looks with a change; name of what always changes
         self._describe()
 
     def look(self, tag: str = "", closely: bool = True) -> Identity:
-        """Return what the model is now.
+        """Return the current identity of the model.
 
         Args:
-            tag: the user's name for what cannot be described; part of the fingerprint.
-            closely: whether a part of the weights is read again: at the beginning of a request.
+            tag: the user's name for parts that cannot be described; part of the fingerprint.
+            closely: whether to read a part of the weights again, as at the beginning of a request.
 
         Raises:
             UnsupportedModelError: some weights cannot be read.
@@ -90,27 +91,27 @@ class Fingerprinter:
         return self._identities[key]
 
     def __call__(self) -> str:
-        """Return the fingerprint of the model as it is now."""
+        """Return the current fingerprint of the model."""
         return self.look().fingerprint
 
     def refresh(self) -> None:
-        """Describe the model, and read all weights, again, now."""
+        """Describe the model and read all weights again."""
         self._changes, self._unsteady = 0, ""
         self._describe()
         if self._weights.refresh():
             self._identities.clear()
 
     def rows_have_adapters(self) -> bool:
-        """Return whether the pass under way gives each row an adapter of its own."""
+        """Return whether the current pass selects adapters by row."""
         return rows_have_adapters(self.tuned)
 
     @property
     def tuned(self) -> list[Any]:
-        """Layers that an adapter wraps."""
+        """Layers wrapped by an adapter."""
         return self._description.tuned
 
     def _watch(self) -> None:
-        """Describe the model again if something is another object than before."""
+        """Describe the model again if a watched object was replaced or the adapter state changed."""
         watch = self._description.watch
         if watch.holds() and adapter_state(self.tuned) == self._adapters:
             self._changes = 0
@@ -118,11 +119,11 @@ class Fingerprinter:
         name, words = watch.changed_name(), self._description.words
         self._describe()
         self._changes = self._changes + 1 if self._description.words != words else 0
-        if self._changes == _MOST_CHANGES:  # a counter, say: to describe the model at each token would take too long
+        if self._changes == _MOST_CHANGES:  # for example a counter: a description at each token would take too long
             self._unsteady = name or "something"
 
     def _describe(self) -> None:
-        """Describe the model again; its weights are read again only if there are other tensors."""
+        """Describe the model again. Read its weights again only if its tensors were replaced."""
         self._description = description = ModelDescription(self._model, statics=self._statics)
         self._adapters = adapter_state(description.tuned)
         self._devices = tuple(dict.fromkeys((*devices(self._model).split(), "cpu")))
@@ -167,7 +168,7 @@ class Fingerprinter:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """Return the name of everything that the KV of `model` depends on: 32 hexadecimal digits.
+    """Return the fingerprint of everything that the KV of `model` depends on: 32 hexadecimal digits.
 
     Raises:
         UnsupportedModelError: some weights cannot be read.
@@ -178,14 +179,14 @@ def fingerprint(model: PreTrainedModel) -> str:
 def differing_facts(mine: Mapping[str, str], others: Mapping[str, str]) -> list[str]:
     """Return the names of the facts in which two models differ.
 
-    Facts that follow from others are left out where one of those differs.
+    Facts that depend on other facts are omitted if one of the latter differs.
     """
     differing = [fact for fact in mine if fact != "name" and others.get(fact, "") != mine[fact]]
     return [fact for fact in differing if fact not in _FOLLOWING or not _LEADING.intersection(differing)]
 
 
 def looks_ahead(model: PreTrainedModel) -> bool:
-    """Return whether tokens attend to those after them."""
+    """Return whether tokens attend to later tokens."""
     config = model.config.get_text_config(decoder=True)
     if getattr(config, "use_bidirectional_attention", None) or getattr(config, "is_causal", True) is False:
         return True
@@ -194,7 +195,7 @@ def looks_ahead(model: PreTrainedModel) -> bool:
 
 
 def devices(model: PreTrainedModel) -> str:
-    """Return the kinds of device that the model computes on, also where accelerate keeps its weights elsewhere."""
+    """Return the device types that the model computes on, sorted, even if accelerate offloads its weights."""
     kinds = {tensor.device.type for tensor in model.parameters()}
     for module in model.modules():
         where = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
@@ -204,7 +205,7 @@ def devices(model: PreTrainedModel) -> str:
 
 
 def trains(module: nn.Module) -> bool:
-    """Return whether a module is in training mode, and computes something else then."""
+    """Return whether a module is in training mode and computes different results for that reason."""
     if not module.training:
         return False
     if isinstance(module, PreTrainedModel | nn.modules.batchnorm._BatchNorm):
@@ -214,7 +215,7 @@ def trains(module: nn.Module) -> bool:
 
 
 def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what of a configuration bears on keys and values, JSON-ready."""
+    """Return the settings of a configuration that may affect keys and values, ready for JSON."""
     return {key: _plain(value) for key, value in config.items() if key not in IRRELEVANT and not key.startswith("_")}
 
 

@@ -1,8 +1,8 @@
-"""Describing a model: its modules, hooks, methods, configurations and adapters.
+"""Description of a model: its modules, hooks, methods, configurations and adapters.
 
-Hooks, replaced methods and attention functions of packages that are trusted leave no trace, or are described; those of
-anybody else are not guessed, whatever they compute. Passes of such a model run plain unless the user names it
-(`TieredCache(tag=...)`).
+Hooks, replaced methods and attention functions of trusted packages are described, or ignored if they change no result.
+Those of other code are a problem: passes of the model run without the store unless the user names the code with
+`TieredCache(tag=...)`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ IRRELEVANT = frozenset(
         *("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "name_or_path"),
     }
 )
-"""Settings of a configuration that change no key and no value."""
+"""Settings of a configuration that affect neither keys nor values."""
 _METHODS = ("forward", "_call_impl", "_compiled_call_impl")
-"""Methods that run a module, and that an attribute of the module may replace."""
+"""Methods that run a module and may be replaced by an attribute of the module."""
 _DESCRIBED_OTHERWISE = frozenset({"_hf_hook", "_old_forward", "_hf_tiered_cache", "__reduce_ex__", *_METHODS})
 _UNRELATED = frozenset(
     {
@@ -53,14 +53,14 @@ _UNRELATED = frozenset(
         *("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa", "train", "eval"),
     }
 )
-"""Attributes of torch, transformers, accelerate and peft that change no key and no value, or follow the prompt."""
+"""Attributes of torch, transformers, accelerate and peft that affect no KV or depend on the prompt."""
 _ADAPTER_STATE = frozenset({"_active_adapter", "_disable_adapters", "merged_adapters", "_caches"})
-"""Attributes of adapter layers that `adapter_state` describes."""
+"""Attributes of adapter layers that `adapter_state` covers."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _GLOBAL_HOOKS = ("_global_forward_pre_hooks", "_global_forward_hooks")
 _OURS = "hf_tiered_cache"
 _OBSERVERS = frozenset({"accelerate", "transformers"})
-"""Packages whose hooks move tensors, or watch them, and change none."""
+"""Packages with hooks that only move or observe tensors."""
 _WATCHED = frozenset(
     {*_HOOKS, *_METHODS, "_parameters", "_buffers", "_modules", "training", "_hf_hook", "_old_forward"}
 )
@@ -68,30 +68,30 @@ _CALLED = frozenset({"forward", "__call__"})
 
 
 class ModelDescription(CodeDescription):
-    """The words for a model, its tensors, and a watch over both.
+    """Description of a model: its words, its tensors, and a watch over both.
 
     Args:
-        model: is described at once.
-        statics: as for `CodeDescription`.
+        model: the model, which the constructor describes.
+        statics: see `CodeDescription`.
     """
 
     def __init__(self, model: PreTrainedModel, statics: Statics | None = None) -> None:
         super().__init__(statics=statics)
         self.problem = ""
-        """Why the model cannot be told from others, or ""."""
+        """Reason why the model cannot be distinguished from others, or ""."""
         self.tuned: list[Any] = []
-        """Layers that an adapter wraps."""
+        """Layers wrapped by an adapter."""
         self._text = model.config.get_text_config(decoder=True)
         self._varies = varying_rope(self._text) is not None
         self._head = model.get_output_embeddings()
-        self._checked: dict[type, bool] = {}  # classes that leave no trace: whether they run code of the user's
-        self._idle = _NONE  # adapters that the parts of the next module may be of, and are switched off
+        self._checked: dict[type, bool] = {}  # class that is not described -> whether it runs user code
+        self._idle = _NONE  # inactive adapters that parts of the next module may belong to
         self._add_model(model)
         self.watch.complete()
 
     @property
     def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors that KV is computed from, and their names, in the order in which they were met."""
+        """Names and tensors that KV is computed from, in the order of the description."""
         return list(self.tensors.values())
 
     def _add_model(self, model: PreTrainedModel) -> None:
@@ -108,7 +108,12 @@ class ModelDescription(CodeDescription):
         self._check_order(model)
 
     def _guard(self, describe: Callable[..., None], *arguments: Any) -> None:
-        """Describe something; the first thing that cannot be is the problem."""
+        """Call a describing function, and record its first failure as the problem of the model.
+
+        Args:
+            describe: the function to call.
+            *arguments: its arguments; the first one names the described place.
+        """
         try:
             describe(*arguments)
             return
@@ -116,7 +121,7 @@ class ModelDescription(CodeDescription):
             problem = str(error)
         except UnsupportedModelError:
             raise
-        except Exception as error:  # a property or a method of the user's that raises, or nesting without an end
+        except Exception as error:  # user code that raises, or infinite nesting
             problem = f"{arguments[0] or 'the model'}, of which looking at it raises {type(error).__name__},"
         self.problem = self.problem or problem
         self._open.clear()
@@ -124,9 +129,9 @@ class ModelDescription(CodeDescription):
     # --- modules
 
     def original(self, where: str, value: Any) -> Any:
-        """Return what a value stands in for: the module that was compiled, or that an idle adapter wraps."""
+        """Return the object that a value replaces, such as a compiled module, or one wrapped by inactive adapters."""
         value = super().original(where, value)
-        if type(value) is OptimizedModule:  # passes of ours run uncompiled
+        if type(value) is OptimizedModule:  # passes with a tiered cache run uncompiled
             self.watch.type_of(value)
             self.watch.item(value._modules, "_orig_mod")
             return self.original(where, value._modules["_orig_mod"])
@@ -140,7 +145,7 @@ class ModelDescription(CodeDescription):
         return value
 
     def add_module(self, where: str, module: nn.Module) -> None:
-        """Describe a module: its class, its state, its hooks, and the modules within it."""
+        """Describe a module: its class, state, hooks and submodules."""
         kind = type(module)
         idle, self._idle = self._idle, _NONE
         self.watch.type_of(module)
@@ -153,7 +158,7 @@ class ModelDescription(CodeDescription):
         inner_idle = _idle_adapters(module) if is_tuner(module) else _NONE
         self._add_attributes(where, module, inner_idle)
         for parts in (module._parameters, module._buffers, module._modules):
-            self.watch.content(parts)  # their order, too, which is the order of a list of modules
+            self.watch.content(parts)  # including the order, which matters for a list of modules
             for name, part in parts.items():
                 if name in idle or (self._varies and name.endswith("inv_freq")):
                     continue
@@ -168,7 +173,7 @@ class ModelDescription(CodeDescription):
                     self._guard(self._add_part, path, part, module)
 
     def _add_part(self, where: str, part: torch.Tensor, module: nn.Module) -> None:
-        """Describe a parameter or a buffer; of the head, which reads KV and makes none, by its type alone."""
+        """Describe a parameter or buffer. Parts of the output head, which makes no KV, are described by type only."""
         if module is self._head:
             self.words.append(type(part).__name__)
         elif part.device.type == "meta":
@@ -180,7 +185,7 @@ class ModelDescription(CodeDescription):
             self.add(where, part)
 
     def _add_attributes(self, where: str, module: nn.Module, idle: frozenset[str]) -> None:
-        """Describe the attributes of a module, without what they hold for adapters that are switched off."""
+        """Describe the attributes of a module, without entries for the inactive adapters `idle`."""
         kind, state = type(module), module.__dict__
         for name in sorted(state.keys() - _INTERNAL):
             value = state[name]
@@ -206,17 +211,17 @@ class ModelDescription(CodeDescription):
                     self.add_tensor(f"{where}.{name}", tensor)
 
     def _is_unrelated(self, module: nn.Module, name: str) -> bool:
-        """Return whether an attribute is described otherwise, or one of the packages' that computes nothing."""
+        """Return whether an attribute is described elsewhere, or belongs to a package and affects no KV."""
         if name in _DESCRIBED_OTHERWISE:
             return True
-        if origin_of_class(type(module)) == USER and name in self._members[type(module)]:  # the user's code may use it
+        if origin_of_class(type(module)) == USER and name in self._members[type(module)]:  # user code may use it
             return False
         if name in _UNRELATED or (is_tuner(module) and name in _ADAPTER_STATE):
             return True
         return isinstance(module, PreTrainedModel) and name.startswith("_")
 
     def add_config(self, where: str, config: PreTrainedConfig) -> None:
-        """Describe a configuration, without what changes no KV."""
+        """Describe a configuration, without settings that affect no KV."""
         self.watch.type_of(config)
         self.watch.state_of(config)
         self.words.append(type(config).__name__)
@@ -231,7 +236,7 @@ class ModelDescription(CodeDescription):
                 self.add(f"{where}.{name}", value)
 
     def _add_attention(self, name: Any) -> None:
-        """Describe the attention function of this name, and the one that makes its masks."""
+        """Describe the attention function called `name` and its mask function."""
         self.words.append(f"attention {name}")
         for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
             for mapping in (registry._local_mapping, type(registry)._global_mapping):
@@ -247,8 +252,8 @@ class ModelDescription(CodeDescription):
     # --- hooks and methods
 
     def _add_runners(self, where: str, module: nn.Module) -> None:
-        """Look at what runs before, after and in place of a module's methods."""
-        for name in _WATCHED & module.__dict__.keys():  # one that is added makes the dictionary larger
+        """Watch and describe the hooks of a module and the replacements of its methods."""
+        for name in _WATCHED & module.__dict__.keys():  # an added attribute changes the size of the dictionary
             self.watch.item(module.__dict__, name)
         for name in _HOOKS:
             self._add_hooks(where, module.__dict__[name])
@@ -263,14 +268,14 @@ class ModelDescription(CodeDescription):
             if home not in TRUSTED:
                 self.problem = self.problem or f"a hook on {where}"
             elif isinstance(getattr(hook, "__self__", None), ModuleTracker):
-                continue  # counts where a pass is
+                continue  # tracks the current module only
             elif home in _OBSERVERS:
                 self._check(f"a hook on {where}", hook)
             elif home != _OURS:
                 self._guard(self.add, f"a hook on {where}", hook)
 
     def _add_method(self, where: str, module: nn.Module, name: str) -> None:
-        """Look through what stands in for a method: ours, a compiled one, accelerate's beside its hook."""
+        """Check the replacements of a method: by this library, by `torch.compile`, or by accelerate with its hook."""
         method: Any = module.__dict__.get(name)
         while method is not None:
             if isinstance(method, Replacement):
@@ -295,7 +300,7 @@ class ModelDescription(CodeDescription):
             self.watch.cell(cell)
 
     def _check_hook(self, where: str, hook: Any) -> None:
-        """Watch an accelerate hook; it moves tensors, so one of accelerate's own leaves no trace."""
+        """Watch an accelerate hook without a description, since it only moves tensors. Other hooks are a problem."""
         if hook is None or origin_of_class(type(hook)) not in TRUSTED:
             self.problem = self.problem or f"the accelerate hook of {where}"
             return
@@ -309,7 +314,7 @@ class ModelDescription(CodeDescription):
             self._check_hook(where, inner)
 
     def _check(self, where: str, function: Any) -> None:
-        """Watch a function that leaves no trace, and refuse one that runs code of the user's."""
+        """Watch a function without a description; record a problem if it runs user code."""
         aside = CodeDescription(watch=self.watch, statics=self._statics)
         self._guard(aside.add, where, function)
         self._guard(lambda where: aside.finish(), where)
@@ -317,7 +322,7 @@ class ModelDescription(CodeDescription):
             self.problem = self.problem or where
 
     def _check_class(self, where: str, kind: type, names: frozenset[str]) -> None:
-        """Watch members of a class that leaves no trace, and refuse one that runs code of the user's."""
+        """Watch members of a class without a description; record a problem if they run user code."""
         if kind not in self._checked:
             aside = CodeDescription(watch=self.watch, statics=self._statics)
             self._guard(aside.add_members, where, kind, names)
@@ -327,7 +332,7 @@ class ModelDescription(CodeDescription):
             self.problem = self.problem or where
 
     def _check_order(self, model: PreTrainedModel) -> None:
-        """Refuse layers that run in another order than their caches, or share one."""
+        """Record a problem if layers run in an order other than their `layer_idx`, or share an index."""
         for module in model.modules():
             if isinstance(module, nn.ModuleList) and len(module) == self._text.num_hidden_layers:
                 numbers = [_layer_number(layer) for layer in module]
@@ -346,7 +351,7 @@ def _layer_number(layer: nn.Module) -> int | None:
 
 
 def _idle_adapters(layer: Any) -> frozenset[str]:
-    """Return the names of the adapters of a layer that are not switched on."""
+    """Return the names of the inactive adapters of a layer."""
     names = {name for container in layer.adapter_layer_names for name in getattr(layer, container, {})}
     return frozenset(names - set(active_adapters(layer)))
 
@@ -356,14 +361,14 @@ def _is_member(method: types.MethodType, module: nn.Module) -> bool:
 
 
 def _is_accelerates(method: Any, module: nn.Module) -> bool:
-    """Return whether a method is what accelerate puts around `_old_forward`."""
+    """Return whether a method is the wrapper of accelerate around `_old_forward`."""
     if not isinstance(method, functools.partial) or method.args != (module,) or method.keywords:
         return False
     return isinstance(method.func, types.FunctionType) and origin_of(method.func) == "accelerate"
 
 
 def _compiled_from(method: Any) -> Callable[..., Any] | None:
-    """Return the function that `torch.compile` made another one of."""
+    """Return the function that a wrapper of `torch.compile` compiles, or None if `method` is no such wrapper."""
     if not isinstance(method, types.FunctionType) or "_dynamo" not in method.__code__.co_filename:
         return None
     cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
@@ -399,7 +404,11 @@ def _flat(saved: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _offloaded(where: str, module: nn.Module, leaf: str) -> torch.Tensor:
-    """Return weights of accelerate that are moved to the device for each pass."""
+    """Return offloaded weights, which accelerate moves to the device for each pass.
+
+    Raises:
+        UnsupportedModelError: no hook has the weights.
+    """
     hook = getattr(module, "_hf_hook", None)
     for candidate in (hook, *getattr(hook, "hooks", ())):
         weights = getattr(candidate, "weights_map", None)

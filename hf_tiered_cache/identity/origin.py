@@ -1,7 +1,7 @@
-"""Where code comes from, and digests of it.
+"""Origin and digests of code.
 
-Origins are judged by the file that a code object was compiled from, never by `__module__` or `__wrapped__`, which
-anybody can set.
+The origin of a function is determined by the file that its code was compiled from, never by `__module__` or
+`__wrapped__`, which any code can set.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 TRUSTED = frozenset({"torch", "transformers", "accelerate", "peft", "hf_tiered_cache"})
-"""Packages whose hooks and replaced methods change no KV, or only in ways that the description of a model includes."""
+"""Trusted packages: their hooks and replaced methods change no KV, or only in ways that a model description covers."""
 PYTHON, INSTALLED, USER = "python", "installed", "user"
-"""The other origins: the standard library, any other installed package, and everything else."""
+"""Other origins: the standard library, other installed packages, and everything else."""
 
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
 _SITE_PACKAGES = tuple(
@@ -45,7 +45,7 @@ def origin_of_file(file: str) -> str:
 def origin_of(function: types.FunctionType) -> str:
     """Return the origin of a function's code.
 
-    Code that a decorator generates, as `dataclasses` does, has no file; it belongs to the module of its globals.
+    Generated code, such as that of `dataclasses`, has no file; its origin is the module of its globals.
     """
     file = function.__code__.co_filename
     if file == "<string>":
@@ -54,7 +54,7 @@ def origin_of(function: types.FunctionType) -> str:
 
 
 def origin_of_class(kind: Any) -> str:
-    """Return the origin of a class: of the module that defines it under its name, or else of its methods' code."""
+    """Return the origin of a class: that of the module that defines its name, otherwise that of its methods' code."""
     return _origin_of_class(kind)
 
 
@@ -73,20 +73,20 @@ def _origin_of_class(kind: Any) -> str:
 
 @functools.lru_cache(maxsize=16384)
 def code_digest(code: types.CodeType) -> str:
-    """Return a digest of a code object: equal in every process with the same source and the same Python."""
+    """Return a digest of a code object. It is equal in all processes with the same source and Python version."""
     return hashlib.blake2b(_code_words(code).encode(), digest_size=8).hexdigest()
 
 
 @functools.lru_cache(maxsize=16384)
 def referenced_names(code: types.CodeType) -> frozenset[str]:
-    """Return all names of globals and attributes that a code object, and the ones nested in it, refer to."""
+    """Return all names of globals and attributes that a code object and its nested code objects refer to."""
     nested = (referenced_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(code.co_names).union(*nested)
 
 
 @functools.lru_cache(maxsize=16384)
 def text_names(code: types.CodeType) -> frozenset[str]:
-    """Return all texts in a code object, and the ones nested in it, that could be names."""
+    """Return all string constants of a code object and its nested code objects that are valid identifiers."""
     found = {constant for constant in code.co_consts if isinstance(constant, str) and constant.isidentifier()}
     nested = (text_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(found).union(*nested)
@@ -94,7 +94,7 @@ def text_names(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=16384)
 def imported_names(code: types.CodeType) -> frozenset[str]:
-    """Return the modules that a code object, and the ones nested in it, import."""
+    """Return the names of the modules that a code object and its nested code objects import."""
     found = {str(step.argval) for step in dis.get_instructions(code) if step.opname == "IMPORT_NAME"}
     nested = (imported_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
     return frozenset(found).union(*nested)
@@ -102,7 +102,7 @@ def imported_names(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def file_digest(file: str) -> str:
-    """Return a digest of a source file, "" if it cannot be read."""
+    """Return a digest of a source file, or "" if it cannot be read."""
     try:
         return hashlib.blake2b(Path(file).read_bytes(), digest_size=8).hexdigest()
     except OSError:

@@ -1,4 +1,4 @@
-"""RoPE frequencies that follow the length of the prompt: KV of one regime is not served under another."""
+"""RoPE with frequencies that depend on the prompt length: KV of one frequency regime is not served under another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 
 
 def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
-    """The RoPE parameters of a model whose frequencies follow the length of the prompt, or None."""
+    """Return the RoPE parameters of a model if its frequencies depend on the prompt length, otherwise None."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         kind = group.get("rope_type") or ""
@@ -18,10 +18,13 @@ def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
 
 
 def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
-    """Which frequencies a pass uses whose last position is `length - 1`.
+    """Return the frequency regime of a pass with the last position `length - 1`.
 
-    KV made under one regime is not served under another. None means that the frequencies depend on more than that
-    (dynamic NTK scaling beyond the trained length), and nothing can be reused.
+    KV computed under one regime is not served under another.
+
+    Returns:
+        "short" or "long" for longrope. Otherwise "", or None if the frequencies depend on the exact length (dynamic NTK
+        scaling beyond the trained length), so that nothing can be reused.
     """
     group = varying_rope(config)
     if group is None:

@@ -1,4 +1,4 @@
-"""The state of objects: all that an instance holds, whatever it tells `copy` and `pickle` about itself."""
+"""State of objects: everything that an instance holds, regardless of its support for `copy` and `pickle`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _VALUES = (int, float, complex, str, bytes, tuple, frozenset)
-"""Built-in types of values that do not change. Subclasses add state to such a value."""
+"""Built-in immutable types. Subclasses may add state to the value."""
 _CONTAINERS = (collections.OrderedDict, collections.defaultdict, dict, list, set, collections.deque)
 _CALLS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
 _TYPES = (types.GenericAlias, types.UnionType, typing.TypeVar)
@@ -24,10 +24,10 @@ class State:
     """State of an object.
 
     Args:
-        values: parts that never change.
-        attributes: the `__dict__` of the object, None if it has none.
-        slots: the contents of its slots.
-        base: built-in container that the object is, or None.
+        values: immutable parts.
+        attributes: the `__dict__` of the object, or None.
+        slots: contents of the `__slots__` of the object, by name.
+        base: built-in container type of the object, or None.
     """
 
     values: tuple[Any, ...] = ()
@@ -37,12 +37,13 @@ class State:
 
 
 def state_of(value: Any) -> State:
-    """Return the whole state of an object.
+    """Return the complete state of an object.
 
-    Methods such as `__reduce__` and `__getstate__` are not asked: they may leave out what the object computes with.
+    Overrides of methods such as `__reduce__` and `__getstate__` are ignored: they may omit state that the object
+    computes with.
 
     Raises:
-        TypeError: it has state that Python code does not see, such as that of a lock or a file.
+        TypeError: the object has state that Python code cannot read, such as a lock or a file.
     """
     kind = type(value)
     if kind in _CALLS:
@@ -66,7 +67,7 @@ def _builtin_base(kind: type) -> Any:
 
 
 def _plain(value: Any, base: Any) -> Any:
-    """Return a value of a subclass as one of the built-in type."""
+    """Convert a value of a subclass to the built-in type `base`."""
     if base in (tuple, frozenset):
         return base(base.__iter__(value))
     return base.__getnewargs__(value)[0]
@@ -74,8 +75,8 @@ def _plain(value: Any, base: Any) -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _has_hidden_state(kind: type, base: type) -> bool:
-    """Return whether instances are larger than those of a Python class with the same attributes and slots."""
-    if base.__itemsize__:  # such a subclass has no slots
+    """Return whether instances are larger than those of an equivalent Python class with the same `__slots__`."""
+    if base.__itemsize__:  # subclasses of variable-size types have no slots
         return kind.__basicsize__ > type("Reference", (base,), {}).__basicsize__
     names = [f"slot{number}" for number in range(len(copyreg._slotnames(kind)))]  # type: ignore[attr-defined]
     names += ["__dict__"] if kind.__dictoffset__ and not base.__dictoffset__ else []
@@ -84,10 +85,10 @@ def _has_hidden_state(kind: type, base: type) -> bool:
 
 
 def _member_name(value: Any, kind: type) -> str:
-    """Return the name of a member of an enumeration that an extension defines, as PyTorch does with pybind11.
+    """Return the name of a member of an enumeration that an extension defines, such as PyTorch's pybind11 enums.
 
     Raises:
-        TypeError: the object is none.
+        TypeError: the object is not a member of such an enumeration.
     """
     members, name = getattr(kind, "__members__", None), getattr(value, "name", None)
     if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:

@@ -1,4 +1,4 @@
-"""The bytes of a tensor, whatever it is made of."""
+"""Bytes of a tensor, including quantized tensors and wrapper subclasses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def signature(tensor: torch.Tensor) -> str:
-    """Return what of a tensor its bytes do not say: the dtype, and which element is where."""
+    """Return the dtype, shape and memory layout of a tensor, which its bytes do not show, as text."""
     part = "" if tensor.is_quantized or tensor.is_contiguous() else f" at {_offset(tensor)}"
     return f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}{part}"
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors that a wrapping one (quantized weights) is made of, or the tensor itself."""
+    """Return the tensors that a quantized tensor or wrapper subclass consists of, or the tensor itself."""
     if tensor.is_quantized:
         scales = (
             (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points())
@@ -28,7 +28,7 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return all bytes of the memory that a tensor looks into, uint8 `[n]`, without a copy."""
+    """Return the bytes of a tensor without a copy, uint8 `[n]`; of its whole storage if it is not contiguous."""
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor.view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Noticing, at every pass, that something a model computes with is another object than before."""
+"""Detection, at every pass, of replaced objects that a model computes with."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ HARMLESS_MODES: tuple[type, ...] = (
     DeviceContext,
     getattr(flop_counter, "_FlopCounterMode", flop_counter.FlopCounterMode),
 )
-"""Modes of PyTorch that say where tensors are made, or count."""
+"""PyTorch modes that only set the device of new tensors or count operations."""
 _code, _defaults, _keywords = map(attrgetter, ("__code__", "__defaults__", "__kwdefaults__"))
 _state = attrgetter("__dict__")
 _members: Any = MappingProxyType.get
 
 
 class Watch:
-    """The objects that a description was made of, by the places where they were found.
+    """Objects that a description was made from, by the places where they were found.
 
     A place is an item of a dictionary, a member of a class, the type or the `__dict__` of an object, the code of a
-    function, the content of a closure cell, or the items of a container. `holds` compares all of them by identity, in
-    loops that run in C. The watch keeps the objects, so that none made later can have the address of one that is gone.
+    function, the content of a closure cell, or the items of a container. `holds` compares all places by identity, in
+    loops that run in C. The watch keeps references to the objects, so that no new object reuses the address of an old
+    one.
     """
 
     def __init__(self) -> None:
@@ -46,11 +47,11 @@ class Watch:
     # --- adding places
 
     def item(self, container: dict[Any, Any], key: Any) -> None:
-        """Watch what a dictionary holds under a key; nothing counts, too."""
+        """Watch the value of a key in a dictionary; a missing key counts as None."""
         self._items.setdefault((id(container), key), (container, key, dict.get(container, key)))
 
     def member(self, kind: type, name: str) -> None:
-        """Watch what a class itself holds under a name."""
+        """Watch a member of a class itself, without its bases."""
         self._class_members.setdefault((kind, name), (kind.__dict__, name, kind.__dict__.get(name)))
 
     def type_of(self, value: Any) -> None:
@@ -58,12 +59,12 @@ class Watch:
         self._objects[id(value)] = value
 
     def state_of(self, value: Any) -> None:
-        """Watch which dictionary holds the attributes of an object, and how many these are."""
+        """Watch the identity and size of the `__dict__` of an object."""
         self._states[id(value)] = value
         self.size(value.__dict__)
 
     def function(self, function: FunctionType) -> None:
-        """Watch the code of a function, and its defaults."""
+        """Watch the code and the defaults of a function."""
         self._functions[id(function)] = function
 
     def cell(self, cell: CellType) -> None:
@@ -71,11 +72,11 @@ class Watch:
         self._cells[id(cell)] = cell
 
     def slot(self, value: Any, name: str) -> None:
-        """Watch what an object keeps in a slot."""
+        """Watch the attribute of an object in one of its `__slots__`."""
         self._slots.setdefault((id(value), name), (value, name))
 
     def size(self, container: Any) -> None:
-        """Watch how many items a container has."""
+        """Watch the number of items in a container."""
         self._sized[id(container)] = container
 
     def content(self, container: Any) -> None:
@@ -84,7 +85,7 @@ class Watch:
         self._containers[id(container)] = container
 
     def complete(self) -> None:
-        """Note what all places hold now; `holds` compares with that."""
+        """Record the current objects in all places, which `holds` compares with later ones."""
         items = list(self._items.values())
         self._item_places = [container for container, _, _ in items], [key for _, key, _ in items]
         members = list(self._class_members.values())
@@ -92,7 +93,7 @@ class Watch:
         self._values = [value for _, _, value in items], [value for _, _, value in members]
         self._lists = [list(group.values()) for group in (self._objects, self._states, self._functions, self._sized)]
         self._cell_list = list(self._cells.values())
-        self._container_list = list(filter(len, self._containers.values()))  # of empty ones the size says all
+        self._container_list = list(filter(len, self._containers.values()))  # for empty ones the size is sufficient
         slots = list(self._slots.values())
         self._slot_places = [value for value, _ in slots], [name for _, name in slots]
         self._slot_values = list(map(getattr, *self._slot_places))
@@ -103,7 +104,7 @@ class Watch:
         self._contents = list(chain.from_iterable(self._container_list))
         self._cell_contents = list(_cell_contents(self._cell_list))
 
-    # --- looking
+    # --- comparing
 
     def holds(self) -> bool:
         """Return whether every place still holds the same object."""
@@ -122,17 +123,17 @@ class Watch:
                 and all(map(is_, self._contents, chain.from_iterable(self._container_list)))
                 and all(map(is_, self._cell_contents, _cell_contents(self._cell_list)))
             )
-        except (AttributeError, RuntimeError):  # an attribute is gone, or a container is changed meanwhile
+        except (AttributeError, RuntimeError):  # an attribute was deleted, or a container changed during the comparison
             return False
 
     def changed_name(self) -> str:
-        """Return the name under which another object is now, "" if it has none."""
+        """Return the first key with a replaced value in a watched dictionary, or ""."""
         places = zip(*self._item_places, self._values[0], strict=True)
         return next((str(key) for container, key, value in places if dict.get(container, key) is not value), "")
 
     @property
     def places(self) -> int:
-        """Number of places that are compared."""
+        """Number of compared places."""
         return sum(map(len, (*self._values, *self._lists, self._contents, self._cell_contents)))
 
 
@@ -143,15 +144,15 @@ def _cell_contents(cells: Iterable[CellType]) -> Iterator[Any]:
     for cell in cells:
         try:
             yield cell.cell_contents
-        except ValueError:  # nothing was assigned yet
+        except ValueError:  # the cell is empty
             yield _EMPTY
 
 
 def computing_state(devices: Iterable[str]) -> tuple[str, ...]:
-    """Return how PyTorch computes now: the caller's autocast, and switches that trade bits for speed.
+    """Return the current PyTorch settings that affect results: autocast, and switches between precision and speed.
 
     Args:
-        devices: kinds of device that the model computes on.
+        devices: device types that the model computes on.
     """
     casts = [f"{kind} {torch.get_autocast_dtype(kind)}" for kind in devices if torch.is_autocast_enabled(kind)]
     return (*casts, *_float32_matmuls(), *(str(switch()) for switch in _SWITCHES))
@@ -173,14 +174,14 @@ def _float32_matmuls() -> tuple[str, ...]:
     cuda = torch.backends.cuda.matmul
     if not hasattr(cuda, "fp32_precision"):  # PyTorch 2.8
         return torch.get_float32_matmul_precision(), str(cuda.allow_tf32)
-    # The older names, which set these, raise where a user has set these directly.
+    # The older names set both, and raise if a user has set these directly.
     cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # a stub lacks it
     both = (cuda.fp32_precision, cpu.fp32_precision)
     return tuple("ieee" if how == "none" else how for how in both)
 
 
 def active_mode() -> str:
-    """Return what to say of a mode that sees, and may change, every operation of this thread, or ""."""
+    """Describe an active PyTorch mode that may change any operation of this thread, or return ""."""
     if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
         return ""
     modes: Iterable[Any] = (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())

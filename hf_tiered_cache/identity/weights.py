@@ -1,11 +1,12 @@
-"""The bytes of a model's weights: all of them digested once, where they lie, then watched.
+"""Digests of a model's weights: all bytes are digested once on their device, then checked for changes.
 
-A write through PyTorch raises a tensor's version, and what it touched is digested again. A tensor that was given other
-memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides, and all is read anew. A write
-into `.data` leaves no trace: each look reads `REREAD_BYTES` again, in turn, and the beginnings of tensors, so that an
-edit of a model of B bytes is found within B / REREAD_BYTES looks, and one of many tensors at once. Until then KV would
-be stored under a wrong name: so it is published only when all weights were read once more after it was computed, and
-were what the name says (`held_since`). Such a read takes as long as one that a decoded token needs.
+- A write through PyTorch increments the version of a tensor, which is then digested again.
+- A tensor with replaced memory (`weight.data = ...`, `set_`, `swap_tensors`) has another address or other strides. Then
+  all weights are read again.
+- A write into `.data` is not visible to PyTorch. So each look reads the next `REREAD_BYTES` and the first bytes of all
+  tensors again. An edit of a model of B bytes is found within B / REREAD_BYTES looks, and an edit of many tensors at
+  once. Until then KV would have the wrong fingerprint. So KV is published only if a complete read of the weights after
+  its computation matches the fingerprint (`held_since`). It takes as long as reading the weights for one token.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ from ..store.digest import lin64, xxh3
 from .tensors import bytes_of, plain_tensors, signature
 
 ROW_BYTES = 1 << 20
-"""Of one tensor, digested by themselves."""
+"""Bytes of a row: a part of one tensor with its own digest."""
 REREAD_BYTES = 1 << 20
-"""Read again at each look by the CPU, in 0.1 ms or so."""
+"""Bytes that the CPU reads again at each look, in about 0.1 ms."""
 REREAD_BYTES_ON_DEVICE = 64 << 20
-"""The same by a GPU."""
+"""Bytes that a GPU reads again at each look."""
 WINDOW_BYTES = 64
-"""Beginnings of tensors, read again at each look."""
+"""Bytes at the beginning of each tensor that are read again at each look."""
 _RUN_ROWS = 16
 _version = attrgetter("_version")
 _Numbered = Sequence[tuple[int, torch.Tensor]]
-"""Bytes, uint8 `[n]`, and the number of the tensor whose bytes they are."""
+"""Pairs of the number of a tensor and its bytes, uint8 `[n]`."""
 
 
 class WeightDigests:
     """Digests of the tensors that a model's keys and values are computed from.
 
     Args:
-        tensors: their names, the same in every process, and the tensors.
+        tensors: names, which are equal in every process, and tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.names: list[str] = []
         self._watched: list[torch.Tensor] = []
-        self._wrappers: list[torch.Tensor] = []  # made of others
-        self._copied: list[torch.Tensor] = []  # whose bytes can only be had as a copy
+        self._wrappers: list[torch.Tensor] = []  # subclasses that wrap other tensors
+        self._copied: list[torch.Tensor] = []  # quantized: bytes are available as a copy only
         given = list(tensors)
         self._given, self._tensors = [name for name, _ in given], [tensor for _, tensor in given]
         for name, tensor in given:
@@ -65,9 +66,9 @@ class WeightDigests:
             elif plain[0] is not tensor:
                 self._wrappers.append(tensor)
         self._lock = threading.Lock()
-        self._edited = False  # whether `held_since` has found an edit that no look has found yet
+        self._edited = False  # whether `held_since` found an edit that `changed` has not handled yet
         self._read_at = time.monotonic()
-        """When the last complete read began."""
+        """Start of the last complete read, a time of `time.monotonic`."""
         self._places, self._versions = self._read_places(), self._read_versions()
         on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for number, tensor in enumerate(self._watched):
@@ -77,41 +78,41 @@ class WeightDigests:
 
     @property
     def digest(self) -> bytes:
-        """Of all of it."""
+        """Digest of all weights."""
         return b"".join(memory.digests.tobytes() for memory in self._memories)
 
     def are_of(self, tensors: list[tuple[str, torch.Tensor]]) -> bool:
-        """Return whether these are digests of just these tensors, under the same names."""
+        """Return whether the digests are of exactly these tensors under these names."""
         return [name for name, _ in tensors] == self._given and all(
             mine is other for mine, (_, other) in zip(self._tensors, tensors, strict=True)
         )
 
     def moved(self) -> bool:
-        """Whether a tensor has other memory now, so that these digests are of what nobody uses any more."""
+        """Return whether a tensor has other memory now, so that the digests are of unused memory."""
         return self._read_places() != self._places
 
     def changed(self, reread: bool = True) -> bool:
-        """Look again. Returns whether anything was found to have changed; then `digest` is that of now.
+        """Check the weights, and return whether a change was found; `digest` is updated in that case.
 
         Args:
-            reread: whether bytes are read, or only versions looked at.
+            reread: whether to read bytes again in addition to comparing versions.
         """
         versions, changed = self._read_versions(), False
         if versions != self._versions:
             written = {n for n, (old, new) in enumerate(zip(self._versions, versions, strict=True)) if old != new}
             self._versions = versions
             changed = self._read(written)
-        if self._edited or (reread and True in [memory.edited() for memory in self._memories]):  # each has its turn
+        if self._edited or (reread and True in [memory.edited() for memory in self._memories]):  # checks each memory
             changed |= self.refresh()
         return changed
 
     def held_since(self, digest: bytes, moment: float) -> bool:
-        """Return whether all bytes are those of `digest`, by a complete read that began after `moment`.
+        """Return whether all bytes match `digest`, based on a complete read that began after `moment`.
 
-        Any thread may ask.
+        Any thread may call this.
 
         Args:
-            digest: what `digest` was.
+            digest: an earlier value of the property `digest`.
             moment: a time of `time.monotonic`.
         """
         with self._lock:
@@ -124,7 +125,7 @@ class WeightDigests:
         return self.digest == digest
 
     def refresh(self) -> bool:
-        """Read everything again. Returns whether anything had changed."""
+        """Read all weights again, and return whether they have changed."""
         self._read_at, self._edited = time.monotonic(), False
         self._versions = self._read_versions()
         return self._read(range(len(self._watched)))
@@ -138,7 +139,7 @@ class WeightDigests:
     def _read_versions(self) -> list[int]:
         try:
             return list(map(_version, self._watched))
-        except RuntimeError:  # made in inference mode: these count no versions
+        except RuntimeError:  # tensors made in inference mode have no version
             return [0 if tensor.is_inference() else tensor._version for tensor in self._watched]
 
     def _read_places(self) -> tuple[list, ...]:
@@ -151,28 +152,28 @@ class WeightDigests:
 
 
 class Memory(Protocol):
-    """The weights on one device."""
+    """Weights on one device."""
 
     digests: np.ndarray
-    """uint64 `[rows]`."""
+    """Digest of each row, uint64 `[rows]`."""
 
     def read(self, tensors: Collection[int]) -> None:
-        """Digest the bytes of these tensors anew."""
+        """Digest the bytes of these tensors again."""
 
     def edited(self) -> bool:
-        """Look whether the bytes whose turn it is are no more what they were."""
+        """Check the next part of the bytes, and return whether an edit was found."""
 
     def unchanged(self) -> bool:
-        """Return whether all bytes are what they were. Any thread may ask."""
+        """Return whether all bytes are unchanged. Any thread may call this."""
 
 
 class HostMemory:
-    """Read by the CPU; all of it in several threads, for hashing lets go of the interpreter."""
+    """Weights in host memory, read by the CPU. `read` uses several threads, since hashing releases the GIL."""
 
     def __init__(self, bytes: _Numbered) -> None:
         views = [(number, data.numpy().data) for number, data in bytes]
         rows = [(n, view[at : at + ROW_BYTES]) for n, view in views for at in range(0, len(view), ROW_BYTES)]
-        self._tensors = np.array([number for number, _ in rows])  # of each row
+        self._tensors = np.array([number for number, _ in rows])  # tensor number of each row
         self._rows = [row for _, row in rows]
         self._windows = [view[:WINDOW_BYTES] for _, view in views]
         self._turns = itertools.cycle(list(_turns(map(len, self._rows), REREAD_BYTES)))
@@ -185,7 +186,7 @@ class HostMemory:
         self._beginnings = b"".join(self._windows)
 
     def unchanged(self) -> bool:
-        # by the thread that asks: the writer's may ask when the interpreter ends and no other thread can be started
+        # in the calling thread: the writer may call this at interpreter exit, when no thread can be started
         return self._digests_of(range(len(self._rows))) == self.digests.tolist()
 
     def _digests_in_threads(self, rows: np.ndarray) -> list[int]:
@@ -206,11 +207,11 @@ class HostMemory:
 
 
 class DeviceMemory:
-    """Read where it lies. What a look finds is known at the next one, so that no look waits for the device."""
+    """Weights on a device, digested there. `edited` returns the result of the previous call, to avoid a wait."""
 
     def __init__(self, bytes: _Numbered) -> None:
         parts = [(number, rows) for number, data in bytes for rows in _rows_of(data)]
-        self._tensors = np.array([number for number, _ in parts])  # of each part
+        self._tensors = np.array([number for number, _ in parts])  # tensor number of each part
         self._parts = [rows for _, rows in parts]
         self._windows = [data[:WINDOW_BYTES] for _, data in bytes]
         self._turns = itertools.cycle(list(_turns((rows.numel() for rows in self._parts), REREAD_BYTES_ON_DEVICE)))
@@ -238,12 +239,12 @@ class DeviceMemory:
 
 
 def memory_of(device: torch.device) -> type[HostMemory] | type[DeviceMemory]:
-    """How weights on `device` are read."""
+    """Return the class that reads weights on `device`."""
     return HostMemory if device.type == "cpu" else DeviceMemory
 
 
 def _turns(sizes: Iterable[int], most: int) -> Iterator[list[int]]:
-    """Numbers of what is read together: as many neighbours as `most` bytes have room for, or one that has none."""
+    """Yield indices of adjacent parts that are read together: up to `most` bytes, or one larger part."""
     turn: list[int] = []
     room = most
     for number, size in enumerate(sizes):
@@ -256,7 +257,7 @@ def _turns(sizes: Iterable[int], most: int) -> Iterator[list[int]]:
 
 
 def _rows_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of uint8 `[n]`, each uint8 `[rows, bytes]`: whole rows, as many as one look reads, and last the rest."""
+    """Yield views uint8 `[rows, bytes]` of uint8 `[n]`: complete rows, as many as one look reads, then the rest."""
     rest = len(data) % ROW_BYTES
     for rows in data[: len(data) - rest].split(REREAD_BYTES_ON_DEVICE):
         if len(rows):
@@ -266,7 +267,7 @@ def _rows_of(data: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _lin64(rows: torch.Tensor) -> torch.Tensor:
-    """int64 `[rows]`, of uint8 `[rows, bytes]` that may begin and end anywhere."""
+    """Return lin64 digests, int64 `[rows]`, of uint8 `[rows, bytes]` with any alignment and length."""
     if rows.shape[1] % 8 or rows.storage_offset() % 8:
         rows = pad(rows, (0, -rows.shape[1] % 8)).clone()
     return lin64(rows)

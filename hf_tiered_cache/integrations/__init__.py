@@ -1,1 +1,1 @@
-"""Other programs with stored KV in them, one file each; what they need is installed with an extra."""
+"""Integrations of the store into other programs, one file each; their dependencies are installed with extras."""

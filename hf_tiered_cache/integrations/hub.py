@@ -1,4 +1,4 @@
-"""Whether the hub can be reached: asked once and for a few seconds, where its clients retry for minutes."""
+"""Check whether the hub can be reached: once and for a few seconds, since its clients retry for minutes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ PROBE_SECONDS = 3.0
 
 @functools.cache
 def go_offline_without_hub() -> bool:
-    """Take data sets and models from the local cache alone if the hub does not answer within `PROBE_SECONDS`.
+    """Use only the local cache for data sets and models if the hub does not answer within `PROBE_SECONDS`.
 
-    Nothing is asked where HF_HUB_OFFLINE is set.
+    The hub is not contacted if HF_HUB_OFFLINE is set.
 
     Returns:
         Whether the hub answered.
@@ -25,22 +25,22 @@ def go_offline_without_hub() -> bool:
     answered = _hub_answers()
     if not answered:
         constants.HF_HUB_OFFLINE = True
-        if "datasets" in sys.modules:  # it has copied the setting; imported later, it copies this one
+        if "datasets" in sys.modules:  # it copied the setting on import; a later import copies the new value
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
     return answered
 
 
 def _hub_answers() -> bool:
-    """Return whether the hub answers at all, through the proxy and with the certificates of its client."""
+    """Return whether the hub answers, through the proxy and with the certificates of its client."""
     answers: list[int] = []
 
     def ask() -> None:
         try:
             answers.append(get_session().head(constants.ENDPOINT, timeout=PROBE_SECONDS).status_code)
-        except Exception:  # whatever the client of this version raises: there is no answer
+        except Exception:  # clients raise different errors by version; all mean no answer
             return
 
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no time limit of its own
+    thread = threading.Thread(target=ask, daemon=True)  # a DNS lookup has no time limit of its own
     thread.start()
     thread.join(PROBE_SECONDS)
     return bool(answers)

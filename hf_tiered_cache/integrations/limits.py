@@ -1,4 +1,4 @@
-"""Limits of the server for clients that are hostile or broken: how much they may send, and for how long."""
+"""Request limits of the server, against hostile or broken clients: size, duration and number."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_REQUEST_BYTES = 8 << 20
 HEADER_SECONDS = 10.0
-"""How long the headers of a request may take, from the connection on."""
+"""Maximum seconds from the connection to the end of a request's headers."""
 BODY_SECONDS = 30.0
 MAX_CONNECTIONS = 256
-"""More at a time are answered with status 503."""
+"""Maximum number of concurrent connections; others are answered with status 503."""
 MAX_SEQUENCES = 16
-"""Beams or returned sequences of one request: each takes the memory of a prompt."""
+"""Maximum number of beams or returned sequences per request. Each takes the memory of a prompt."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -25,13 +25,13 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
 class LimitedRequests:
-    """An ASGI middleware that hands requests on when they are complete, and refuses large and slow ones.
+    """ASGI middleware that passes on complete requests, and refuses large and slow ones.
 
     Args:
-        app: the application behind it.
-        max_bytes: of the body of a request.
-        body_seconds: how long it may take to arrive.
-        closed_paths: which are answered with status 403.
+        app: Application to pass requests to.
+        max_bytes: Maximum size of a request body.
+        body_seconds: Maximum seconds for a body to arrive.
+        closed_paths: Paths that are answered with status 403.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LimitedRequests:
         self._app, self._max_bytes, self._body_seconds, self._closed = app, max_bytes, body_seconds, closed_paths
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Serve one connection event, as ASGI has it."""
+        """Serve one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,7 +62,7 @@ class LimitedRequests:
                 await self._app(scope, _replay(body, receive), send)
 
     async def _body(self, scope: MutableMapping[str, Any], receive: Receive) -> bytes | None:
-        """Return the body, or None if the client went away. Raises OverflowError: it is too large."""
+        """Return the body, or None if the client disconnected. Raises OverflowError if it is too large."""
         announced = dict(scope["headers"]).get(b"content-length", b"0")
         if announced.isdigit() and int(announced) > self._max_bytes:
             raise OverflowError
@@ -79,7 +79,7 @@ class LimitedRequests:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the whole body first."""
+    """Return a `receive` function that returns the whole body first."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:
@@ -93,34 +93,34 @@ async def _refuse(send: Send, status: int, reason: str) -> None:
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", b"%d" % len(body)),
-        (b"connection", b"close"),  # what still arrives is not read
+        (b"connection", b"close"),  # the rest of the request is not read
     ]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
 def error_body(reason: str) -> dict[str, Any]:
-    """Return an error as OpenAI's API has it."""
+    """Return an error in the format of OpenAI's API."""
     return {"error": {"message": reason, "type": "invalid_request_error"}}
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP/1.1, which closes a connection whose request headers take longer than `HEADER_SECONDS`."""
+    """HTTP/1.1 of uvicorn, closing connections with request headers that take longer than `HEADER_SECONDS`."""
 
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Begin a connection."""
+        """Start the header timeout of a new connection."""
         super().connection_made(transport)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take what the client sent."""
+        """Process data from the client, and update the header timeout."""
         super().data_received(data)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End a connection."""
+        """Cancel the header timeout of a closed connection."""
         super().connection_lost(exc)
         self._forget()
 

@@ -1,6 +1,6 @@
-"""lm-evaluation-harness over TieredCache: importing this registers the model type `hf-tiered`.
+"""lm-evaluation-harness with TieredCache. Importing this module registers the model type `hf-tiered`.
 
-On the command line it is `hf-tiered-cache lm-eval`; in Python, `lm_eval.simple_evaluate(model="hf-tiered", ...)`.
+On the command line, run `hf-tiered-cache lm-eval`. In Python, call `lm_eval.simple_evaluate(model="hf-tiered", ...)`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ Tokens = tuple[int, ...]
 
 @register_model("hf-tiered")
 class HFTieredLM(HFLM):
-    """`hf` with stored KV: what several requests begin with is computed once, stored, and restored for each of them.
+    """Model type `hf` with stored KV: prefixes that several requests share are computed once, stored and restored.
 
-    With the exact method the scores are those of `hf`. Methods that reuse passages find those that the store holds
-    already (`KVStore.precompute(..., segments=True)`).
+    With the exact method the scores are those of `hf`. Methods that reuse passages find those that the store already
+    holds (`KVStore.precompute(..., segments=True)`).
 
     Args:
-        pretrained: a model of the hub, a folder, or a loaded model.
-        method: a name of `METHODS`, with or without options: "contiguous_kv:budget=0.1".
-        store: the store's folder; without it, one that is deleted at the end.
-        host_memory: of the store, such as "4GiB".
-        key_file: the file of the store's key, if it is encrypted; by default the one that the environment names.
-        kwargs: fields of the method (budget=0.1), and all arguments of `hf`.
+        pretrained: Name of a model on the hub, a folder, or a loaded model.
+        method: Name of `METHODS`, optionally with settings: "contiguous_kv:budget=0.1".
+        store: Folder of the store. None uses a temporary one, which is deleted at the end.
+        host_memory: Host memory of the store, such as "4GiB".
+        key_file: File with the store's key, if it is encrypted. By default, the file that the environment variable
+            names.
+        kwargs: Fields of the method (budget=0.1), and all arguments of `hf`.
 
     Raises:
-        ConfigError: a method, option or size is invalid, or the model cannot be loaded.
+        ConfigError: A method, setting or size is invalid, or the model cannot be loaded.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class HFTieredLM(HFLM):
         key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)
         key_path = Path(key_file) if key_file else None
         read_key_file(key_path)
-        parse_bytes(host_memory, "host_memory")  # loading a model takes long; what is wrong is said before
+        parse_bytes(host_memory, "host_memory")  # validate before loading the model, which takes long
         if store is None and isinstance(self._method, Passages):
             raise ConfigError(f"{method} reuses passages that were stored before; name their store with store=FOLDER")
         try:
@@ -85,14 +86,14 @@ class HFTieredLM(HFLM):
                 raise
             raise ConfigError(f"neither hf-tiered nor hf nor the model has an argument {unknown[1]!r}") from error
         if store is None:
-            self._folder = tempfile.TemporaryDirectory()  # deleted with this object
+            self._folder = tempfile.TemporaryDirectory()  # deleted together with this object
             store = self._folder.name
         self._store = KVStore(store, host_memory=host_memory, policy=self._method.policy, key=read_key_file(key_path))
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, override_bs: Any = None
     ) -> list[tuple[float, bool]]:
-        """Requests of one context after the other: it is run once, and each continuation goes on from there."""
+        """Run requests grouped by context: each context once, and its continuations from there."""
         prompts = [self._split(context, continuation) for _, context, continuation in requests]
         self._share(context for context, _ in prompts)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
@@ -109,7 +110,7 @@ class HFTieredLM(HFLM):
         return results
 
     def _follow(self, continuation: Tokens, first: torch.Tensor, cache: TieredCache) -> tuple[float, bool]:
-        """How likely the continuation is, and whether it is the likeliest one."""
+        """Return the log-likelihood of a continuation, and whether it is the most likely one."""
         said = first  # [n, vocabulary]
         if len(continuation) > 1:
             said = torch.cat([first, self._logprobs(continuation[:-1], cache.fork())])
@@ -118,7 +119,7 @@ class HFTieredLM(HFLM):
         return float(likelihood), bool((said.argmax(-1) == wanted).all())
 
     def _logprobs(self, tokens: Tokens, cache: TieredCache, keep: int = 0) -> torch.Tensor:
-        """Log-probabilities of what follows each of the last `keep` tokens (0: of all), `[keep, vocabulary]`."""
+        """Return log-probabilities after each of the last `keep` tokens (0 for all), `[keep, vocabulary]`."""
         ids = torch.tensor([tokens], device=self.device)
         mixed = self.mixed_precision_dtype
         with torch.no_grad(), torch.autocast(self.device.type, dtype=mixed, enabled=mixed is not None):
@@ -136,15 +137,15 @@ class HFTieredLM(HFLM):
         return TieredCache(self.model, self._store, method=self._method, record=False)
 
     def _split(self, context: list[int], continuation: list[int]) -> tuple[Tokens, Tokens]:
-        """As `hf` does: what is too long loses its beginning."""
+        """Split into context and continuation as `hf` does: the beginning of a request that is too long is cut off."""
         whole = (context + continuation)[-(self.max_length + 1) :]
         cut = len(whole) - len(continuation)
         return tuple(whole[:cut]), tuple(continuation)
 
     def _share(self, contexts: Iterable[Tokens]) -> None:
-        """Store what neighbours in the sorted order of contexts begin with."""
+        """Store the common prefixes of contexts that are adjacent in sorted order."""
         if isinstance(self._method, Passages):
-            return  # a stored prefix would come back exact, in place of its passages
+            return  # a stored prefix would be restored exactly, instead of its passages
         ordered = sorted({context for context in contexts if len(context) <= self.max_length})
         shared = {_common_prefix(a, b) for a, b in itertools.pairwise(ordered)}
         for prefix in sorted(shared - {()}):
@@ -152,20 +153,23 @@ class HFTieredLM(HFLM):
 
 
 def _common_prefix(a: Tokens, b: Tokens) -> Tokens:
-    """What both begin with, as far as it can be found again."""
+    """Return the common prefix of two prompts, in multiples of the hashed length."""
     count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[: count // HASH_TOKENS * HASH_TOKENS]
 
 
 def run(arguments: list[str]) -> None:
-    """Run lm_eval's own command, with `hf-tiered` as the model type where none is named.
+    """Run lm_eval's own command, with `hf-tiered` as the default model type.
+
+    Args:
+        arguments: Arguments of lm_eval's command line.
 
     Raises:
-        ConfigError: there is no such task, or its data cannot be reached; or as `HFTieredLM` does.
+        ConfigError: A task is unknown, its data cannot be reached, or as in `HFTieredLM`.
     """
     named = any(argument.partition("=")[0] in ("--model", "-M") for argument in arguments)
     runs = arguments[:1] not in (["ls"], ["validate"])
-    sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if runs and not named else [])]  # what it reads
+    sys.argv = ["lm_eval", *arguments, *(["--model", "hf-tiered"] if runs and not named else [])]  # for lm_eval
     go_offline_without_hub()
     try:
         cli_evaluate()

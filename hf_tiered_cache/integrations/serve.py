@@ -1,4 +1,4 @@
-"""transformers' own server, with a store behind its models: `hf-tiered-cache serve MODEL --store DIR`."""
+"""Server of transformers with a store for its models: `hf-tiered-cache serve MODEL --store DIR`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _notices = Notices()
 NewCache = Callable[[PreTrainedModel], TieredCache]
 
 _asked: ContextVar[list[RequestStats]] = ContextVar("hf_tiered_cache_asked")
-"""The accounts of the caches that the HTTP request under way is given."""
+"""Statistics of the caches that were created for the current HTTP request."""
 
 
 class TieredGenerateManager(GenerateManager):
-    """Gives each request a cache of ours.
+    """Generate manager that creates a `TieredCache` for each request.
 
     Args:
-        new_cache: makes the cache of a request to a model.
+        new_cache: Function that creates the cache for a request to a model.
     """
 
     def __init__(self, new_cache: NewCache) -> None:
@@ -90,10 +90,10 @@ class TieredGenerateManager(GenerateManager):
     def _with_cache(
         self, model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig
     ) -> dict[str, Any]:
-        """Return the inputs of `generate()`, with a cache where none else is asked for and the model can be served.
+        """Return the inputs of `generate()`, with a cache unless another one is requested or the model unsupported.
 
         Raises:
-            HTTPException: the request asks for more than the model's context, or for too many sequences.
+            HTTPException: The request exceeds the model's context, or has too many sequences.
         """
         _bound(model, inputs, gen_config)
         configs = (gen_config, model.generation_config)
@@ -112,7 +112,7 @@ class TieredGenerateManager(GenerateManager):
 
 
 def _bound(model: PreTrainedModel, inputs: dict[str, Any], gen_config: GenerationConfig) -> None:
-    """Bound what one request computes; requests wait for each other. See `TieredGenerateManager._with_cache`."""
+    """Limit what one request computes, since requests wait for each other. See `TieredGenerateManager._with_cache`."""
     sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
     if sequences > MAX_SEQUENCES:
         raise HTTPException(400, f"{sequences} beams or sequences are asked for; this server allows {MAX_SEQUENCES}")
@@ -126,7 +126,10 @@ def _bound(model: PreTrainedModel, inputs: dict[str, Any], gen_config: Generatio
 
 
 class TieredGenerationState(GenerationState):
-    """Generates with caches of ours, one request after the other: continuous batching keeps pages of its own."""
+    """Generation state that runs requests with a `TieredCache`, one after the other.
+
+    Continuous batching is disabled, since it uses a paged cache of its own.
+    """
 
     def __init__(self, new_cache: NewCache) -> None:
         super().__init__(continuous_batching=False)
@@ -140,11 +143,11 @@ class TieredGenerationState(GenerationState):
 
 
 class TieredModelManager(ModelManager):
-    """The server's models. Where it serves one alone, it lists and loads that one, and needs no cache of the hub.
+    """Model manager of the server. If it serves a single model, it lists and loads only that, without the hub's cache.
 
     Args:
-        model: the one model, or None.
-        options: of `ModelManager`.
+        model: Name of the single model, or None.
+        options: Arguments of `ModelManager`.
     """
 
     def __init__(self, model: str | None, **options: Any) -> None:
@@ -152,12 +155,12 @@ class TieredModelManager(ModelManager):
         super().__init__(force_model=model, **options)
 
     def load_model_and_processor(self, model_id_and_revision: str, *args: Any, **kwargs: Any) -> Any:
-        """See `ModelManager`. Raises HTTPException: it is not the one model."""
+        """See `ModelManager`. Raises HTTPException for any but the single model."""
         self._check(model_id_and_revision, kwargs.get("gguf_file"))
         return super().load_model_and_processor(model_id_and_revision, *args, **kwargs)
 
     def load_model_streaming(self, model_id_and_revision: str, gguf_file: str | None = None) -> AsyncIterator[str]:
-        """See `ModelManager`. Raises HTTPException: it is not the one model."""
+        """See `ModelManager`. Raises HTTPException for any but the single model."""
         self._check(model_id_and_revision, gguf_file)
         return super().load_model_streaming(model_id_and_revision, gguf_file=gguf_file)
 
@@ -179,10 +182,10 @@ class _Handler(Protocol):
 
 
 class ReportsCachedTokens:
-    """Answers as another handler does, and says in `usage` how many tokens of the prompt were restored.
+    """Handler that adds the number of restored prompt tokens to `usage` in another handler's responses.
 
     Args:
-        handler: of the server.
+        handler: Handler of the server.
     """
 
     def __init__(self, handler: _Handler) -> None:
@@ -192,7 +195,7 @@ class ReportsCachedTokens:
         asked: list[RequestStats] = []
         _asked.set(asked)
         more = body.get("chat_template_kwargs") or {}
-        if not isinstance(more, dict) or "chat_template" in more:  # a template is a program
+        if not isinstance(more, dict) or "chat_template" in more:  # a template can run code
             return JSONResponse(error_body("chat_template_kwargs are options of the model's own template"), 400)
         response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
@@ -203,7 +206,7 @@ class ReportsCachedTokens:
 
 
 async def _events(events: Any, asked: list[RequestStats]) -> AsyncIterator[str]:
-    """Server-sent events, with cached tokens in the one that has `usage`."""
+    """Yield server-sent events, with the number of cached tokens in the event that has `usage`."""
     try:
         async for several in events:
             lines = str(several).split("\n")
@@ -218,7 +221,7 @@ def _event(line: str, asked: list[RequestStats]) -> str:
 
 
 def _with_cached_tokens(document: dict[str, Any], asked: list[RequestStats]) -> dict[str, Any]:
-    """The body of a response or of an event, as OpenAI's API has it."""
+    """Add the number of cached tokens to a response or event, in the format of OpenAI's API."""
     usage = document.get("usage") or (document.get("response") or {}).get("usage")
     if usage:
         details = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
@@ -228,7 +231,7 @@ def _with_cached_tokens(document: dict[str, Any], asked: list[RequestStats]) -> 
 
 
 async def _not_understood(request: Request, error: Exception) -> Response:
-    """Answer a request whose values, or which packages, handlers lack: they check few of them before they are used."""
+    """Answer requests that fail on invalid values or missing packages, since handlers validate little beforehand."""
     reason = f"the request cannot be served: {type(error).__name__}: {error}"
     if "chat_template" in str(error):
         reason = "the model's tokenizer has no chat template; ask /v1/completions, or serve a chat model"
@@ -243,13 +246,13 @@ def build_app(
     enable_cors: bool = False,
     max_request_bytes: int = MAX_REQUEST_BYTES,
 ) -> FastAPI:
-    """Build transformers' server, all endpoints, for models that get their caches from `new_cache`.
+    """Build transformers' server, with all endpoints, for models with caches from `new_cache`.
 
     Args:
-        models: that it serves.
-        new_cache: makes the cache of a request to a model.
-        enable_cors: whether browsers may ask from anywhere.
-        max_request_bytes: of the body of a request.
+        models: Models to serve.
+        new_cache: Function that creates the cache for a request to a model.
+        enable_cors: Whether browsers may send requests from any origin.
+        max_request_bytes: Maximum size of a request body.
     """
     state = TieredGenerationState(new_cache)
     handlers: dict[str, Any] = {
@@ -261,7 +264,7 @@ def build_app(
     if SystemOneHandler is not None:
         handlers["systemone_handler"] = SystemOneHandler(models, state)
     app = build_server(models, **handlers, generation_state=state, enable_cors=enable_cors)
-    closed = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads what it serves
+    closed = frozenset() if models.force_model is None else frozenset({"/reset"})  # it unloads the model
     for kind in (AttributeError, ImportError, LookupError, TypeError, ValueError):
         app.add_exception_handler(kind, _not_understood)
     app.add_middleware(LimitedRequests, max_bytes=max_request_bytes, closed_paths=closed)
@@ -283,24 +286,26 @@ def serve(
     """Serve until Ctrl-C or SIGTERM.
 
     Args:
-        model: the one model that is served, a name on the hub or a folder; None loads what requests name, from the
-            hub or from any folder.
-        store, method: of every request.
-        host, port: where to listen.
-        log_level: of the server and of this library, which logs what each request restored at "info".
-        enable_cors: whether browsers may ask from anywhere.
-        max_request_bytes: of the body of a request.
-        options: of transformers' `ModelManager`.
+        model: Name on the hub, or folder, of the single model to serve. None loads the model that each request names,
+            from the hub or from any folder.
+        store: Store for all requests.
+        method: Method for all requests.
+        host: Address to listen on.
+        port: Port to listen on.
+        log_level: Log level of the server and of this library, which logs at "info" what each request restored.
+        enable_cors: Whether browsers may send requests from any origin.
+        max_request_bytes: Maximum size of a request body.
+        options: Arguments of transformers' `ModelManager`.
 
     Raises:
-        ConfigError: the address cannot be had, the model cannot be loaded, or it cannot be served with this method.
+        ConfigError: The address is not available, the model cannot be loaded, or it is not supported with this method.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does: what was computed is stored
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # same shutdown as Ctrl-C, so that computed KV is stored
     new_cache = partial(TieredCache, store=store, method=method)
     with suppress(KeyboardInterrupt), _listen(host, port) as listener:
         models = _load(model, **options)
         for loaded in models.loaded_models.values():
-            new_cache(loaded.model)  # what cannot be served is refused now
+            new_cache(loaded.model)  # refuse unsupported models now
         config = uvicorn.Config(
             build_app(models, new_cache, enable_cors=enable_cors, max_request_bytes=max_request_bytes),
             http=ImpatientProtocol,
@@ -315,7 +320,7 @@ def serve(
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, before anything is loaded."""
+    """Open a listening socket, before any model is loaded. Raises ConfigError if the address is not available."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family)
@@ -326,7 +331,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _load(model: str | None, **options: Any) -> TieredModelManager:
-    """The server's models, with `model` loaded already."""
+    """Return the model manager, with `model` already loaded. Raises ConfigError if it cannot be loaded."""
     try:
         return TieredModelManager(model, **options)
     except (OSError, ValueError, ImportError) as error:
@@ -334,7 +339,7 @@ def _load(model: str | None, **options: Any) -> TieredModelManager:
 
 
 def _logging(level: str) -> dict[str, Any]:
-    """uvicorn's way to log, for this library too."""
+    """Return uvicorn's logging configuration, extended to this library."""
     config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
     config["formatters"]["hf_tiered_cache"] = {"format": LINE_FORMAT}
     config["handlers"]["hf_tiered_cache"] = config["handlers"]["default"] | {"formatter": "hf_tiered_cache"}

@@ -1,4 +1,4 @@
-"""The methods: how a prompt's KV is cut, planned and restored. One file and one row in `METHODS` each."""
+"""Methods: how a prompt's KV is cut into blocks, planned and restored. Each is a file and a row of `METHODS`."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ __all__ = [
 
 
 def make_method(method: Method | str | None) -> Method:
-    """A method given as itself, by name, or as None for exact reuse.
+    """Return a method, given as an instance, by name, or as None for exact reuse.
 
     Args:
-        method: as a string, a name of `METHODS`, and after colons what differs from its defaults:
-            "contiguous_kv:budget=0.1:identify=keys"; or from a paper's settings: "contiguous_kv.paper:budget=0.1".
+        method: A string is a name of `METHODS`, optionally followed by settings after colons:
+            "contiguous_kv:budget=0.1:identify=keys". With ".paper", the other settings are the paper's:
+            "contiguous_kv.paper:budget=0.1".
 
     Raises:
-        ConfigError: there is none of this name, it has no such option, or its defaults are the paper's.
+        ConfigError: The name or a setting is unknown, a value is invalid, or the method has no `paper` settings.
     """
     if method is None:
         return Exact()
@@ -96,7 +97,7 @@ def make_method(method: Method | str | None) -> Method:
 
 
 def describe_method(method: Method) -> str:
-    """What `make_method` takes for a method: its name, and what differs from its defaults."""
+    """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults."""
     name = next((name for name, kind in METHODS.items() if kind is type(method)), type(method).__name__)
     said = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
     values = ((option, getattr(method, option.name)) for option in said)
@@ -109,7 +110,7 @@ def _read(text: str, option: Field) -> Any:
     first = said.partition(" ")[0]
     if option.default is None or first in ("float", "bool"):  # such as "float | None"
         kind = {"float": float, "int": int, "bool": bool, "str": str}[first]
-    if repr(text) in said.replace('"', "'"):  # one of a few words
+    if repr(text) in said.replace('"', "'"):  # a word of a Literal type
         return text
     if kind is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]

@@ -1,4 +1,4 @@
-"""The method interface: a choice of parts, as a dataclass that reads like the overview of a paper."""
+"""Method interface: a dataclass that states how KV is cut, planned and restored, readable like a paper's overview."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ _LITTLE = 1 / 8
 
 @dataclass(frozen=True, eq=False)
 class IdleConversation:
-    """A conversation that goes idle, and what is known of it.
+    """Conversation that is being suspended, with the information needed to compact it.
 
     Args:
-        disk: where its segments lie.
-        readers: of these, in order.
-        blocks_of: gives their blocks, from memory as far as they lie there.
-        admit: puts blocks in memory.
-        front: gives the share of it to compute when it comes back, if its KV takes a share of what it does unmerged.
-        attention: how alike the layers' attention was; None if nobody has watched it.
-        initial_recent: for conversations of this model, this one among them, `LayerDistances.initial_recent`.
+        disk: Store of its segments.
+        readers: Readers of its segments, in order.
+        blocks_of: Function that returns the blocks of a segment, from memory if they are there.
+        admit: Function that puts blocks into memory.
+        front: Function that returns the share of the conversation to recompute when it is restored. Its argument is the
+            size of the stored KV, as a share of the unmerged size.
+        attention: Distances between the layers' attention; None if it was not observed.
+        initial_recent: `LayerDistances.initial_recent` of conversations of this model, including this one.
     """
 
     disk: SegmentStore
@@ -62,18 +63,18 @@ class IdleConversation:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How KV is cut and restored.
+    """Base class of methods: how KV is cut into blocks and restored.
 
-    Arguments are given by name, but for the share of a method that has one, which comes first: `ContiguousKV(0.1)`.
+    Arguments are keyword-only, except the main share of a method that has one, which comes first: `ContiguousKV(0.1)`.
 
     Args:
-        geometry: how new segments are cut. Stored ones are read in whatever geometry they have.
-        ahead_bytes: how far blocks are fetched ahead of the layers that need them: enough to keep a fast disk busy,
-            little enough to bound what a request takes. 0 fetches them when they are needed. Who restores a whole
-            prefix runs at least one block group ahead. Where a front is computed beside loading, all are fetched
-            without a pause.
-        codec: what stands between tensors and the bytes of blocks: "raw", or "int8" or "fp8", which halve what bfloat16
-            takes and lose bits. It restores what was stored with this codec, and nothing else. None: the store's.
+        geometry: Geometry of new segments. Stored segments are read in any geometry.
+        ahead_bytes: Maximum number of bytes that are prefetched ahead of the layers that need them. The default, 128
+            MiB, keeps a fast disk busy and bounds the memory of a request. 0 fetches blocks when a layer needs them.
+            Otherwise, methods that restore a whole prefix prefetch at least one KV cache group. If a part of the prefix
+            is recomputed during loading, all its blocks are prefetched without this limit.
+        codec: Encoding of tensors in blocks: "raw", or "int8" or "fp8", which take half the space of bfloat16 and are
+            lossy. Only KV that was stored with this codec is restored. None uses the store's codec.
     """
 
     geometry: Geometry = field(default_factory=Geometry)
@@ -81,35 +82,37 @@ class Method:
     codec: str | None = None
 
     policy = "lru"
-    """The eviction policy it was published with: `KVStore(path, policy=method.policy)`."""
+    """Eviction policy that the method was published with: `KVStore(path, policy=method.policy)`."""
 
     reorder = False
-    """Whether segments are laid out by how important their tokens turn out to be, in the background."""
+    """Whether segments are rewritten in the background, with their tokens ordered by observed importance."""
 
     reorder_every = 4
-    """Prompts before the first time; then twice as many, and so on."""
+    """Number of prompts before the first reordering; the number doubles each time."""
 
     rechoose = False
-    """Whether each decoded token chooses what is attended to again; if not, the prompt's choice stays."""
+    """Whether each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
 
     prefill_tokens = 0
-    """A longer prompt is computed in pieces of so many tokens, each stored before the next; 0: at once."""
+    """Number of tokens per piece of a longer prompt. Each piece is stored before the next is computed. 0 computes it at
+    once."""
 
     exact_from = 0
-    """So many computed tokens of a prompt, or more, attend to all of its prefix, of which a part stays; 0: none do."""
+    """Minimum number of computed prompt tokens that attend to their whole prefix, of which a part is then kept; 0 for
+    never."""
 
     observed = 0
-    """What stays is then chosen for so many of the last ones."""
+    """Number of trailing prompt tokens that select this part."""
 
     decline = False
-    """Whether what was measured to be slower to restore than to compute is computed."""
+    """Whether a prompt is computed if restoring it was measured to be slower."""
 
     flat_front = False
-    """Whether that front is the same in all layers, and does not become shorter with depth."""
+    """Whether the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
 
     @property
     def front(self) -> float | Literal["auto"]:
-        """Share of a stored prefix that is computed while the rest is loaded, or "auto" for what is quickest."""
+        """Share of a stored prefix that is recomputed while the rest is loaded, or "auto" for the fastest share."""
         return 0.0
 
     def __post_init__(self) -> None:
@@ -124,96 +127,96 @@ class Method:
 
     @property
     def provenance(self) -> str:
-        """How KV that is computed under this method comes about. Exact look-ups see exact records only."""
+        """Name of the way this method computes KV, stored with it. Exact look-ups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)
 
     @property
     def records_approximations(self) -> bool:
-        """Whether what is computed behind approximate KV is stored: under a provenance that no exact look-up sees."""
+        """Whether KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
         return self.provenance != coded_provenance(EXACT, self.geometry.codec)
 
     def for_conversation(self, name: str) -> Method:
-        """This method for one conversation. Where KV is not to be shared with others, the provenance names whose it is.
+        """Return this method for one conversation. If its KV must not be shared, the provenance names the conversation.
 
         Args:
-            name: of the conversation, 32 hexadecimal digits (see `conversation_name`).
+            name: Name of the conversation, 32 hexadecimal digits (see `conversation_name`).
         """
         return self
 
     def compact(self, idle: IdleConversation) -> str | None:
-        """A conversation goes idle: make one segment of those that hold it, as it is to come back.
+        """Write the segments of a suspended conversation as one segment, in the form in which it is to be restored.
 
-        The old ones stay: the process may be killed at any moment.
+        The old segments are kept, since the process may be killed at any moment.
 
         Returns:
-            The new one's id, or None if they stay as they are.
+            Id of the new segment, or None if the old ones remain as they are.
         """
         return None
 
     def coded(self, codec: str) -> Method:
-        """This method with the store's codec, if it names none of its own."""
+        """Return this method with the store's codec, if it has none of its own."""
         settled = self.codec is not None or self.geometry.codec != RAW or codec == RAW
         return self if settled else replace(self, codec=codec)
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
-        """For each layer the columns to compute; the others are restored. The suffix, unless said otherwise.
+        """Return the padded positions that each layer computes; the others are restored. By default, the suffix.
 
-        They never become more with depth, and hold the last `context.must_compute` columns and all columns from
-        `context.restorable` on.
+        The number of positions never grows from layer to layer. Each layer computes the last `context.must_compute`
+        positions and all positions from `context.restorable` on.
         """
         first = min(context.restorable, context.columns - context.must_compute)
         suffix = context.columns - first
-        # a whole prompt needs no mask, a suffix one of suffix x columns: for a little spared that costs more
+        # a whole prompt needs no mask; the suffix x columns mask of a suffix costs more than a short prefix saves
         if context.base == 0 and first < _LITTLE * suffix and suffix * context.columns > _LARGE_MASK:
             first = 0
         return (np.arange(first, context.columns),) * context.layers
 
     def usable_hashes(self, shape: SegmentShape) -> int:
-        """How many of a stored segment's prefix hashes, from the first on, a plan of this method can do with.
+        """Return how many leading prefix hashes of a stored segment a plan of this method can use.
 
-        Those of tokens of which nothing is missing, unless a method computes that. Who chooses among tokens reads them
-        layer by layer, each from one place, which tokens of merged layers do not have.
+        By default, those of tokens that are complete in the segment. A method that selects tokens reads a layer's
+        tokens from one KV cache group, so it cannot use segments with merged layers.
         """
         return 0 if self.selects and shape.geometry.pairs else shape.whole_hashes
 
     def token_budget(self, prefix_tokens: int) -> int:
-        """How many of `prefix_tokens` restored tokens a layer with full attention attends to: all, by default."""
+        """Return how many of `prefix_tokens` restored tokens a full-attention layer attends to; all by default."""
         return prefix_tokens
 
     def streams(self, tokens: int) -> bool:
-        """Whether so many computed tokens of a prompt attend to all of the prefix, of which the budget's stay."""
+        """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""
         return 0 < self.exact_from <= tokens
 
     @property
     def passages(self) -> str:
-        """The provenance of passages that are looked for anywhere in a prompt; "" restores prefixes only."""
+        """Provenance of the passages that are searched anywhere in a prompt; "" to restore prefixes only."""
         return ""
 
     def sink_token(self, config: PreTrainedConfig) -> int | None:
-        """What stands before a passage while its KV is computed, or None."""
+        """Return the token that precedes a passage while its KV is computed, or None."""
         return None
 
     @property
     def ranked_by(self) -> str:
-        """The name of the ranking of their tokens that it goes by; "" if it goes by none."""
+        """Name of the ranking of a passage's tokens that the method uses; "" for none."""
         return ""
 
     @property
     def prefetches(self) -> Collection[Prefetched]:
-        """What a method with a budget fetches ahead, within `ahead_bytes`."""
+        """Kinds of data that a method with a budget prefetches, within `ahead_bytes`."""
         return PREFETCHED
 
     @property
     def selects(self) -> bool:
-        """Whether layers with full attention attend to less than what is restored."""
+        """Whether full-attention layers attend to a part of what is restored."""
         return False
 
     def regardless(self) -> Method:
-        """This method, restoring whatever that is expected to take."""
+        """Return this method with the cost model ignored: stored KV is restored even if computing it is faster."""
         return self
 
     def misfit(self, geometry: Geometry) -> str:
-        """Why more is read of segments that are cut like this than is attended to, and what to do, or ""."""
+        """Return why more is read of segments of a geometry than is attended to, and the remedy, or ""."""
         if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
             return ""
         return (
@@ -222,68 +225,77 @@ class Method:
         )
 
     def source(self, layer: int) -> DenseSource:
-        """Where a layer with full attention gets its keys and values from."""
+        """Return the cache layer that provides keys and values to a full-attention layer."""
         return SelectedSource(layer) if self.selects else DenseSource(layer)
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Method:
-        """This method with what was left to measurement filled in: `ratio` gives what was found on this machine."""
+        """Return this method with its "auto" settings replaced by measured values.
+
+        Args:
+            ratio: Function that returns the ratio measured on this machine, or None.
+        """
         return self
 
     def with_measured_budget(self, measured: Callable[[Any], float | None]) -> Self:
-        """Return this method with the budget that keeps its target, if it has one (see `BudgetMethod`).
+        """Return this method with the budget that keeps its quality target, if it has one (see `BudgetMethod`).
 
         Args:
-            measured: gives, for a method with a target, the least budget that was found to keep it, 1 if none was, or
-                None if nothing was measured.
+            measured: Function that returns, for a method with a target, the smallest budget that was measured to keep
+                it, 1 if none did, or None without a measurement.
         """
         return self
 
     def with_profiled_windows(
         self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]
     ) -> Method:
-        """This method with the windows that were measured: `profiled` gives, for its choices, by name, those by layer
-        and head in the memory of windows of one size, or of the quickest one, and that size.
+        """Return this method with the window sizes of a profile.
+
+        Args:
+            profiled: Function of the profile's name and a window size in multiples, None for the fastest one. It
+                returns the window size, and sizes per layer and KV head that take the same memory in total; or None
+                without a profile.
         """
         return self
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
-        """What of a plan that is not exact is settled while it is followed; None for nothing."""
+        """Return the deferred parts of an inexact plan, or None if nothing is deferred."""
         return None
 
     def first_computed(self, context: PlanContext, attention: Asked | None) -> tuple[Columns, ...]:
-        """What `positions_to_compute` would say if it knew what the question attends to.
+        """Return `positions_to_compute`, refined by the attention of the query probe.
 
         Args:
-            attention: of each row, or None where that is not to be had.
+            context: What to plan for.
+            attention: Attention of each row's query probe, or None if it is not available.
         """
         return self.positions_to_compute(context)
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """How far computed keys and values, `[batch, heads, n, dim]`, are from stored ones: float32 `[batch, n]`."""
+        """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def go_on(
         self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
     ) -> Columns:
-        """The columns that are computed from one of the `compare_layers` on.
+        """Return the positions that are computed from one of the `compare_layers` on.
 
         Args:
-            under_way: of the plan.
-            layer: which.
-            columns: those that were computed up to there, n of each row.
-            moved: how far their KV is from what is stored, float `[rows, n]`; without meaning where nothing is.
-            attention: as for `first_computed`, in the same pass.
+            under_way: Deferred plan.
+            layer: Layer that compares.
+            columns: Positions computed so far, n per row.
+            moved: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
+            attention: As for `first_computed`, in the same pass.
         """
         raise TypeError(f"{type(self).__name__} compares nothing")
 
     def observer(self, later: Later | None) -> CacheObserver | None:
-        """Who watches the queries of a cache's passes, as long as the cache lives; nobody, by default.
+        """Return an observer of the queries of a cache's passes, for the lifetime of the cache; None by default.
 
         Args:
-            later: runs something behind the requests; None where that would take the model's own processor from it.
+            later: Function that runs a task after the requests; None if that would take the processor from the model.
         """
         return None
 
     def selector(self) -> Selector:
-        """Who chooses these tokens, where they are fewer."""
+        """Return the selector of the tokens to attend to. Raises TypeError if the method attends to all."""
         raise TypeError(f"{type(self).__name__} attends to everything it restores")

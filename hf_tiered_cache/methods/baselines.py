@@ -1,4 +1,4 @@
-"""The baselines of ContiguousKV, IMPRESS and Krul, as their papers define them."""
+"""Baselines of ContiguousKV, IMPRESS and Krul, as their papers define them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .exact import Exact
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute(Method):
-    """No reuse: everything is computed."""
+    """Baseline without reuse: every token is computed."""
 
     def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
         return (np.arange(context.columns),) * context.layers
@@ -29,7 +29,10 @@ class Recompute(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionStore(Method):
-    """All KV of the prefix, a layer at a time, the next layer's while this one computes (Gao et al. 2024)."""
+    """AttentionStore baseline: the whole prefix is restored layer by layer (Gao et al. 2024).
+
+    A block holds 64 tokens of one layer. While a layer computes, the KV of the next layer is prefetched.
+    """
 
     geometry: Geometry = field(default=Geometry(64, 1))
     ahead_bytes: int = 1
@@ -37,9 +40,10 @@ class AttentionStore(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class PartialRecompute(Exact):
-    """All KV of the prefix, its front computed while the rest is loaded: the same front in all layers (Cake, Pensieve).
+    """Partial recomputation baseline (Cake, Pensieve): the first tokens are recomputed while the rest is loaded.
 
-    Krul's baseline of partial recomputation (its Section 8.1): each layer waits for the rest of its own KV.
+    Unlike in `Exact`, the recomputed prefix is equally long in all layers. Krul's baseline (its Section 8.1): each
+    layer waits for the rest of its own KV. See `Exact` for the arguments.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1))
@@ -50,14 +54,16 @@ class PartialRecompute(Exact):
 
 @dataclass(frozen=True, kw_only=True)
 class H2O(BudgetMethod):
-    """All keys of a layer are read, and the values of the tokens that its heads pay most attention to.
+    """H2O baseline: each KV head attends to the single tokens of the prefix that its queries attend to most.
+
+    All keys of a layer are read to select the tokens, and only the values of selected tokens (Zhang et al. 2023).
 
     Args:
-        budget: share of the prefix's tokens that a head attends to, in (0, 1].
-        quality: see `BudgetMethod`.
-        policy: the eviction policy it is compared under, "lru" or "lfu".
-        rechoose: whether each decoded token chooses again; the keys stay in memory for that. If not, as in the
-            comparisons of ContiguousKV and IMPRESS, there is one choice for a prompt and its answer.
+        budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        policy: Eviction policy that it is compared under, "lru" or "lfu".
+        rechoose: Whether each decoded token reselects, for which the keys stay in memory. If not, one selection serves
+            a prompt and its answer, as in the comparisons of ContiguousKV and IMPRESS.
     """
 
     geometry: Geometry = field(default=Geometry(64, 1, split_kv=True))

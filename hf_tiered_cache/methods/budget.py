@@ -1,4 +1,4 @@
-"""Methods that attend to a part of the prefix: a budget, or a target that says which."""
+"""Base of methods that attend to a part of the prefix: a budget, or a quality target that determines the budget."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 DEFAULT_BUDGET = 0.25
-"""Share of the prefix that is attended to, unless told otherwise."""
+"""Default share of the prefix that is attended to."""
 UNMEASURED_BUDGET = 0.5
-"""Budget of a target on a model that was not measured."""
+"""Budget for a quality target on a model that was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Method):
-    """A method whose layers with full attention attend to a share of the prefix.
+    """Method with full-attention layers that attend to a share of the prefix.
 
     Args:
-        budget: this share, in (0, 1]. At 1 the output is the exact method's.
-        quality: KL divergence from full KV, in nats, that a prompt may lose in the mean: the least budget that lost a
-            quarter of it when `store.calibrate_quality` measured this model takes the place of `budget`, or 1 if none
-            did; other text loses more than what was measured. Where nothing was measured it is a half.
+        budget: Share of the prefix that is attended to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: Maximum mean loss of a prompt: KL divergence from full KV, in nats. It replaces `budget` by the
+            smallest one with a mean loss of at most a quarter of this target, and half of it in 95 % of the questions,
+            when `store.calibrate_quality` measured this model, or by 1 if there is none. The margin is for other text,
+            which loses more than the measured text. Without a measurement the budget is 0.5.
     """
 
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
@@ -45,7 +46,7 @@ class BudgetMethod(Method):
 
     @property
     def as_measured(self) -> Self:
-        """Settings that its loss at a budget depends on; the others, and the budget, are the defaults."""
+        """This method with only the settings that its loss at a budget depends on; budget and others are defaults."""
         return replace(self, budget=type(self).budget, quality=None)
 
     def with_measured_budget(self, measured: Callable[[BudgetMethod], float | None]) -> Self:
@@ -56,6 +57,6 @@ class BudgetMethod(Method):
 
 
 def check_share(name: str, of: str, share: float) -> None:
-    """Raises ConfigError if it is none."""
+    """Raise ConfigError if `share` is not a number above 0 and at most 1."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"{name} is a share of {of}, above 0 and at most 1, not {share!r}")

@@ -1,10 +1,10 @@
-"""CacheTune: passages anywhere in a prompt; the tokens that carry meaning between them are computed (its Section 4).
+"""CacheTune: passages are reused anywhere in a prompt, and tokens that depend on other text recomputed (its Section 4).
 
-And what we make of it. The paper says when a passage is stored which of its tokens are computed, whatever is asked.
-Here the first layers compute many tokens; where their KV turns out to be near what is stored, or the question does not
-attend to it, the other layers do without. The question may also be asked first: it then goes by itself through the
-first half of the layers, over stored KV, and what it attends to counts for more from the first layer on (as in
-ProphetKV, arXiv 2602.02579, FusionRAG, 2601.12904, and QCFuse, 2606.05875, by other means).
+In the paper, the tokens to recompute are determined when a passage is stored, whatever the prompt. This implementation
+refines them during the pass: the first layers compute many tokens; the other layers skip those with computed KV close
+to the stored KV, or with little attention from the query probe (the prompt's question). Optionally the query probe runs
+first, alone, through the first half of the layers, over stored KV, and its attention counts from the first layer on.
+ProphetKV (arXiv 2602.02579), FusionRAG (2601.12904) and QCFuse (2606.05875) do this by other means.
 """
 
 from __future__ import annotations
@@ -29,24 +29,35 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass(frozen=True, kw_only=True)
 class CacheTune(Passages):
-    """Of passages the tokens that depend on what stands before them, and that the question asks for, are computed.
+    """CacheTune: passages are reused, and tokens that depend on preceding text and matter to the question recomputed.
+
+    A passage is stored without the text that precedes it in a prompt, so the stored KV of some of its tokens is
+    inaccurate there. The paper ranks a passage's tokens once, when it is stored, and recomputes the same share of them
+    in all layers. Ours are the ranking "context" (see `Passages`), and the refinement during the pass: `widen` times as
+    many tokens are recomputed in the first layers, and the deviation of their KV from the stored KV, weighted by the
+    attention of the query probe, determines which tokens the other layers recompute. `CacheTune.paper()` has the
+    paper's settings. See `Passages` for the other arguments.
 
     Args:
-        recompute: share of the passages' tokens that is computed, a mean over the layers; 0 reuses all as they are, 1
-            is full recompute. "auto" takes what `KVStore.calibrate` found to be fastest on this machine (Section 4.3).
-        across: with the ranking "context", whose scores compare between passages, whether the share is of all passages
-            of a row together, so that those which depend more on what stands before them get more of it (ours).
-        probe: whether the question goes through the first half of the layers, over stored KV, before anything is
-            chosen: these layers are loaded before any other is computed. On real text that comes a little nearer to
-            full recompute, on questions whose answer crosses passages it finds less (docs/evaluation.md). "auto" asks
-            unless `calibrate` found that more is worth computing than the least, since loading takes longer.
-        question: tokens at the end of the prompt that ask; None for those behind the last passage, 32 at most.
-            Where a prompt ends in a passage nobody asks: tokens are chosen by how far they move alone.
-        widen: how many times the tokens are computed in the first layers that are computed in the others; 1 computes
-            the same in all.
-        narrow_at: the first layer that computes fewer; None for 3, or 3 / 8 of the layers of a model that has few.
-        floor: how much a token counts that nobody attends to, beside one that gets a mean share of the attention. Those
-            count too: what the question asks for may depend on them.
+        recompute: Share of the passages' tokens that is recomputed, mean over the layers: 0 reuses all stored KV, 1 is
+            full recompute. The default is the lowest share that keeps quality in the paper (Section 5.2). "auto" is the
+            fastest share that `KVStore.calibrate` measured on this machine (Section 4.3).
+        across: Whether the share applies to all passages of a row together, so that passages that depend more on
+            preceding text get more of it (ours). If not, it applies to each passage. Only for the ranking "context",
+            since only its scores are comparable between passages.
+        probe: Whether the query probe runs through the first half of the layers, over stored KV, before tokens are
+            selected (ours). These layers are loaded before any other is computed. On real text this comes slightly
+            closer to full recompute, but answers that need several passages are lost more often (docs/evaluation.md),
+            so it is off by default. "auto" probes unless `calibrate` found that more than the minimum share is worth
+            recomputing, which means that loading is slow.
+        question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
+            no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
+        widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
+            1 recomputes the same tokens in all layers.
+        narrow_at: First layer that recomputes fewer tokens, at least 1 (ours); None for layer 3, or 3 / 8 of the layers
+            of a small model.
+        floor: Weight of a token that the query probe does not attend to, where mean attention adds 1 (ours). It is not
+            0, since what the probe asks for may depend on such tokens.
     """
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
@@ -74,7 +85,7 @@ class CacheTune(Passages):
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
-        """The paper's: low frequencies choose when a passage is stored, the same tokens in all layers."""
+        """Return the paper's settings: tokens are ranked by low frequencies at storage time, the same in all layers."""
         return cls(recompute, lead=1, ranking="low_frequency", probe=False, question=0, widen=1)
 
     @property
@@ -95,7 +106,7 @@ class CacheTune(Passages):
         probe = (found is None or found <= LOWEST) if self.probe == "auto" else self.probe
         return replace(self, recompute=share, probe=probe)
 
-    # --- what is computed
+    # --- tokens to compute
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """See `Passages`."""
@@ -107,11 +118,11 @@ class CacheTune(Passages):
 
     @property
     def _share(self) -> float:
-        assert self.recompute != "auto"  # `with_calibrated_ratio` has filled it in
+        assert self.recompute != "auto"  # replaced by `with_calibrated_ratio`
         return self.recompute
 
     def _shares(self, layers: int) -> tuple[float, float]:
-        """Of tokens, before and from `narrow_at` on."""
+        """Return the shares of tokens that are computed before `narrow_at`, and from there on."""
         if (at := self._narrow_at(layers)) >= layers:
             return self._share, self._share
         return narrowed_shares(self._share, self.widen, at, layers)
@@ -139,7 +150,7 @@ class CacheTune(Passages):
             importance = [
                 score * self.asked_for(given, mean) for score, given in zip(importance, attention, strict=True)
             ]
-        # orders, which unranked ones go by, do not compare
+        # unranked passages use token order, which is not comparable between passages
         together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance
         share = self._shares(len(passages[0].reader.shape.layout.layers))[0]
@@ -151,7 +162,7 @@ class CacheTune(Passages):
         return attention / max(mean, _SMALL) + self.floor
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Method`: as a share of what is stored, keys and values alike."""
+        """See `Method`. The deviation is relative to the stored KV; keys and values count equally."""
         keys, values = (_distance(old, new) for old, new in zip(stored, computed, strict=True))
         return (keys + values).sqrt()
 
@@ -162,13 +173,21 @@ _SMALL = 1e-30
 
 
 def _least(importance: np.ndarray, share: float) -> np.ndarray:
-    """bool `[tokens]`: which are not among the share of the most important ones, of equals the last."""
+    """Return which tokens are not in the `share` of most important ones, bool `[tokens]`; the first tokens win ties."""
     least = np.ones(len(importance), bool)
     least[np.argsort(-importance, kind="stable")[: count_of(share, len(importance))]] = False
     return least
 
 
 def _distance(stored: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-    """Squared, over all heads, as a share of what is stored: of `[batch, heads, n, dim]` float32 `[batch, n]`."""
+    """Return the squared distance relative to the squared norm of the stored tensor, over all heads.
+
+    Args:
+        stored: `[batch, heads, n, dim]`.
+        computed: `[batch, heads, n, dim]`.
+
+    Returns:
+        float32 `[batch, n]`.
+    """
     wide = stored.float()
     return (computed.float() - wide).square().sum((1, 3)) / wide.square().sum((1, 3)).clamp_min(_SMALL)

@@ -1,4 +1,4 @@
-"""ContiguousKV: one chunk is what is scored, stored, read, cached and evicted (its paper, Section 4)."""
+"""ContiguousKV: a chunk is the unit of scoring, storage, reading, caching and eviction (its paper, Section 4)."""
 
 from __future__ import annotations
 
@@ -17,47 +17,50 @@ from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
 
 @dataclass(frozen=True, kw_only=True)
 class ContiguousKV(BudgetMethod):
-    """The suffix attends to the chunks of the prefix that it pays most attention to.
+    """ContiguousKV: new tokens attend to the chunks of a restored prefix that they pay most attention to.
 
-    A chunk is what a block holds. Ours holds tokens of one layer and kv head, and each head chooses its own. The
-    paper's holds all heads of several layers, which share a choice: real heads attend to different tokens, so sharing
-    loses most of what a small budget could buy (`bench/choices.py`).
+    A block, on disk and in memory, holds exactly one chunk, so restoring a selection reads no other tokens. In the
+    paper a chunk has the KV of all heads and several layers, which share a selection. In this implementation a chunk
+    has the KV of one layer and one KV head, and each head selects its own chunks: real heads attend to different
+    tokens, so a shared selection loses most of what a small budget could buy (`bench/choices.py`). Also ours are
+    selection by an int8 index of the keys, reordered tokens, and reselection for each decoded token.
+    `ContiguousKV.paper()` has the paper's settings.
 
     Args:
-        budget: share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, but to
-            one at least: 5 % of 512 tokens are 24. At 1 the output is the exact method's.
-        quality: see `BudgetMethod`.
-        mass: of the attention that all restored tokens get together of the tokens that choose, the share, in (0, 1],
-            that the chunks of each choice must hold: the fewest that do, best first, one at least, and no more than
-            `budget` buys. Rows of a batch take as many as the one that needs most; a decoded token chooses again among
-            as many as the prompt took. Where the budget is 1 nothing is chosen. None takes all that the budget buys,
-            as in the paper.
-        chunk_tokens: c, tokens of a chunk (Section 4.2). 16 is the paper's; ours is 8.
-        per_head: whether each kv head chooses for itself, and has blocks of its own: ours. The paper's heads share a
-            choice.
-        reorder: whether tokens are laid out by the attention that earlier prompts paid them, for each kv head its own
-            order, in the background, after 1, 2, 4, 8, ... prompts: a chunk then holds tokens that are wanted together,
-            wherever they stand in the prompt. The exact method reads such segments as well. Ours; the idea is
-            IMPRESS's, which has one order for all heads.
-        period: layers that share a choice (Section 4.3.1). 8 is the paper's; ours is 1.
-        subperiod: layers whose KV of a chunk lies in one block, and is waited for together (Section 5.1). 4 is the
-            paper's; None takes the most that divide the period, 4 at most.
-        identify: what the choice is made from: "keys", all keys of a period's first layer, read as they are needed, as
-            in the paper; "probe_heads", those of the first `probe_heads` kv heads; "index", all keys of that layer in
-            eight bits, made at the first request and kept beside the segment, which stay in memory
-            (`KVStore(index_memory=...)`) once they were read: ours.
-        probe_heads: see `identify`.
-        solo_layers: the first layers that each choose for themselves, in blocks of their own, before the periods begin.
-            0 is the paper's.
-        rechoose: whether each decoded token chooses again, by its own queries: ours. False is the paper's: the answer
-            attends to what the prompt's suffix has chosen.
-        gain: share of a decoded token's attention, in [0, 1), by which its choice must hold more than what is there, to
-            take its place: what gains less is not worth the blocks that it takes. Ours is 0.05; 0 takes each choice.
-        queries: of the prompt's new tokens the last so many choose: ours, which takes less time. 0 is the paper's: all.
-        ahead: layers between a choice for the prompt and the hidden states whose queries make it, as these layers
-            would ask: so blocks are on their way while the layers between run. With `identify="index"` only. 0 is the
-            paper's, which chooses by a layer's own queries, and waits. (Ours; the idea is InfiniGen's, Lee et al.,
-            OSDI 2024.)
+        budget: Share of the prefix's chunks that a layer attends to, in (0, 1], rounded down to whole chunks, at least
+            one: 5 % of 512 tokens are 24 tokens. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        mass: Share of the attention to restored tokens, in (0, 1], that each selection must hold. It takes the fewest
+            chunks that do, best first, at least one and at most what `budget` buys. All rows of a batch take as many as
+            the row that needs most; a decoded token reselects as many as the prompt took. At a budget of 1 it has no
+            effect. None takes all that the budget buys, as in the paper.
+        chunk_tokens: Tokens per chunk, c (Section 4.2). The paper's is 16; ours is 8.
+        per_head: Whether each KV head selects for itself and has its own blocks (ours). The paper's heads share a
+            selection.
+        reorder: Whether segments are rewritten in the background, with tokens in the order of the attention that
+            earlier prompts paid them, for each KV head separately, after 1, 2, 4, 8, ... prompts. A chunk then holds
+            tokens that are needed together, wherever they are in the prompt. `Exact` reads such segments, too. Ours;
+            the idea is IMPRESS's, which has one order for all heads.
+        period: Number of layers that share a selection (Section 4.3.1). The paper's is 8; ours is 1.
+        subperiod: Number of layers with KV in one block, which are loaded together (Section 5.1). The paper's is 4.
+            None takes the largest divisor of the period, at most 4.
+        identify: Keys that the selection is made from. "keys": all keys of a period's first layer, read when needed, as
+            in the paper. "probe_heads": keys of the first `probe_heads` KV heads. "index": all keys of that layer in
+            int8 (ours), built by `precompute` or at the first request, kept as a sidecar, and in memory once read
+            (`KVStore(index_memory=...)`).
+        probe_heads: Number of KV heads for `identify="probe_heads"`.
+        solo_layers: Number of leading layers that each select for themselves, with their own blocks, before the periods
+            begin. The paper's is 0.
+        rechoose: Whether each decoded token reselects by its own queries (ours). False is the paper's: the answer
+            attends to the selection of the prompt's suffix.
+        gain: Share of a decoded token's attention, in [0, 1), by which a new selection must exceed the current one to
+            replace it. A smaller gain is not worth the blocks to read. Ours is 0.05; 0 replaces it always.
+        queries: Number of trailing new tokens of the prompt that select. Ours is 8, which takes less time; 0 is the
+            paper's: all.
+        ahead: Number of layers between a selection for the prompt and the hidden states that its queries are predicted
+            from, so that blocks are prefetched while these layers run. Requires `identify="index"`. 0 is the paper's: a
+            layer selects by its own queries, and waits for the blocks. (Ours; the idea is InfiniGen's, Lee et al., OSDI
+            2024.)
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -91,7 +94,7 @@ class ContiguousKV(BudgetMethod):
                 raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
         if self.per_head and self.identify == "probe_heads":
             raise ConfigError("probe heads choose for all heads: pass per_head=False, too")
-        copies = KeyIndex(self.period, self._heads)  # it checks them, too
+        copies = KeyIndex(self.period, self._heads)  # also validates both
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         cut = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
         object.__setattr__(self, "geometry", cut)
@@ -99,7 +102,7 @@ class ContiguousKV(BudgetMethod):
 
     @classmethod
     def paper(cls, budget: float = DEFAULT_BUDGET, **settings: Any) -> ContiguousKV:
-        """As published: a choice for every 8 layers, by all keys of the first one, for the prompt and its answer."""
+        """Return the paper's settings: one selection per 8 layers, by all keys of the first, for prompt and answer."""
         published: dict[str, Any] = {
             "chunk_tokens": 16, "per_head": False, "reorder": False, "period": 8, "subperiod": 4, "identify": "keys",
             "solo_layers": 0, "rechoose": False, "queries": 0, "ahead": 0,
@@ -121,7 +124,7 @@ class ContiguousKV(BudgetMethod):
 
     def misfit(self, geometry: Geometry) -> str:
         if self.identify == "index":
-            geometry = replace(geometry, index=None)  # keys that are there once more do no harm
+            geometry = replace(geometry, index=None)  # extra copies of keys do not matter
         if self.selects and self.period % self._subperiod:
             fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
             return (
@@ -132,7 +135,7 @@ class ContiguousKV(BudgetMethod):
 
     @property
     def prefetches(self) -> Collection[Prefetched]:
-        # heads of different layers choose different tokens, and their blocks hold different ones
+        # heads of different layers select different tokens, and their blocks hold different ones
         return PREFETCHED - {"guesses"} if self.per_head else PREFETCHED
 
     def selector(self) -> Selector:

@@ -1,4 +1,4 @@
-"""Exact reuse: restore the longest stored prefix, compute the rest."""
+"""Exact reuse: the longest stored prefix is restored, the rest computed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from .base import Method
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(Method):
-    """Every layer computes the suffix, and sees every token before it: the output is that of no reuse at all.
+    """Exact reuse: every layer computes the suffix and attends to all tokens before it. The output is that of no reuse.
 
     Args:
-        recompute: share of a stored prefix that is computed while the rest is loaded, where the disk is slower than
-            computing: the first tokens, more of them in early layers than in late ones (Krul, Section 6). What is
-            computed this way is exact up to the kernel's rounding, and no more bit for bit what a restore alone gives.
-            "auto": what is quickest by what `KVStore.calibrate_prefix` found for this model and device, from where the
-            KV lies; without a calibration nothing. Nor is it where a model's attention or layers do not allow it, in
-            batches with padding, behind tokens that the cache holds already, and with a codec that loses bits.
-        decline: whether a prompt is computed in place of being restored where such a calibration says that this is
-            quicker.
+        recompute: Share of a stored prefix that is recomputed while the rest is loaded, for disks that are slower than
+            computing: the first tokens, more of them in early layers than in late ones (Krul, Section 6). Recomputed KV
+            is exact up to the kernel's rounding, so the output is no longer bit-identical to that of a full restore.
+            "auto" is the fastest share that `KVStore.calibrate_prefix` measured for this model, this device and the
+            tier that holds the KV; 0 without a calibration. Nothing is recomputed if the model's attention or layers do
+            not support it, in batches with padding, if the cache already holds tokens, and with a lossy codec.
+        decline: Whether a prompt is computed instead of restored if such a calibration says that this is faster.
     """
 
     recompute: float | Literal["auto"] = "auto"
@@ -40,7 +39,7 @@ class Exact(Method):
 
 
 def check_front(share: float | Literal["auto"]) -> None:
-    """Raises ConfigError unless so much of a prefix can be computed while the rest is loaded."""
+    """Raise ConfigError if `share` is neither a number between 0 and 1 nor "auto"."""
     if share == "auto":
         return
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:

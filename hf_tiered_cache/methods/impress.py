@@ -1,4 +1,4 @@
-"""IMPRESS: importance told by a few heads, single tokens restored from large chunks (its paper, Section 4)."""
+"""IMPRESS: importance from a few probe heads; single tokens restored from large chunks (its paper, Section 4)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from .budget import BudgetMethod
 
 @dataclass(frozen=True, kw_only=True)
 class Impress(BudgetMethod):
-    """Each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
+    """IMPRESS: each layer attends to the tokens that a few probe heads pay most attention to, if these heads agree.
+
+    If they do not agree, each KV head selects its own tokens.
 
     Args:
-        budget: share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is the exact method's.
-        quality: see `BudgetMethod`.
-        chunk_tokens: consecutive tokens of a block of keys or of values; all of it is read for one token.
-        probe_heads: kv heads that are asked, whose keys lie apart from those of other heads (Section 4.1), so that no
-            key is read twice: the others' are read as they are chosen, or all where the probes disagree. With grouped
-            queries each speaks for its group; of four kv heads or fewer, two are enough.
-        alpha: how alike the probes' choices must be: see `ProbeHeads`.
-        reorder: whether the tokens of a segment are laid out by importance, layer by layer, once prompts have shown it
-            (Section 4.4.1), so that what is chosen lies in few blocks. The exact method reads such segments as well.
+        budget: Share of the prefix's tokens that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        chunk_tokens: Consecutive tokens in a block of keys or of values. The whole block is read for one token.
+        probe_heads: Number of probe KV heads. Their keys are stored separately (Section 4.1), so that no key is read
+            twice: keys of other heads are read when they are selected, or all of them if the probes disagree. With
+            grouped-query attention, a probe represents its group. For models with four KV heads or fewer, two probes
+            are enough.
+        alpha: Exponent of the similarity at which probes agree: see `ProbeHeads`.
+        reorder: Whether the tokens of a segment are ordered by importance, layer by layer, once prompts have shown it
+            (Section 4.4.1), so that selected tokens are in few blocks. `Exact` reads such segments, too.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())

@@ -1,4 +1,4 @@
-"""Krul: conversations whose KV goes idle in less space, and comes back by loading and computing at once (its paper)."""
+"""Krul: idle conversations are stored in less space, and restored by loading and recomputing at once (its paper)."""
 
 from __future__ import annotations
 
@@ -28,24 +28,27 @@ logger = logging.getLogger("hf_tiered_cache")
 
 @dataclass(frozen=True, kw_only=True)
 class Krul(Method):
-    """When a conversation is suspended, layers that attend alike share their KV, and its front is not stored.
+    """Krul: a suspended conversation is stored with KV shared between similar layers, and without its first tokens.
 
-    Which layers share is chosen for each conversation, by the attention that it has had (Section 4). What two layers
-    have shared once they share from then on. The front, more of it in early layers than in late ones, is computed when
-    the conversation comes back, while the rest is loaded (Section 6). Without `TieredCache(conversation=)` nothing is
-    suspended, and KV is stored as it is.
+    Pairs of layers that share their KV are selected for each conversation, by the attention observed in it (Section 4).
+    A pair remains for the rest of the conversation. The first tokens, more of them in early layers than in late ones,
+    are recomputed when the conversation is restored, while the rest is loaded (Section 6). Without
+    `TieredCache(conversation=)` nothing is suspended, and KV is stored as it is. `Krul.paper()` has the paper's
+    settings.
 
     Args:
-        layers_shared: share of the layers with full attention that are to be in pairs; fewer are where fewer are alike.
-        recompute: share of a conversation that is not stored but computed when it comes back. "auto": what is quickest
-            by what `KVStore.calibrate_prefix` found for this model and device; without a calibration nothing.
-        gamma: share of its attention that a layer gives to both ends of its context to be among those that may share
-            (Section 4.2). "auto": such that three quarters of the layers are, over the last 64 times that the store
-            saw a conversation of this model suspended.
-        toward: how far the direction that two layers share lies from the first one's, 0, to the deeper one's, 1.
-            MiniCache and the paper take 0.6; what is looked up in the first of two layers is lost sooner with that.
-        retained: share of the tokens that a pair keeps unmerged: those in which its layers differ most (MiniCache).
-        alike: how far the attention of two layers that share may differ, from 0 to 1 (ours: `LayerDistances.relative`).
+        layers_shared: Share of the full-attention layers to pair, in [0, 1]. Fewer are paired if fewer are similar.
+        recompute: Share of a conversation that is not stored but recomputed when it is restored. "auto" is the fastest
+            share that `KVStore.calibrate_prefix` measured for this model and device; 0 without a calibration.
+        gamma: Minimum share of attention that a layer pays to both ends of its context to be a candidate for sharing
+            (Section 4.2). "auto" makes three quarters of the layers candidates, over the last 64 suspensions of
+            conversations of this model in the store.
+        toward: Direction that two layers share, between that of the first layer (0) and that of the deeper one (1).
+            MiniCache and the paper use 0.6. Ours is 0.4: with 0.6, information that the first layer looks up is lost
+            sooner.
+        retained: Share of the tokens that a pair keeps unmerged: those that differ most between its layers (MiniCache).
+        alike: Maximum distance between the attention of two layers that share, from 0 to 1 (ours:
+            `LayerDistances.relative`).
     """
 
     geometry: Geometry = field(default=Geometry(64, 1))
@@ -56,12 +59,12 @@ class Krul(Method):
     retained: float = 0.05
     alike: float = ALIKE
     conversation: str = field(default="", repr=False)
-    """The name of the one that it is for: see `for_conversation`."""
+    """Name of the conversation, see `for_conversation`."""
 
     decline = True
 
     kind: ClassVar[str] = "krul"
-    """What its provenance begins with."""
+    """Beginning of the provenance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +77,7 @@ class Krul(Method):
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:
-        """As published: the nearest layers share, however far apart they are, and with MiniCache's directions."""
+        """Return the paper's settings: the nearest layers share, at any distance, with MiniCache's directions."""
         published: dict[str, Any] = {"toward": TOWARD, "alike": 1.0}
         return cls(layers_shared, **(published | settings))
 
@@ -111,7 +114,7 @@ class Krul(Method):
         return merge_segments(idle.disk, idle.readers, geometry, kept, *how)
 
     def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """The layers that share from now on: those that do already, and those whose attention is most alike."""
+        """Return the layers that share from now on: the existing pairs, and those with the most similar attention."""
         attention = idle.attention
         if not self.layers_shared or attention is None or attention.missing:
             return shared
@@ -124,9 +127,9 @@ class Krul(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class MiniCache(Krul):
-    """The same two layers share in every conversation: neighbours in the deeper half (Liu et al. 2024).
+    """MiniCache baseline: fixed pairs for all conversations, neighboring layers in the deeper half (Liu et al. 2024).
 
-    All is stored. Krul's baseline of fixed pairs (its Section 8.1).
+    All tokens are stored. Krul's baseline of fixed pairs (its Section 8.1).
     """
 
     recompute: float | Literal["auto"] = 0.0
@@ -146,7 +149,7 @@ class MiniCache(Krul):
 
 
 def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> float:
-    """The bytes of a token, a mean over many, as a share of what it takes unmerged."""
+    """Return the mean size of a token's KV, as a share of its unmerged size."""
     groups = block_groups(layout, geometry)
     alone = {group.layers[0]: group.block_bytes for group in groups if not group.merged}
     spared = sum(sum(alone[layer] for layer in group.layers) - group.block_bytes for group in groups if group.merged)
@@ -154,12 +157,12 @@ def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> flo
 
 
 def lacking(readers: Sequence[SegmentReader]) -> np.ndarray:
-    """For each layer the first token of a chain from which on it is stored: int64 `[layers]`, never growing."""
+    """Return the first token from which on each layer of a chain is stored: int64 `[layers]`, non-increasing."""
     found = np.zeros(len(readers[0].shape.layout.layers), np.int64)
     for number, reader in enumerate(readers):
         at = reader.header.position - readers[0].header.position
         count = readers[number + 1].header.position - reader.header.position if number + 1 < len(readers) else None
-        missing = ~reader.shape.held[:, :count]  # [layers, tokens]: the next one may go on inside it
+        missing = ~reader.shape.held[:, :count]  # [layers, tokens]; the next segment may begin inside this one
         last = missing.shape[1] - missing[:, ::-1].argmax(1)
         found = np.where(missing.any(1), at + last, found)
     return np.maximum.accumulate(found[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""KVDRIVE: at each token each head attends to the chunks that its query needs, out of all tiers (its paper)."""
+"""KVDRIVE: at each token, each head attends to the chunks that its query needs, from all tiers (its paper)."""
 
 from __future__ import annotations
 
@@ -18,41 +18,46 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _UNPROFILED = 2.0
-"""The window of the paper's default, in multiples of what a head attends to."""
+"""Window size without a profile, the paper's default, in multiples of the selected chunks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVDrive(BudgetMethod):
-    """Each kv head attends to chunks of the prefix that an index ranks first for its queries, chosen at every token.
+    """KVDRIVE: at every token, each KV head attends to the prefix chunks that an index ranks first for its queries.
+
+    Selected chunks, and recently selected ones in a window, are in device memory; others are fetched from the tiers.
+    The hierarchical index, windows with a size per head, and lookahead eviction are the paper's. Ours are the default
+    index, the limit `exact_from`, and prediction ahead of a layer. `KVDrive.paper()` has the paper's settings.
 
     Args:
-        budget: share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is the exact method's.
-        quality: see `BudgetMethod`.
-        chunk_tokens: consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
-        window: entries that each head keeps in device memory, in multiples of those that it attends to (Section 5.1); a
-            mean over all heads, where these differ. "auto": the size at which tokens came quickest when windows were
-            profiled (see `window_sizes`), and 2 where they were not.
-        window_sizes: "profiled": each layer and head has a window of its own (Section 5.2), as
-            `KVStore.profile_windows`, or `hf-tiered-cache profile`, has found for this model, `index`, `budget`,
-            `chunk_tokens` and `eviction`; what all take together is `window`. Where nothing was found all have the
-            same, as they have with "uniform". Or the sizes themselves: of each layer of the model those of its kv
-            heads. Only what is read depends on them.
-        sinks: tokens in front that are attended to always, beside the budget.
-        local: tokens at the end of the prefix, likewise.
-        index: what chunks are ranked by, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4),
-            "cluster_boxes" ours, for keys that a mean hides.
-        eviction: by which entries leave the window: "lookahead" (Section 5.1), "lru", or "none".
-        prefill_tokens: a longer prompt that is not stored is computed in pieces of so many tokens, which go to the
-            store one after the other, so that memory never holds all of it; 0 computes it at once.
-        exact_from: so many new tokens of a prompt, or more, attend to all of the stored prefix, which is read once for
-            each layer (with 1 all do: the paper's prefill); fewer attend, as decoded ones do, to chunks that are chosen
-            for them. 0: none do.
-        observed: of tokens that attend to all of it, the last so many choose what decoding begins with (Section 7.1).
-        ahead: layers with full attention between a layer and the hidden states that its queries are predicted from
-            while decoding, so that blocks are on their way before it asks, as far as the store's memory has room. It
-            changes nothing but the time: layers wait less, and the CPU does more (`bench/lookahead.py`). 0: never.
-            (Beyond the paper; the idea is InfiniGen's, Lee et al., OSDI 2024.)
-        choose_ahead: whether the predicted queries choose, and the layer's own do not, as in InfiniGen: a baseline.
+        budget: Share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
+        quality: See `BudgetMethod`.
+        chunk_tokens: Consecutive tokens of a chunk: 1, 2, 4, 8 or 16.
+        window: Number of chunks that each head keeps in device memory, in multiples of the selected chunks (Section
+            5.1); the mean over all heads if their sizes differ. "auto" is the size with the fastest tokens when windows
+            were profiled (see `window_sizes`), or 2 without a profile.
+        window_sizes: "profiled" gives each layer and head its own window size (Section 5.2), as measured by
+            `KVStore.profile_windows` or `hf-tiered-cache profile` for this model, `index`, `budget`, `chunk_tokens` and
+            `eviction`; their total is that of `window`. "uniform", or no profile, gives all heads the same size. Or the
+            sizes of the KV heads of each layer. Sizes only affect what is read, not the output.
+        sinks: Number of leading tokens that are always attended to, in addition to the budget.
+        local: Number of trailing tokens of the prefix that are always attended to, in addition to the budget.
+        index: Index that ranks chunks, of `DECODE_INDEXES`: "clusters", of chunk means, is the paper's (Section 4);
+            "cluster_boxes" is ours, for keys that a mean hides.
+        eviction: Eviction policy of the window: "lookahead" (Section 5.1), "lru", or "none", which keeps only the
+            selected chunks.
+        prefill_tokens: Number of tokens per piece of a longer prompt that is not stored. Each piece is stored before
+            the next is computed, so that memory never holds the whole prompt. 0 computes it at once.
+        exact_from: Minimum number of new prompt tokens that attend to the whole stored prefix, which is read once per
+            layer. Fewer tokens attend to selected chunks, as decoded tokens do. With 1 the whole prefix is always used:
+            the paper's prefill. 0: never.
+        observed: Number of trailing tokens, of those that attend to the whole prefix, that select the first chunks for
+            decoding (Section 7.1).
+        ahead: Number of full-attention layers between a layer and the hidden states that its queries are predicted from
+            while decoding, so that blocks are prefetched as far as the store's memory has room. The output stays the
+            same: layers wait less, and the CPU does more (`bench/lookahead.py`). 0 disables it. (Beyond the paper; the
+            idea is InfiniGen's, Lee et al., OSDI 2024.)
+        choose_ahead: Whether the predicted queries select instead of the layer's own, as in InfiniGen: a baseline.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -100,7 +105,7 @@ class KVDrive(BudgetMethod):
 
     @classmethod
     def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:
-        """As published: clusters of chunk means, and prompts that attend to all of what is stored before them."""
+        """Return the paper's settings: clusters of chunk means, and prompts that attend to all of their prefix."""
         published: dict[str, Any] = {"index": "clusters", "exact_from": 1}
         return cls(budget, **(published | settings))
 
@@ -109,7 +114,7 @@ class KVDrive(BudgetMethod):
 
     @property
     def as_measured(self) -> Self:
-        cls = type(self)  # windows decide where chunks lie, not which are attended to
+        cls = type(self)  # windows affect where chunks are kept, not which are attended to
         window, sizes, eviction = cls.window, cls.window_sizes, cls.eviction
         return replace(super().as_measured, window=window, window_sizes=sizes, eviction=eviction)
 
@@ -118,12 +123,12 @@ class KVDrive(BudgetMethod):
 
     @property
     def profile_name(self) -> str:
-        """What its choices depend on: a profile of windows holds for all methods of this name."""
+        """Settings that selections depend on. A window profile is valid for all methods with the same name."""
         return f"{self.index} {self.budget:g} {self.chunk_tokens} {self.eviction}"
 
     @property
     def window_multiple(self) -> float:
-        """`window` as a number."""
+        """Number for `window`; 2 for "auto"."""
         return _UNPROFILED if isinstance(self.window, str) else self.window
 
     def with_profiled_windows(

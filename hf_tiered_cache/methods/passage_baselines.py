@@ -1,4 +1,4 @@
-"""What CacheTune is compared with, as their papers define them: EPIC and CacheBlend."""
+"""Baselines of CacheTune, as their papers define them: EPIC and CacheBlend."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from .passages import Passages, check_share, count_of
 
 @dataclass(frozen=True, kw_only=True)
 class Epic(Passages):
-    """The first tokens of each passage are computed, where those that took it for a beginning attended (LegoLink).
+    """EPIC baseline (LegoLink): the first tokens of each passage are recomputed.
+
+    In a passage that was computed alone, the first tokens are an attention sink, which they are not within a prompt.
 
     Args:
-        recompute: a share of each passage, or None for the `first` tokens.
-        first: how many (Hu et al. 2025).
-        lead: see `Passages`. The paper's is 0: each passage then has a first token that takes most of the attention,
-            and computing it anew is what the method is for.
+        recompute: Share of each passage that is recomputed; None for `first` tokens.
+        first: Number of tokens to recompute; 16 is the paper's (Hu et al. 2025).
+        lead: See `Passages`. The paper's is 0: the first token of each passage is then an attention sink, and the
+            purpose of the method is to recompute it.
     """
 
     recompute: float | None = field(default=None, kw_only=False)
@@ -38,7 +40,7 @@ class Epic(Passages):
 
     @classmethod
     def paper(cls, recompute: float | None = None) -> Epic:
-        """The paper's: passages are computed with nothing before them."""
+        """Return the paper's settings: passages are computed with nothing before them."""
         return cls(recompute, lead=0)
 
     def reused_tokens(
@@ -52,15 +54,15 @@ class Epic(Passages):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheBlend(Passages):
-    """The tokens whose values at layer 1 are furthest from the stored ones are computed (Yao et al. 2025).
+    """CacheBlend baseline: the tokens with the largest deviation of values at layer 1 are recomputed (Yao et al. 2025).
 
-    Layer 0 computes all tokens, layer 1 the keys and values of all and the rest of these; the KV of all of them is
-    read from layer 1 on.
+    Layer 0 computes all tokens. Layer 1 computes the keys and values of all tokens, and its other outputs for the
+    selected tokens only. Stored KV of all tokens is read from layer 1 on.
 
     Args:
-        recompute: share of all reused tokens that is computed, in the end.
-        gradual: over so many further layers (the paper's Section 5.1) the share comes down to that from twice as much,
-            compared anew at each; 0 takes it at layer 1 at once, as the authors' public code does.
+        recompute: Final share of all reused tokens that is recomputed.
+        gradual: Number of further layers over which the share falls from twice this value, with a comparison at each
+            (the paper's Section 5.1). 0 uses the final share at layer 1, as the authors' public code does.
     """
 
     recompute: float = field(default=0.15, kw_only=False)
@@ -77,7 +79,7 @@ class CacheBlend(Passages):
 
     @classmethod
     def paper(cls, recompute: float = 0.15) -> CacheBlend:
-        """The paper's: passages are computed alone."""
+        """Return the paper's settings: passages are computed alone."""
         return cls(recompute, lead=1)
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
@@ -92,5 +94,5 @@ class CacheBlend(Passages):
         return [np.empty(0, np.int64)] * len(passages)
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Method`: of values alone."""
+        """See `Method`. Only values are compared."""
         return (stored[1].float() - computed[1].float()).square().sum((1, 3))

@@ -1,4 +1,4 @@
-"""What methods share that restore passages anywhere in a prompt, and compute some of their tokens in true context."""
+"""Base of methods that restore passages anywhere in a prompt, and recompute some of their tokens in context."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ _RANKED_BEHIND = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Passages(Method, ABC):
-    """Everything is computed but what `reused_tokens` says of each passage.
+    """Base of methods that reuse passages: everything is computed except the `reused_tokens` of each passage.
 
-    A prefix that is stored as such is restored first, and whole: it is exact.
+    A stored prefix is restored first, and completely, since it is exact.
 
     Args:
-        ranking: by what the tokens of a passage are ranked, for methods that go by it: "context" (ours: by how far
-            their KV moves when text stands before them, for which each passage is computed with it and without),
-            "low_frequency" (the paper's), "high_frequency" or "random" (what it is compared with). The KV is the same
-            for all, and found by all; passages that are not ranked so go by the order in which they were stored.
-        alpha: share of the frequencies that are low (CacheTune, Section 4.1), where these rank.
-        check_layer: the first layer that computes no more than these tokens; 0 or 1. Before it, all are computed.
-        lead: tokens that stand before a passage while its KV is computed, and whose KV is left out: the model's first
-            token, and behind it a text that is nobody's (see `hf_tiered_cache.lead`). A passage in a prompt stands
-            behind other text, and KV of one that seems to begin all text is far from what it is there. At 1 it is the
-            first token alone, so that no token of the passage takes its part; 0: nothing. Passages are found by methods
-            of the same lead.
+        ranking: Ranking of a passage's tokens, for methods that use one: "context" (ours: by how far their KV moves if
+            text precedes them, for which each passage is computed with and without such text), "low_frequency" (the
+            paper's), "high_frequency" or "random" (its baselines). The KV is the same for all rankings, and found by
+            all. Passages without the requested ranking use the order in which their tokens were stored.
+        alpha: Share of the frequencies that are low, for the frequency rankings (CacheTune, Section 4.1).
+        check_layer: First layer that computes only the selected tokens, 0 or 1. Layers before it compute all.
+        lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
+            token, followed by a text that belongs to no document (see `hf_tiered_cache.lead`). In a prompt, a passage
+            follows other text, and KV computed at the beginning of all text is far from that. 1 is the first token
+            alone, so that no token of the passage becomes the attention sink. 0 is none. A method finds only passages
+            that were stored with the same lead.
     """
 
     geometry: Geometry = field(default=Geometry(16, 1))
@@ -66,49 +66,50 @@ class Passages(Method, ABC):
         return coded_provenance(passage_provenance(self.lead), self.geometry.codec)
 
     def sink_token(self, config: PreTrainedConfig) -> int | None:
-        """Return the first token that stands before a passage while its KV is computed, or None."""
+        """Return the first token that precedes a passage while its KV is computed, or None."""
         return sink_token(config) if self.lead else None
 
     @property
     def ranks_in_context(self) -> bool:
-        """Return whether a passage is computed once more to be ranked."""
+        """Whether a passage is computed a second time to rank its tokens."""
         return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
 
     @property
     def ranked_behind(self) -> int:
-        """Tokens of the lead that stands before a passage then: the first alone, or text where that is stored."""
+        """Number of lead tokens in that computation: 1 if passages are stored after a text, else enough for a text."""
         return 1 if self.lead > 1 else _RANKED_BEHIND
 
     @property
     def ranks_alone(self) -> bool:
-        """Whether a passage is ranked by its own KV."""
+        """Whether a passage is ranked by its own KV alone."""
         return bool(self.ranked_by) and self.ranking not in RANKED_IN_CONTEXT
 
     def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:
-        """How much it matters that each token of a new passage is computed in context: float32 `[tokens]`.
+        """Return how important it is to compute each token of a new passage in context: float32 `[tokens]`.
 
         Args:
-            layers: its keys and values.
-            kv_in_context: the same behind another lead, for rankings that look at these too.
+            layers: Keys and values of the passage, layer by layer.
+            kv_in_context: The same computed with another lead, for rankings that compare the two.
         """
         return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
 
-    # --- what is computed
+    # --- tokens to compute
 
     @abstractmethod
     def reused_tokens(
         self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
     ) -> list[np.ndarray]:
-        """Of each passage in a row the tokens that are restored, counted from the piece's first: int64 each.
+        """Return the restored tokens of each passage of a row, counted from the piece's first token: int64 each.
 
         Args:
-            passages: in order.
-            attention: of the question to the tokens of each, where it is known.
+            passages: Passages of the row, in order.
+            attention: Attention of the query probe to the tokens of each passage, if known.
         """
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
-        """Layers, ascending, at which stored KV is compared with computed KV, and the share of the passages' tokens
-        that is computed from there on.
+        """Return the layers at which stored and computed KV are compared, ascending, each with a share.
+
+        It is the share of the passages' tokens that is computed from there on.
         """
         return ()
 
@@ -138,7 +139,7 @@ class Passages(Method, ABC):
     def go_on(
         self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
     ) -> Columns:
-        """See `Method`. Of each row the share that `narrowing` says."""
+        """See `Method`. The share that `narrowing` returns is selected in each row."""
         share, chosen = dict(self.narrowing(under_way.context.layers))[layer], []
         for group in under_way.context.groups:
             row = group.rows[0]
@@ -153,16 +154,16 @@ class Passages(Method, ABC):
         return _of_rows(under_way.context, chosen)
 
     def asked_for(self, attention: np.ndarray, mean: float) -> np.ndarray:
-        """By how much the question's attention makes tokens matter more.
+        """Return the factors by which the query probe's attention raises the importance of tokens.
 
         Args:
-            attention: to each.
-            mean: to a token of a passage.
+            attention: Attention to each token.
+            mean: Mean attention to a token of a passage.
         """
         return np.ones_like(attention)
 
     def _computed(self, context: PlanContext, attention: Asked | None) -> Columns:
-        """The columns of tokens that a row does not restore."""
+        """Return the positions of tokens that rows do not restore."""
         restored = []
         for group in context.groups:
             mine, asked = _held(context, group), None if attention is None else attention[group.rows[0]]
@@ -176,7 +177,7 @@ class Passages(Method, ABC):
 
 
 def columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
-    """The columns that may be computed, all that are not exact, and those that must be."""
+    """Return the positions that may be computed, which are all inexact ones, and those that must be."""
     exact = [_held(context, group) for group in context.groups]
     stored = [mine.copy() for mine in exact]
     for group, mine in zip(context.groups, stored, strict=True):
@@ -186,9 +187,10 @@ def columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
 
 
 def questions_of(context: PlanContext, most: int) -> tuple[int, ...]:
-    """Of each row the first column behind its last passage, of so many at most; () if nothing stands behind any.
+    """Return the first position of each row's query probe, which has at most `most` tokens; () if no row has one.
 
-    A row without passages, or that ends in one, has no question: its first column is behind the last one.
+    The probe follows the last passage. For a row without passages, or one that ends in a passage, the result is the
+    number of positions.
     """
     firsts = {row: context.columns for group in context.groups for row in group.rows}
     for group in context.groups:
@@ -200,10 +202,10 @@ def questions_of(context: PlanContext, most: int) -> tuple[int, ...]:
 
 
 def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Columns:
-    """What is computed where rows restore other columns, bool `[columns]` for each group of them.
+    """Return the positions to compute if rows restore other positions, bool `[columns]` for each group of rows.
 
-    Rows share their columns where all that is restored is exact: then each layer computes a suffix, of which all is
-    recorded, with the bits of any other pass over it.
+    Rows share their positions if everything restored is exact: each layer then computes a suffix, which is recorded
+    completely, with the same bits as in any other pass over it.
     """
     if all(piece.exact for group in context.groups for piece in group.pieces):
         restored = [np.logical_and.reduce(restored)] * len(restored)
@@ -214,13 +216,13 @@ def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Colum
 
 
 def _of_rows(context: PlanContext, columns: Sequence[np.ndarray]) -> Columns:
-    """Those of each group of rows, for all rows."""
+    """Return the positions of each group of rows, combined for all rows."""
     rows = {row: mine for group, mine in zip(context.groups, columns, strict=True) for row in group.rows}
     return side_by_side([rows[row] for row in sorted(rows)])
 
 
 def _held(context: PlanContext, group: RowGroup) -> np.ndarray:
-    """bool `[columns]`: where a row needs nothing computed: padding, and what is exact."""
+    """Return where a row needs no computation, bool `[columns]`: padding, and exact pieces."""
     held = np.zeros(context.columns, bool)
     held[: max(0, group.pad - context.base)] = True
     for piece in group.pieces:
@@ -230,7 +232,7 @@ def _held(context: PlanContext, group: RowGroup) -> np.ndarray:
 
 
 def _columns_of(context: PlanContext, group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-    """Where the tokens of a piece stand; below 0 where the cache holds them already."""
+    """Return the positions of a piece's tokens in the pass; negative for tokens that the cache already holds."""
     return np.arange(piece.count) + piece.at + group.pad - context.base
 
 
@@ -239,7 +241,7 @@ def _in_pass(columns: np.ndarray) -> np.ndarray:
 
 
 def _reusable(under_way: UnderWay, group: RowGroup) -> np.ndarray:
-    """The columns of a row's passages that it can restore, int64 ascending."""
+    """Return the positions of a row's passages that can be restored, int64 ascending."""
     pieces = [piece for piece in group.pieces if not piece.exact]
     columns = [_in_pass(_columns_of(under_way.context, group, piece)) for piece in pieces]
     every, least = np.concatenate([np.empty(0, np.int64), *columns]), of_row(under_way.least, group.rows[0])
@@ -247,9 +249,9 @@ def _reusable(under_way: UnderWay, group: RowGroup) -> np.ndarray:
 
 
 def importance_of(piece: SegmentSlice) -> np.ndarray:
-    """How much it matters that each token of a passage is computed: float `[tokens]`."""
+    """Return how important it is to compute each token of a passage: float `[tokens]`."""
     every, tables = piece.scores, piece.reader.shape.tables
-    if every is None:  # not ranked as it is asked for: by the order in which it was stored, one for all layers
+    if every is None:  # without the requested ranking: the order in which it was stored, one for all layers
         if tables is None or not len(tables.slot_of_token):
             return -np.arange(piece.first, piece.first + piece.count, dtype=np.float64)
         every = -tables.slot_of_token[0].astype(np.float64)
@@ -257,11 +259,11 @@ def importance_of(piece: SegmentSlice) -> np.ndarray:
 
 
 def count_of(share: float, tokens: int) -> int:
-    """How many of some tokens a share is: in floating point 0.15 x 20 is less than 3."""
+    """Return how many tokens a share is, rounded down. 1e-9 corrects rounding: 0.29 * 100 is slightly less than 29."""
     return int(share * tokens + 1e-9)
 
 
 def check_share(recompute: float) -> None:
-    """Raises ConfigError if it is no share."""
+    """Raise ConfigError if `recompute` is not a number between 0 and 1."""
     if isinstance(recompute, bool) or not isinstance(recompute, int | float) or not 0 <= recompute <= 1:
         raise ConfigError(f"recompute is a share of each passage, between 0 and 1, not {recompute!r}")

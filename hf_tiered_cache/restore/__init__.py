@@ -1,1 +1,1 @@
-"""Restores KV: plans what is restored and what computed, and turns stored blocks into a layer's keys and values."""
+"""Restore of stored KV: plans which positions are restored or computed, and copies blocks into keys and values."""

@@ -1,4 +1,4 @@
-"""What a prompt's question attends to, seen while it runs."""
+"""Attention of a query probe (the last tokens of a prompt), summed while the model runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ..patches.scope import on
 from ..transfers import to_host
 
 _LARGEST = 1 << 26
-"""Attention weights held at a time: 256 MiB of float32."""
+"""Maximum number of attention weights held at a time: 256 MiB of float32."""
 
 
 Asked = Sequence[np.ndarray | None]
-"""What the question of each row attends to: float `[columns]`, not negative; None for a row in which nobody asks."""
+"""Attention of each row's query probe to each position: float `[columns]`, non-negative; None for a row without one."""
 
 
 class QuestionAttention:
-    """Adds up what the last queries of each row attend to, layer by layer.
+    """Sum over layers of the attention of each row's query probe.
 
     Args:
-        tokens: how many of the last ones ask, of each row; 0 for none.
+        tokens: Number of probe tokens at the end of each row; 0 for a row without a probe.
     """
 
     def __init__(self, tokens: Sequence[int]) -> None:
@@ -30,13 +30,13 @@ class QuestionAttention:
         self._sum: torch.Tensor | None = None  # float32 [batch, columns]
 
     def note(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> None:
-        """Add a layer with full attention.
+        """Add the attention of one layer with full attention.
 
         Args:
             query: `[batch, heads, n, dim]`, rotated.
             keys: `[batch, kv_heads, columns, dim]`, rotated.
-            mask: `[batch or 1, heads or 1, n, columns]`, what queries may attend to, or what is added to the logits.
-            scaling: of the logits; None for dim ** -0.5.
+            mask: `[batch or 1, heads or 1, n, columns]`: bool, True where a query may attend, or an additive mask.
+            scaling: Scale of the logits; None for dim ** -0.5.
         """
         batch, heads, _, dim = query.shape
         kv_heads, columns = keys.shape[1], keys.shape[2]
@@ -58,14 +58,14 @@ class QuestionAttention:
         self._sum = total if self._sum is None else self._sum + on(self._sum.device, total)
 
     def result(self) -> Asked | None:
-        """float32, a sum over the layers; None if no layer was seen. A GPU is waited for."""
+        """Return the sum over layers as float32, or None if no layer was added. Waits for the GPU."""
         if self._sum is None:
             return None
         return [row if asks else None for row, asks in zip(to_host(self._sum)[0], self.tokens, strict=True)]
 
 
 def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Logits `[kv_heads, group, n, columns]` under a mask `[heads or 1, n, columns]`."""
+    """Return logits, `[kv_heads, group, n, columns]`, with a mask, `[heads or 1, n, columns]`, applied."""
     wide = mask.expand(logits.shape[0] * logits.shape[1], -1, -1).unflatten(0, logits.shape[:2])
     if mask.dtype == torch.bool:
         return logits.masked_fill(~wide, -torch.inf)

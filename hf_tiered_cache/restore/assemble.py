@@ -1,4 +1,4 @@
-"""From blocks to a layer's keys and values: what has arrived is copied to its columns."""
+"""Assembly of a layer's keys and values: fetched blocks are copied to their positions."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ def restore_layer(
     first_column: int,
     rotate_: Callable[[torch.Tensor, int], None],
 ) -> None:
-    """Fill the restored columns of a pass for one layer, and rotate them; the computed ones are left to the caller.
+    """Fill and rotate the restored positions of one layer; the caller fills the computed positions.
 
     Args:
-        prefetch: brings the blocks.
-        plan: of the pass.
-        layer: which.
-        kind: what the model hands over for this layer.
-        dtype: of what it hands over, before its rotation (autocast rotates into another one).
-        keys: `[batch, key_heads, columns - first_column, key_dim]`; values likewise.
-        first_column: the column, in the plan's count, that stands first in `keys` and `values`.
-        rotate_: rotates, in place, `[rows, heads, n, dim]` whose first column is the token of that number.
+        prefetch: Provides the blocks.
+        plan: Plan of the pass.
+        layer: Layer index.
+        kind: Layout of the tensors that the model passes to the cache for this layer.
+        dtype: Dtype of these tensors before rotation (autocast may rotate into another dtype).
+        keys: `[batch, key_heads, columns - first_column, key_dim]`, filled in place.
+        values: Like `keys`.
+        first_column: Position, counted as in the plan, of the first entry of `keys` and `values`.
+        rotate_: Rotates `[rows, heads, n, dim]` in place; its second argument is the index of the first token.
 
     Raises:
-        RestoreError: a block did not arrive, or does not fit.
+        RestoreError: A block did not arrive, or its layout does not match.
     """
     check_fit(plan, layer, kind, dtype)
     for row, block_group, gather in prefetch.gathers(layer, first_column):
@@ -48,7 +49,7 @@ def restore_layer(
     if plan.fronts:
         low, restored = plan.restored_columns(layer, kind.window)
     for group in plan.groups:
-        begin = max(0, group.pad - plan.base - first_column, low - first_column)  # of the row's tokens in this pass
+        begin = max(0, group.pad - plan.base - first_column, low - first_column)  # where the row's tokens begin
         end = restored - first_column
         one = group.rows[0]
         if begin < end and kind.rotated:
@@ -60,9 +61,9 @@ def restore_layer(
 
 
 def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -> None:
-    """Copy the columns `[begin, end)` of `tensor`, `[batch, heads, columns, dim]`, from the first row to the others.
+    """Copy positions `[begin, end)` of `tensor`, `[batch, heads, columns, dim]`, from the first row to the others.
 
-    What stands before them, such as padding, becomes zero: it is masked, or computed, but must be finite.
+    Earlier positions, such as padding, are set to zero in all rows: they are masked or computed, but must be finite.
     """
     for row in rows:
         if begin:
@@ -72,7 +73,11 @@ def share_row(tensor: torch.Tensor, rows: Sequence[int], begin: int, end: int) -
 
 
 def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None:
-    """A fingerprint promises this much; code that changed under it must not go unnoticed. Raises RestoreError."""
+    """Check that stored layer and dtype match the model, in case its code changed under the same fingerprint.
+
+    Raises:
+        RestoreError: They differ.
+    """
     for reader in plan.readers:
         layout = reader.shape.layout
         stored = layout.layers[layer] if layer < len(layout.layers) else None

@@ -1,4 +1,4 @@
-"""Chosen tokens of rows: which segments and block groups hold them, and how they come to stand side by side."""
+"""Selected tokens of rows: the segments and KV cache groups that hold them, and their copy to contiguous positions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .plan import RowGroup, SegmentSlice
 
 @dataclass(frozen=True)
 class RowPrefix:
-    """The restored tokens of one group of rows, of the positions `[0, tokens)`."""
+    """Restored tokens of one group of rows: token positions `[0, tokens)`, padding not counted."""
 
     group: RowGroup
     tokens: int
     _chunks: dict[tuple[int, bool], ChunkMap] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def pieces(self) -> Iterator[SegmentSlice]:
-        """The pieces that hold them."""
+        """Yield the segment slices that hold the restored tokens."""
         return (piece for piece in self.group.pieces if piece.at < self.tokens)
 
     def chunks(self, layer: int, per_head: bool) -> ChunkMap:
-        """The chunks as they lie in the blocks of a layer: of the first kv head, or of each."""
+        """Return the chunks of the tokens as stored in a layer's blocks: for the first kv head, or for each kv head."""
         shapes = [piece.reader.shape for piece in self.pieces()]
         ordered = all(shape.in_order(group) for shape in shapes for group in restoring_groups(shape, (layer,)))
         name = (-1 if ordered else layer, per_head and not ordered)
@@ -38,7 +38,7 @@ class RowPrefix:
         return self._chunks[name]
 
     def _slots(self, layer: int, per_head: bool) -> tuple[np.ndarray, int]:
-        """Slots of the tokens, int64 `[heads or 1, tokens]`, numbered through all segments, and those of a chunk."""
+        """Return token slots, int64 `[heads or 1, tokens]`, numbered across all segments, and the slots per chunk."""
         shapes = [piece.reader.shape for piece in self.pieces()]
         step = max(shape.geometry.chunk_tokens for shape in shapes)
         heads = shapes[0].layout.layer(layer).key_heads if per_head else 1
@@ -54,18 +54,26 @@ class RowPrefix:
         return slots, step
 
     def inside(self, piece: SegmentSlice, tokens: np.ndarray) -> tuple[int, np.ndarray]:
-        """Which of ascending `tokens` of the row `piece` holds: the first one's index, and their numbers in it."""
+        """Find the tokens of a row that `piece` holds.
+
+        Args:
+            piece: Segment slice of the row.
+            tokens: int64, ascending token positions in the row.
+
+        Returns:
+            Index into `tokens` of the first token held, and the held tokens counted in the segment.
+        """
         low, high = np.searchsorted(tokens, (piece.at, piece.at + piece.count))
         return int(low), tokens[low:high] - piece.at + piece.first
 
 
 class Gathers:
-    """Copies chosen tokens of one row to the layers of a period.
+    """Copy plan from blocks to the layers of a period, for selected tokens of one row.
 
     Args:
-        row: whose tokens.
-        chosen: int64 `[sets, tokens]`, each ascending: one set for all kv heads, or one for each.
-        counts: so many of the first ones of each set, int64 `[sets]`; None for all.
+        row: Restored tokens of the row.
+        chosen: int64 `[sets, tokens]`, each set ascending: one set for all kv heads, or one for each.
+        counts: int64 `[sets]`, number of leading tokens used of each set; None for all.
     """
 
     def __init__(self, row: RowPrefix, chosen: np.ndarray, counts: np.ndarray | None = None) -> None:
@@ -74,11 +82,13 @@ class Gathers:
         self._of_group: dict[int, tuple[BlockGroup, Gather]] = {}
 
     def copy(self, units: Sequence[FetchUnit], layer: int, name: str, target: torch.Tensor) -> None:
-        """Copy them side by side to `target`, `[kv_heads, tokens, dim]`.
+        """Copy the selected tokens to contiguous positions of `target`.
 
         Args:
-            units: hold them, and have arrived.
+            units: Units that hold the tokens and have arrived.
+            layer: Layer index.
             name: "key" or "value".
+            target: `[kv_heads, tokens, dim]`, filled in place.
         """
         new: dict[int, tuple[BlockGroup, Gather]] = {}
         for unit in units:
@@ -94,7 +104,7 @@ class Gathers:
                     self._of_group[id(block_group)][1].copy(part, target)
 
     def forget(self, units: Iterable[FetchUnit]) -> None:
-        """No later layer copies from these: let go of their memory."""
+        """Release the memory of units that no later layer copies from."""
         for unit in units:
             self._of_group.pop(id(unit.block_group), None)
 
@@ -108,7 +118,7 @@ class Gathers:
                 gather.add(unit.reader.shape, unit.blocks, inside, columns, head)
 
     def wanted(self, layers: Collection[int]) -> Iterator[tuple[SegmentSlice, BlockGroup, np.ndarray]]:
-        """The pieces and block groups that hold them for some layers, and int64 `[n]`, ascending: any head's there."""
+        """Yield slices and KV cache groups that `layers` copy from, and tokens of any head, int64 `[n]`, ascending."""
         for piece in self.row.pieces():
             for block_group in restoring_groups(piece.reader.shape, layers):
                 each = [self.row.inside(piece, tokens)[1] for _, tokens in sets_in(self._sets, block_group)]
@@ -117,7 +127,7 @@ class Gathers:
                     yield piece, block_group, tokens
 
     def note_use(self, units: Sequence[FetchUnit], layers: Collection[int]) -> None:
-        """They go into the attention of `layers`."""
+        """Record that `layers` attend to the tokens of these units. Units that read nothing from disk are skipped."""
         for unit in units:
             mine = set(layers).intersection(unit.block_group.layers)
             for piece in self.row.pieces() if unit.from_disk else ():
@@ -127,7 +137,7 @@ class Gathers:
 
 
 def sets_in(chosen: Sequence[np.ndarray], block_group: BlockGroup) -> Iterator[tuple[int, np.ndarray]]:
-    """Each head of `block_group` and its set of those chosen, or -1 and the one set of all heads."""
+    """Yield each head of `block_group` with its set of `chosen` tokens, or -1 with the one set for all heads."""
     if len(chosen) == 1:
         yield -1, chosen[0]
         return
@@ -137,18 +147,27 @@ def sets_in(chosen: Sequence[np.ndarray], block_group: BlockGroup) -> Iterator[t
 
 
 def parts_of(block_group: BlockGroup, layer: int, name: str) -> Iterator[Part]:
-    """Those of one tensor of a layer."""
+    """Yield the parts of a KV cache group that hold one tensor of a layer."""
     return (part for part in block_group.parts if part.layer == layer and part.tensor == name)
 
 
 def restoring_groups(shape: SegmentShape, layers: Collection[int]) -> list[BlockGroup]:
-    """The block groups of a segment that these layers restore from."""
+    """Return the KV cache groups of a segment that `layers` restore from."""
     found = {group.index: group for layer in layers for group in shape.restoring_groups.get(layer, ())}
     return [found[index] for index in sorted(found)]
 
 
 def key_groups(shape: SegmentShape, layer: int, heads: int | None) -> list[BlockGroup]:
-    """The block groups that hold a layer's keys, of its first `heads` heads or of all, and as little else as can be."""
+    """Return KV cache groups that hold a layer's keys, with as little other data as possible.
+
+    Args:
+        shape: Shape of the segment.
+        layer: Layer index.
+        heads: Number of leading kv heads needed; None for all.
+
+    Returns:
+        One index group if one holds all of these heads, else the ordinary groups that hold the keys.
+    """
     kind = shape.layout.layer(layer)
     wanted = kind.key_heads if heads is None else min(heads, kind.key_heads)
     apart, among = [], []

@@ -1,4 +1,4 @@
-"""Which columns the rows of a batch compute: the same in all, or each row its own, side by side."""
+"""Positions that the rows of a batch compute: the same for all rows, or different ones per row, stacked."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 Columns = np.ndarray
-"""int64 `[n]`, ascending: the columns of every row. Or `[rows, n]`: each row has its own, ascending, and one that has
-fewer than another repeats its first one in front. So rows end alike, a repeated column has the same hidden states, keys
-and values each time, and a batch costs what its longest row does."""
+"""Padded positions, int64 `[n]`, ascending, for all rows. Or `[rows, n]`, ascending in each row; a row with fewer
+positions repeats its first one at the front. So rows are aligned at the end, a repeated position has the same hidden
+states, keys and values each time, and a batch costs as much as its longest row."""
 
 
 def side_by_side(rows: Sequence[np.ndarray]) -> Columns:
-    """The columns of each row, int64 ascending, none of them empty, as one array."""
+    """Stack the positions of each row, int64 ascending and not empty, into one array."""
     first = rows[0]
     if all(np.array_equal(first, row) for row in rows[1:]):
         return first
@@ -22,23 +22,23 @@ def side_by_side(rows: Sequence[np.ndarray]) -> Columns:
 
 
 def repeats(columns: Columns, row: int) -> int:
-    """How often a row repeats its first column in front."""
+    """Return how often a row repeats its first position at the front."""
     return 0 if columns.ndim == 1 else int((columns[row] != columns[row, 0]).argmax() or columns.shape[1]) - 1
 
 
 def of_row(columns: Columns, row: int) -> np.ndarray:
-    """A row's columns, each once: int64 ascending."""
+    """Return the distinct positions of a row, int64 ascending."""
     return columns if columns.ndim == 1 else columns[row, repeats(columns, row) :]
 
 
 def row_by_row(*several: Columns) -> Iterator[tuple[np.ndarray, ...]]:
-    """What each row has of several: see `of_row`. Once, where all rows have the same."""
+    """Yield `of_row` of several arrays, row by row; once if all rows share the same positions."""
     for row in range(max(1 if columns.ndim == 1 else len(columns) for columns in several)):
         yield tuple(of_row(columns, row) for columns in several)
 
 
 def places(mine: Columns, its: Columns) -> Columns | None:
-    """Where columns stand among others that hold them all: int64 `[n]` or `[rows, n]`; None if they are the same."""
+    """Return the indexes of `mine` in its superset `its`, int64 `[n]` or `[rows, n]`; None if the two are equal."""
     if mine is its or np.array_equal(mine, its):
         return None
     if mine.ndim == its.ndim == 1:

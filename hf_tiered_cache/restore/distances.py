@@ -1,12 +1,12 @@
-"""Gathers, while a model runs, how alike its layers' attention is (Krul, Section 5: the token-wise estimator).
+"""Online measurement of how similar the layers' attention is (Krul, Section 5: the token-wise estimator).
 
-Attention runs in fused kernels, which give no weights. So queries of sampled columns are kept, the same in every
-layer, and their rows of attention made again from the keys that the cache holds anyway.
+Fused attention kernels return no weights. So the queries of sampled positions are kept, the same positions in every
+layer, and their attention rows are recomputed from the keys in the cache.
 
-- The row of a decoded token is added up behind its pass, and dropped.
-- Of a prompt, the queries are kept. Where somebody runs it behind the requests (`later`; for models on a GPU), they are
-  reduced on the host while the model decodes. A model on the CPU would be kept from decoding: there they wait until
-  `result` is asked for, as at suspend.
+- The attention row of a decoded token is reduced after its pass and dropped.
+- The sampled queries of a prompt are kept. With a background runner (`later`; for models on a GPU), they are reduced
+  on the host while the model decodes. For a model on the CPU this would slow down decoding, so they are reduced when
+  `result` is called, for example at suspend.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from .stretches import Stretch, Stretches, reordered
 logger = logging.getLogger("hf_tiered_cache")
 
 _ROWS_AT_ONCE = 8
-"""Rows of a prompt that make a stretch."""
+"""Attention rows of a prompt per sampled window."""
 
 
 class AttentionDistances:
-    """Distances of the attention of layers, over all that a cache's passes compute (see `CacheObserver`).
+    """Distances between the attention of layers, sampled over all passes of a cache (see `CacheObserver`).
 
     Args:
-        layers: those with full attention that are compared; None for all.
-        every: of so many decoded tokens one is sampled; likewise in passes of no more columns than that.
-        prompt_every: in longer passes, of at least so many columns one is sampled,
-        prompt_rows: and of a pass at most so many.
-        later: runs the reduction of prompts; None for `result` to do it.
+        layers: Layers with full attention to compare; None for all.
+        every: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
+        prompt_every: Minimum sampling interval for longer passes.
+        prompt_rows: Maximum number of sampled positions of a longer pass.
+        later: Runs the reduction of prompts in the background; None to reduce them in `result`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AttentionDistances:
         self._sources: Sequence[KeysOfLayer] = ()
         self._missing = ""
         self._layers: tuple[int, ...] = ()
-        self._lock = threading.Lock()  # of these two
+        self._lock = threading.Lock()  # guards the next two attributes
         self._counted = Stretches()
         self._waiting: list[_Waiting] = []
 
@@ -71,7 +71,7 @@ class AttentionDistances:
         stride, columns = self._sampled(computed)
         if self._missing or not len(columns):
             return None
-        with self._lock:  # what is computed once more is not counted twice
+        with self._lock:  # positions that are computed again are not counted twice
             seen = max([self._counted.stop, *(waiting.stop for waiting in self._waiting)])
         columns = columns[columns >= seen]
         self._follow(sources)
@@ -106,10 +106,10 @@ class AttentionDistances:
             twin._waiting = [replace(each, taken=False, done=threading.Event()) for each in self._waiting]
         return twin
 
-    # --- what comes of them
+    # --- result
 
     def result(self, row: int = 0) -> LayerDistances:
-        """The distances so far, of one row of the batch. What waits to be reduced is reduced first."""
+        """Return the distances so far for one row of the batch, after reducing all pending queries."""
         self._reduce_all()
         with self._lock:
             total = self._counted.total()
@@ -120,7 +120,7 @@ class AttentionDistances:
             return LayerDistances.none("the attention that has been seen is of padding")
         return LayerDistances.of(self._layers, sums, total.sampled)
 
-    # --- what is sampled
+    # --- sampling
 
     def _follow(self, sources: Sequence[KeysOfLayer]) -> None:
         compared = self._compared
@@ -129,7 +129,7 @@ class AttentionDistances:
         ]
 
     def _sampled(self, computed: ComputedColumns) -> tuple[int, np.ndarray]:
-        """How many columns each sampled one of a pass stands for, and which these are."""
+        """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
         fewest, first, stop = computed.fewest, computed.first, computed.stop
         count = stop - first if fewest is None else len(fewest)
         short = count <= self.every
@@ -138,15 +138,16 @@ class AttentionDistances:
             return stride, fewest[fewest % stride == stride // 2] if short else fewest[stride // 2 :: stride]
         return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)
 
-    # --- what is counted
+    # --- reduction
 
     def take(self, rows: QueryRows, layers: tuple[int, ...], keys: list[torch.Tensor], weight: int) -> None:
-        """Count rows of a pass that is whole.
+        """Count the sampled queries of a complete pass: reduce them now, or queue them if there are several.
 
         Args:
-            layers: whose queries they are.
-            keys: of these, `[batch, kv_heads, columns, dim]`.
-            weight: how many columns each stands for.
+            rows: Sampled queries of the pass.
+            layers: Layers of the queries.
+            keys: Keys of each of these layers, `[batch, kv_heads, columns, dim]`, rotated.
+            weight: Number of positions that each sample represents.
         """
         device = keys[0].device
         with self._lock:
@@ -170,7 +171,7 @@ class AttentionDistances:
             waiting.done.wait()
 
     def reduce(self, waiting: _Waiting) -> None:
-        """Count rows that wait, unless somebody is at it."""
+        """Reduce and count pending queries, unless another thread has taken them. Failures are logged, not raised."""
         with self._lock:
             if waiting.taken:
                 return
@@ -179,7 +180,7 @@ class AttentionDistances:
         try:
             if not len(rows.columns):
                 return
-            if waiting.keys is None:  # in the cache's own thread: nothing changes meanwhile
+            if waiting.keys is None:  # runs in the cache's own thread, so the cache does not change
                 rows = rows if order is None else rows.select(order)
                 found = _reduced(rows, waiting.weight, *_held(self._sources))
                 waiting.order = None
@@ -189,7 +190,7 @@ class AttentionDistances:
                 with stream.copying():
                     found = _reduced(rows, waiting.weight, waiting.keys, torch.device("cpu"))
             self._add(found, waiting)
-        except Exception as error:  # nobody's request depends on it
+        except Exception as error:  # no request depends on it
             logger.warning("the attention of a prompt is not counted: %s: %s", type(error).__name__, error)
         finally:
             with self._lock:
@@ -198,7 +199,7 @@ class AttentionDistances:
 
     def _add(self, found: list[Stretch], waiting: _Waiting | None = None) -> None:
         with self._lock:
-            if waiting is not None:  # what has happened to the cache since
+            if waiting is not None:  # apply crops and reordering since the pass
                 found = [stretch for stretch in found if stretch.stop <= waiting.limit]
                 if waiting.order is not None:
                     found = [stretch.select(waiting.order) for stretch in found]
@@ -209,18 +210,18 @@ class AttentionDistances:
 
 @dataclass(eq=False)
 class _Waiting:
-    """Rows of a prompt that are not reduced yet.
+    """Sampled queries of a prompt that are not reduced yet.
 
     Args:
-        rows: the queries, with the batch as it was in the pass.
-        weight: how many columns each stands for.
-        limit: from this column on they have been taken back.
-        keys: of each layer, as of the end of the pass, for whoever reduces in another thread. Later passes write behind
-            what these rows see, or elsewhere. None to take what the sources hold when it is wanted.
-        computed: the point from which on they are there.
-        order: which of the batch's rows each row of today was; None for the same.
-        taken: whether somebody reduces them.
-        done: opens when nobody does any more.
+        rows: Queries, with the batch rows in the order of the pass.
+        weight: Number of positions that each sample represents.
+        limit: First cropped position; samples from there on do not count.
+        keys: Keys of each layer at the end of the pass, for a reduction in another thread. Later passes write after the
+            positions that these queries see, or to other buffers. None to use the sources' keys at the reduction.
+        computed: Event after which `keys` are valid.
+        order: Row of the pass that each current batch row comes from; None if unchanged.
+        taken: Whether a thread is reducing the queries, or has done so.
+        done: Set when the reduction has ended.
     """
 
     rows: QueryRows
@@ -234,19 +235,19 @@ class _Waiting:
 
     @property
     def stop(self) -> int:
-        """The column behind the last one that counts."""
+        """Position after the last one that counts."""
         return min(self.limit, int(self.rows.columns[-1]) + 1)
 
 
 class _SampledPass:
-    """See `PassObserver`.
+    """Observer of one pass that keeps the queries of sampled positions (see `PassObserver`).
 
     Args:
-        owner: who counts it.
-        sources: of the layers that are compared.
-        computed: what the pass computes.
-        columns: int64 `[n]`, those that are sampled.
-        weight: how many each stands for.
+        owner: `AttentionDistances` that counts the pass.
+        sources: Keys of the compared layers.
+        computed: Positions that the pass computes.
+        columns: int64 `[n]`, sampled positions.
+        weight: Number of positions that each sample represents.
     """
 
     def __init__(
@@ -270,11 +271,11 @@ class _SampledPass:
         computed, device = self._computed, query.device
         columns = None if computed.of_layer is None else computed.of_layer(layer)
         if query.shape[2] != (computed.stop - computed.first if columns is None else len(columns)):
-            return  # of other tokens, which `end` finds missing
+            return  # queries of other tokens; `end` reports the layer as unseen
         if query.shape[2] > 1:
             if columns is not None:
                 places = to_device(np.searchsorted(columns, self._columns), device)
-            else:  # the same in all layers
+            else:  # the same positions in all layers
                 if device not in self._places:
                     self._places[device] = to_device(self._columns - computed.first, device)
                 places = self._places[device]
@@ -307,7 +308,7 @@ class _SampledPass:
 
 
 def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
-    """Whether these are queries of the same heads in all layers, and keys of theirs."""
+    """Return whether all layers have the same numbers of query and kv heads, and keys match queries in shape."""
     heads, kv_heads = queries[0].shape[1], keys[0].shape[1]
     return heads % kv_heads == 0 and all(
         query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
@@ -316,14 +317,14 @@ def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
 
 
 def _held(sources: Sequence[KeysOfLayer]) -> tuple[list[torch.Tensor], torch.device]:
-    """The keys of sources that hold something, and where the first ones lie."""
+    """Return the keys of the sources that are not empty, and the device of the first ones."""
     keys = [source.keys for source in sources if source.keys is not None]
     return keys, keys[0].device
 
 
 @torch.no_grad()
 def _reduced(rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device: torch.device) -> list[Stretch]:
-    """The sums of rows, by stretches; computed on `device`."""
+    """Return the attention sums of sampled queries, one per sampled window, computed on `device`."""
     stretches = []
     for number, sums in enumerate(attention_sums(rows, keys, device, _ROWS_AT_ONCE)):
         columns = rows.columns[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
@@ -332,7 +333,7 @@ def _reduced(rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device:
 
 
 def _reduce_later(owner: weakref.ref[AttentionDistances], waiting: weakref.ref[_Waiting]) -> None:
-    """Reduce rows that wait, if somebody still wants them."""
+    """Reduce pending queries if their owner and the queries still exist."""
     observer, rows = owner(), waiting()
     if observer is not None and rows is not None:
         observer.reduce(rows)

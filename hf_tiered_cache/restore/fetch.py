@@ -1,4 +1,4 @@
-"""The fetcher of a pass: brings blocks in batches, ahead of their need or at it, and counts what they were read for."""
+"""Fetcher of a pass: fetches blocks in batches, ahead of need or on demand, and accounts for their I/O."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from ..tiers.residency import Residency
 
 @dataclass(eq=False)
 class FetchUnit:
-    """Blocks of one block group of a segment, brought in at one or several times."""
+    """Blocks of one KV cache group of a segment, fetched in one or more batches."""
 
     reader: SegmentReader
     block_group: BlockGroup
     identifies: bool = False
-    """Whether a choice was made from it."""
+    """Whether a selection reads keys from these blocks."""
     held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64, ascending: chunks that are there or on their way."""
+    """int64, ascending: chunks that have arrived or are being fetched."""
     attended: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """int64, ascending: chunks that were asked for to be attended to."""
+    """int64, ascending: chunks requested for attention."""
     leased: list[LeasedBlocks] = field(default_factory=list)
     leases: list[Lease] = field(default_factory=list)
     used: dict[int, list[Sequence[np.ndarray]]] = field(default_factory=dict)
-    """For each layer the sets of tokens of the segment that are attended to, as `use` was given them."""
+    """For each layer, the sets of segment tokens that attention uses, as passed to `use`."""
     _joined: tuple[int, Blocks] = (0, Blocks.none())
 
     def chunks_of(self, tokens: np.ndarray) -> np.ndarray:
-        """The chunks that hold `tokens`, ascending."""
+        """Return the chunks that hold `tokens`, ascending."""
         return self.reader.shape.chunks_of(self.block_group, tokens)
 
     def chunk_of_each(self, tokens: np.ndarray) -> np.ndarray:
-        """The chunk that holds each of `tokens`, all of which the block group holds."""
+        """Return the chunk of each of `tokens`, all of which the KV cache group must hold."""
         shape = self.reader.shape
         return shape.slot_of_token(self.block_group, tokens) // shape.geometry.chunk_tokens
 
     @property
     def blocks(self) -> Blocks:
-        """All that has arrived; the unit was waited for."""
+        """Blocks that have arrived; call `Fetcher.wait_for` before."""
         if self._joined[0] != len(self.leased):
             self._joined = len(self.leased), Blocks.join([leased.arrived for leased in self.leased])
         return self._joined[1]
 
     @property
     def from_disk(self) -> bool:
-        """Whether any of it was read for this unit."""
+        """Whether any block was read from disk for this unit."""
         return any(len(leased.from_disk) for leased in self.leased)
 
     def drop(self, lease: Lease) -> None:
-        """Forget what a lease brought."""
+        """Remove the blocks of one block handle from this unit."""
         place = self.leases.index(lease)
         del self.leases[place], self.leased[place]
         self.held = np.unique(np.concatenate([np.empty(0, np.int64), *(leased.chunks for leased in self.leased)]))
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
-        """Note that tokens, int64 `[n]`, go into the attention of `layers`: one set for all heads or one for each."""
+        """Record that `layers` attend to tokens, int64 `[n]` per set: one set for all heads, or one for each."""
         for layer in layers:
             self.used.setdefault(layer, []).append(sets)
 
     def tokens_used(self) -> np.ndarray:
-        """int64, ascending: tokens that some head of some layer attends to."""
+        """Return the tokens that any head of any layer attends to, int64, ascending."""
         every = [tokens for given in self.used.values() for sets in given for tokens in sets]
         return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
 
     def bytes_used(self, chunks: np.ndarray) -> int:
-        """Of `chunks`, the bytes of those tokens, heads and layers that went into attention."""
+        """Return the bytes in `chunks` of the tokens, heads and layers that attention used."""
         shape, total = self.reader.shape, 0
-        sharing: dict[FieldSlot, list[Part]] = {}  # two layers that are merged share a field, which counts once
+        sharing: dict[FieldSlot, list[Part]] = {}  # merged layers share a field, which counts once
         for part in self.block_group.parts:
             for slot in part.fields:
                 sharing.setdefault(slot, []).append(part)
@@ -90,7 +90,7 @@ class FetchUnit:
         return total
 
     def _count_in(self, chunks: np.ndarray, sets: Sequence[np.ndarray]) -> int:
-        """How many tokens of some sets, each counted once, lie in `chunks`."""
+        """Return the number of distinct tokens of some sets that are in `chunks`."""
         if not sets:
             return 0
         tokens = sets[0] if len(sets) == 1 else np.unique(np.concatenate(sets))
@@ -99,13 +99,13 @@ class FetchUnit:
 
 
 class Fetcher:
-    """Brings the blocks of a pass.
+    """Block fetcher of one pass.
 
     Args:
-        residency: the tiers.
-        collector: counts what happens.
-        device_of: the device of each layer.
-        ahead_bytes: how much may be there, or on its way, ahead of its need; None for what memory has room for.
+        residency: Memory tiers.
+        collector: Statistics of the pass.
+        device_of: Returns the device of a layer.
+        ahead_bytes: Maximum number of prefetched bytes not waited for yet; None for no limit but the memory budgets.
     """
 
     def __init__(
@@ -117,23 +117,23 @@ class Fetcher:
     ) -> None:
         self.residency, self.collector, self.device_of = residency, collector, device_of
         self._ahead_bytes = ahead_bytes
-        self._ahead: dict[FetchUnit, int] = {}  # bytes that were asked for ahead, until the unit is waited for
+        self._ahead: dict[FetchUnit, int] = {}  # bytes requested ahead of need, until the unit is waited for
         self._users: dict[Lease, int] = {}
-        self._unconfirmed: dict[Lease, None] = {}  # whose blocks were handed on before they were checked
+        self._unconfirmed: dict[Lease, None] = {}  # their blocks were used before they were verified
 
     def bring(self, wanted: Sequence[tuple[FetchUnit, np.ndarray]], ahead: bool = False, attends: bool = True) -> None:
-        """Start to fetch chunks that are not held, in one batch for each device.
+        """Start to fetch the chunks that units do not hold yet, in one batch per device.
 
         Args:
-            wanted: units, and for each its chunks, int64 ascending.
-            ahead: whether this is before they are needed: then within the budgets, and `ahead_bytes`, alone.
-            attends: whether all of them are attended to: not what is chosen from, or guessed.
+            wanted: Units with their requested chunks, int64, ascending.
+            ahead: Whether this is a prefetch, limited to the memory budgets and `ahead_bytes`.
+            attends: Whether attention uses all of these chunks; False for selection inputs and speculation.
 
         Raises:
-            RestoreError: a fetch could not begin.
+            RestoreError: A fetch could not be started.
         """
         asked: dict[FetchUnit, np.ndarray] = {}
-        for unit, chunks in wanted:  # rows may ask for the same
+        for unit, chunks in wanted:  # rows may request the same chunks
             asked[unit] = np.union1d(asked[unit], chunks) if unit in asked else chunks
         batches: dict[torch.device, list[tuple[FetchUnit, np.ndarray]]] = {}
         for unit, chunks in asked.items():
@@ -157,7 +157,7 @@ class Fetcher:
                 unit.held = np.union1d(unit.held, leased.chunks) if len(unit.held) else leased.chunks
 
     def _bounded(self, unit: FetchUnit, chunks: np.ndarray) -> np.ndarray:
-        """Those of a unit's chunks that may be fetched ahead."""
+        """Return the leading chunks that `ahead_bytes` has room for, and count their bytes."""
         if self._ahead_bytes is not None:
             size = unit.block_group.block_bytes
             chunks = chunks[: max(0, self._ahead_bytes - sum(self._ahead.values())) // size]
@@ -165,10 +165,10 @@ class Fetcher:
         return chunks
 
     def wait_for(self, units: Iterable[FetchUnit]) -> None:
-        """Wait until their blocks, which are needed now, have arrived.
+        """Wait until the blocks of `units` have arrived.
 
         Raises:
-            RestoreError: a block did not.
+            RestoreError: A block could not be fetched.
         """
         for unit in units:
             self._ahead.pop(unit, None)
@@ -179,10 +179,10 @@ class Fetcher:
                     raise restore_error(self.collector, lease.failed or unit.reader, error) from error
 
     def drop_failed(self, ahead: Mapping[FetchUnit, Sequence[Lease]]) -> bool:
-        """Wait for leases that units got ahead of their need. What did not arrive is as if it had not been asked for.
+        """Wait for the block handles of prefetches and drop those that failed, as if they had not been requested.
 
         Returns:
-            Whether there is any such.
+            Whether any failed.
         """
         failed = [lease for lease in dict.fromkeys(chain(*ahead.values())) if not self._arrives(lease)]
         for unit, leases in ahead.items():
@@ -197,7 +197,7 @@ class Fetcher:
             self._wait(lease)
             self.confirm()
         except Exception as error:
-            if not isinstance(error, RestoreError):  # which was counted
+            if not isinstance(error, RestoreError):  # a RestoreError is counted already
                 restore_error(self.collector, lease.failed or lease.leased[0].request.reader, error)
             return False
         return True
@@ -212,12 +212,12 @@ class Fetcher:
             self._unconfirmed[lease] = None
 
     def confirm(self) -> None:
-        """Wait until it is known that all blocks that were waited for are what was written.
+        """Wait until all blocks waited for so far are verified.
 
-        To be called, also after `finish` and `cancel`, before anything that comes of them outlives the pass.
+        Call this before any result of these blocks outlives the pass, also after `finish` and `cancel`.
 
         Raises:
-            RestoreError: a block is not.
+            RestoreError: A block is damaged.
         """
         while self._unconfirmed:
             lease, _ = self._unconfirmed.popitem()
@@ -228,7 +228,7 @@ class Fetcher:
                 raise restore_error(self.collector, reader, error) from error
 
     def finish(self, units: Iterable[FetchUnit]) -> None:
-        """Nobody needs them any more: count what came, what of it from disk, and what for, and let it go."""
+        """Record the I/O of `units` and what it was used for, and release their blocks."""
         brought, in_vain = 0, dict.fromkeys(("brought_identifying", "brought_guessed"), 0)
         for unit in units:
             size, held = unit.block_group.block_bytes, sum(len(leased.chunks) for leased in unit.leased)
@@ -246,19 +246,19 @@ class Fetcher:
                 self._let_go(lease)
             unit.leases.clear()
             unit.leased.clear()
-            unit._joined = 0, Blocks.none()  # lets go of the memory
+            unit._joined = 0, Blocks.none()  # releases the memory
         if brought:
             self.collector.add(bytes_brought=brought, **in_vain)
 
     def _let_go(self, lease: Lease) -> None:
-        """One unit needs it no more."""
+        """Drop one unit's reference to a block handle, and release the handle with the last one."""
         self._users[lease] -= 1
         if not self._users[lease]:
             del self._users[lease]
             lease.release()
 
     def cancel(self) -> None:
-        """Let everything go, at whatever point the pass has ended."""
+        """Release all block handles, wherever the pass has stopped."""
         self.collector.forget_reads()
         while self._users:
             lease, _ = self._users.popitem()
@@ -266,7 +266,10 @@ class Fetcher:
 
 
 def restore_error(collector: StatsCollector, reader: SegmentReader, error: Exception) -> RestoreError:
-    """Whatever kept a block, the request can do without it: no memory, a store that was closed, a bad disk."""
+    """Count a failed fetch and return it as a RestoreError.
+
+    Any cause is recoverable, such as lack of memory, a closed store or a bad disk: the request runs without the block.
+    """
     failure = "verification_failures" if isinstance(error, IntegrityError) else "read_errors"
     collector.add(**{failure: 1})
     return RestoreError(reader.id, str(error))

@@ -1,4 +1,4 @@
-"""From blocks to columns: tokens are picked by slab, slot and place, in as many steps as there are slabs."""
+"""Copy from blocks to positions: tokens are indexed by slab, buffer slot and block offset, in one step per slab."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from ..transfers import to_device
 
 _NOT_FETCHED = "tokens are gathered from blocks that were not fetched"
 _FEW_RUNS = 4
-"""Runs of blocks that are copied one by one, which is faster while they are few; else tokens are picked by index."""
+"""Maximum number of block runs that are copied one by one, which is faster for few runs; else tokens are indexed."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """Tokens that follow one another in memory and in their columns."""
+    """Run of tokens that are consecutive in memory and in their positions."""
 
     memory: torch.Tensor  # uint8 [n, block_bytes]
-    inside: int  # the first one's place in its block
+    inside: int  # block offset of the first token
     count: int
     column: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Picked:
-    """Tokens anywhere in one slab: each has a slot, a place in its block, a column, and a head where heads differ."""
+    """Scattered tokens of one slab: buffer slot, block offset and position of each, and its head where heads differ."""
 
     slab: torch.Tensor  # uint8 [slots, block_bytes]
-    slot: torch.Tensor  # int64 [n] on the slab's device, as are the others
+    slot: torch.Tensor  # int64 [n] on the slab's device, like the next fields
     inside: torch.Tensor
     column: torch.Tensor | slice
     head: torch.Tensor | None
 
 
 class Gather:
-    """Copies tokens of segments to columns. What says where they lie is made once, for all tensors and layers.
+    """Copy plan from segment tokens to positions. Its indexes are computed once for all tensors and layers.
 
     Args:
-        shape: of the segments: they share layout and geometry.
-        block_group: whose blocks these are.
+        shape: Shape of the segments, which share layout and geometry.
+        block_group: KV cache group of the blocks.
     """
 
     def __init__(self, shape: SegmentShape, block_group: BlockGroup) -> None:
@@ -54,14 +54,17 @@ class Gather:
         self._picked: list[_Picked] | None = None
 
     def add(self, shape: SegmentShape, blocks: Blocks, tokens: np.ndarray, columns: np.ndarray, head: int = -1) -> None:
-        """Say what to copy.
+        """Add tokens to copy.
 
         Args:
-            shape: of the segment that they belong to.
-            blocks: hold the tokens.
-            tokens: int64 `[n]`, ascending, of the segment.
-            columns: int64 `[n]`, ascending.
-            head: of the layer, if these are one head's; else all heads of the block group.
+            shape: Shape of the tokens' segment.
+            blocks: Blocks that hold the tokens.
+            tokens: int64 `[n]`, ascending, counted in the segment.
+            columns: int64 `[n]`, ascending, target positions.
+            head: Head of the layer that the tokens are copied for; -1 for all heads of the KV cache group.
+
+        Raises:
+            LookupError: `blocks` lacks a token.
         """
         if not len(tokens):
             return
@@ -82,11 +85,14 @@ class Gather:
         self._added.append((blocks, slots, columns, head))
 
     def copy(self, part: Part, target: torch.Tensor) -> None:
-        """Copy one tensor of one layer, or some of its heads.
+        """Copy one part (one tensor of one layer, or some of its heads) to its positions.
 
         Args:
-            part: of the block group.
-            target: `[heads, columns, dim]`, the first heads of the layer, or all.
+            part: Part of the KV cache group.
+            target: `[heads, columns, dim]`, all heads of the layer or its first ones, filled in place.
+
+        Raises:
+            LookupError: The added blocks lack a token.
         """
         some = target[part.first_head : part.first_head + part.heads]
         for run in self._runs:
@@ -107,7 +113,7 @@ class Gather:
                 some[head, picked.column] = values
 
     def _copy_run(self, run: _Run, part: Part, target: torch.Tensor) -> None:
-        """Whole blocks in one strided copy, whatever their number; the ragged ends by themselves."""
+        """Copy a run: all whole blocks in one strided copy, and the partial blocks at its ends separately."""
         views, chunk = self._views(run.memory, part, len(target)), self._shape.geometry.chunk_tokens
         at, stop, column = run.inside, run.inside + run.count, run.column
         while at < stop:
@@ -124,7 +130,7 @@ class Gather:
             at, column = at + count, column + count
 
     def _views(self, memory: torch.Tensor, part: Part, heads: int) -> list[torch.Tensor]:
-        """The fields of a part's first heads."""
+        """Return views of the fields of a part, limited to its first `heads` heads."""
         views = self._shape.field_views(memory, part)
         return list(views) if heads == part.heads else [view[:, :heads] for view in views]
 
@@ -132,14 +138,14 @@ class Gather:
         return self._shape.codec_of(self._block_group).decode(tuple(fields), self._shape.layout.dtype)
 
     def _pick(self) -> Iterator[_Picked]:
-        """What was added, by slab."""
+        """Yield the scattered tokens that were added, grouped by slab."""
         chunk_tokens = self._shape.geometry.chunk_tokens
         slabs: dict[int, tuple[int, torch.Tensor]] = {}
         rows: list[np.ndarray] = []  # int64 [5, n]: slab, slot, inside, column, head
         for blocks, token_slots, columns, head in self._added:
             chunk, inside = np.divmod(token_slots, chunk_tokens)
             at = np.searchsorted(blocks.chunks, chunk)
-            if (blocks.chunks.take(at, mode="clip") != chunk).any():  # else others would be taken for them
+            if (blocks.chunks.take(at, mode="clip") != chunk).any():  # otherwise wrong blocks would be read
                 raise LookupError(_NOT_FETCHED)
             numbers = np.array([slabs.setdefault(id(slab), (len(slabs), slab))[0] for slab in blocks.slabs], np.int64)
             every = numbers[blocks.slab[at]], blocks.slot[at], inside, columns, np.full(len(columns), head)
@@ -159,7 +165,7 @@ class Gather:
 
 
 def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int) -> bool:
-    """Whether each block is one chunk of so many tokens of one head and layer, so that it is copied whole."""
+    """Return whether each block is one chunk of `chunk_tokens` tokens of one head and layer, to be copied whole."""
     alone = len({part.tensor for part in block_group.parts}) == len(block_group.parts) == 2
     heads = {(part.first_head, part.heads) for part in block_group.parts}
     whole = alone and len(heads) == 1 and block_group.parts[0].heads == 1
@@ -169,15 +175,19 @@ def holds_chunks(shape: SegmentShape, block_group: BlockGroup, chunk_tokens: int
 def gather_chunks(
     shape: SegmentShape, block_group: BlockGroup, wanted: Sequence[tuple[Blocks, np.ndarray, np.ndarray]]
 ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-    """Copy chunks that are blocks (see `holds_chunks`), of all heads of a layer at once.
+    """Copy chunks that are whole blocks (see `holds_chunks`), for all heads of a layer at once.
 
     Args:
-        shape: of the segments: they share layout and geometry.
-        block_group: one of those that they come from.
-        wanted: blocks, which of their segment's, int64 `[n]`, and the number of each, int64 `[n]`.
+        shape: Shape of the segments, which share layout and geometry.
+        block_group: One of the KV cache groups that the blocks belong to.
+        wanted: Blocks, requested chunks of their segment, int64 `[n]`, and the caller's number of each, int64 `[n]`.
 
     Returns:
-        Keys and values, `[n of all, chunk_tokens, dim]` each, as they lie in memory, and int64 the number of each.
+        Keys and values of all chunks, `[n, chunk_tokens, dim]` each, in memory order, and the number of each chunk,
+        int64 `[n]`.
+
+    Raises:
+        LookupError: Blocks lack a requested chunk.
     """
     slabs: dict[int, tuple[torch.Tensor, list[np.ndarray], list[np.ndarray]]] = {}
     for blocks, chunks, numbers in wanted:
@@ -204,5 +214,5 @@ def gather_chunks(
 
 
 def _is_run(numbers: np.ndarray) -> bool:
-    """Whether `numbers` follow one another, each one more than the one before."""
+    """Return whether `numbers` are consecutive integers, ascending."""
     return int(numbers[-1]) - int(numbers[0]) + 1 == len(numbers) and bool((np.diff(numbers) == 1).all())

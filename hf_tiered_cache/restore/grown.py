@@ -1,8 +1,9 @@
-"""Computed tokens far behind, which are chosen like restored ones: their KV lies in host memory, and is indexed.
+"""Offloaded generated KV: older computed tokens move to host memory, are indexed, and are selected like restored ones.
 
-While decoding, what a layer has computed stands in its columns. When that is `INDEXED_TOKENS` more than the last ones
-that are attended to always, those in front leave the columns (KVDRIVE: the index grows while decoding). They are in no
-store, since what stands behind a choice is no exact KV: the memory is the cache's own, beside the store's budgets.
+While decoding, a layer holds the KV that it computes. When it holds `INDEXED_TOKENS` tokens more than the recent ones
+that are always attended to, the oldest are offloaded (KVDRIVE: the index grows while decoding). They are not stored,
+because KV computed after a selection is not exact. Their memory belongs to the cache and is not part of the store's
+budgets.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from ..select.decode_index import DecodeIndex
 from ..transfers import to_device
 
 INDEXED_TOKENS = 1024
-"""Tokens that leave a layer's columns together, and get an index of their own."""
+"""Number of tokens that are offloaded together and share one index."""
 
 
 @dataclass(frozen=True, eq=False)
 class GrownChunks:
-    """What has left the columns of one layer and row. It never changes: what leaves later makes a new one.
+    """Offloaded generated KV of one layer and row. Immutable: offloading more tokens creates a new object.
 
     Args:
-        first: the number of the first chunk; restored ones come before.
-        keys: rotated, `[kv_heads, chunks, chunk_tokens, dim]`, on the host; values likewise.
-        indexes: of these, in order, on the layer's device.
+        first: Number of the first chunk; restored chunks come before it.
+        keys: Rotated keys, `[kv_heads, chunks, chunk_tokens, dim]`, in host memory.
+        values: Like `keys`.
+        indexes: Indexes of these chunks, in order, on the layer's device.
     """
 
     first: int
@@ -36,11 +38,11 @@ class GrownChunks:
 
     @property
     def numbers(self) -> range:
-        """The chunks."""
+        """Range of chunk numbers."""
         return range(self.first, self.first + self.keys.shape[1])
 
     def get(self, heads: np.ndarray, chunks: np.ndarray, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of chunks, int64 `[n]`, of these heads: `[n, chunk_tokens, dim]` each."""
+        """Return keys and values of `chunks` of `heads`, int64 `[n]`: `[n, chunk_tokens, dim]` each, on `device`."""
         at = to_device(heads, torch.device("cpu")), to_device(chunks - self.first, torch.device("cpu"))
         keys, values = (tensor[at].to(device, non_blocking=True) for tensor in (self.keys, self.values))
         return keys, values
@@ -54,13 +56,15 @@ def grown(
     chunk_tokens: int,
     kind: type[DecodeIndex],
 ) -> GrownChunks:
-    """What has left the columns so far, and rotated keys and values, `[kv_heads, tokens, dim]`, that leave now.
+    """Append newly offloaded keys and values to the KV offloaded before, and return both with their indexes.
 
     Args:
-        before: what has left before, if anything.
-        first: the number of the first chunk of all.
-        chunk_tokens: of a chunk; the tokens are whole chunks.
-        kind: of the index.
+        before: KV offloaded before; None if this is the first.
+        first: Number of the first offloaded chunk; used if `before` is None.
+        keys: `[kv_heads, tokens, dim]`, rotated.
+        values: `[kv_heads, tokens, dim]`.
+        chunk_tokens: Tokens per chunk; divides `tokens`.
+        kind: Index class.
     """
     index = kind.build(keys, chunk_tokens)
     some = [tensor.unflatten(1, (-1, chunk_tokens)).cpu() for tensor in (keys, values)]

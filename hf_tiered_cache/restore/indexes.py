@@ -1,4 +1,4 @@
-"""The indexes that chunks of the prefix are chosen by: kept in memory, or made of the keys of its segments."""
+"""Indexes for the selection of prefix chunks: cached in memory, read from sidecars, or built from segment keys."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .live import Rotate
 from .plan import SegmentSlice
 
 _VERSION = 1
-"""Of how indexes are built: one more makes those that are kept be made anew."""
+"""Version of how indexes are built. Increment it to rebuild stored indexes."""
 
 
 class KeptIndexes:
-    """Indexes beside the segments that they are made of, all layers of a segment together.
+    """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
 
     Args:
-        disk: the segments.
-        later: does something behind the request.
+        disk: Segment store.
+        later: Runs a callable after the request.
     """
 
     def __init__(self, disk: SegmentStore, later: Callable[[Callable[[], object]], object]) -> None:
         self._disk, self.later = disk, later
 
     def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
-        """Those of a segment, by layer, on the CPU; none if they are not there, or not whole."""
+        """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
         by_layer: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in (self._disk.beside.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
             layer, _, field = name.partition(".")
@@ -42,7 +42,7 @@ class KeptIndexes:
         return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
 
     def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
-        """Keep all of a segment, behind the request."""
+        """Write the indexes of all layers of a segment to its sidecar, after the request."""
         self.later(partial(self._write, reader, dict(indexes)))
 
     def _write(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
@@ -51,26 +51,26 @@ class KeptIndexes:
         for layer, index in indexes.items():
             arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
         name, made_by = self._named(type(one), one.chunk_tokens)
-        self._disk.beside.keep(reader, name, arrays, made_by)  # without room it is not kept, which is counted
+        self._disk.beside.keep(reader, name, arrays, made_by)  # not written if there is no room; this is counted
 
     @staticmethod
     def _named(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
-        """Under which name they lie, and what they were made by."""
+        """Return the sidecar name and the settings that the indexes are built with."""
         made_by = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
         return f"{kind.__name__.lower()}_{chunk_tokens}", made_by
 
 
 class RowIndexes:
-    """Indexes of the restored tokens of rows, layer by layer: one for each segment of a row.
+    """Indexes of the restored tokens of rows: for each layer, one per segment of a row.
 
-    They hold rotated keys, so each belongs to the position at which the prefix has its segment.
+    Indexes describe rotated keys, so each is valid only for its segment's position in the prefix.
 
     Args:
-        kind: of index.
-        chunk_tokens: of their chunks.
-        fetcher: of the pass that restores; brings keys.
-        rows: whose tokens.
-        kept: has those of other processes.
+        kind: Index class.
+        chunk_tokens: Tokens per chunk.
+        fetcher: Fetcher of the restoring pass; fetches keys.
+        rows: Restored tokens of each row group.
+        kept: Indexes in sidecars, also those of other processes.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class RowIndexes:
     ) -> None:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._kept = fetcher, rows, kept
-        # held from the beginning: where a segment is laid out anew meanwhile, its indexes go to the new one
+        # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
         self._held = {reader: self._in_memory(reader) for row in rows for reader in {p.reader for p in row.pieces()}}
-        self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # what was kept of whole segments, by layer
-        self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all that there is of these
+        self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
+        self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all known ones, by layer
         self._made: set[SegmentReader] = set()
-        self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and number of the row
-        # the keys of those that are missing, and the chunks that have them
+        self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
+        # units and chunks with the keys for missing indexes
         self._units: dict[tuple[int, int], list[tuple[FetchUnit, np.ndarray]]] = {}
 
     def fetch(self, layer: int, ahead: bool = False) -> None:
-        """Look up a layer's indexes, and start to bring the keys of segments that have none."""
+        """Look up a layer's indexes, and start to fetch the keys of segments without one."""
         for place, row in enumerate(self._rows):
             if (layer, place) in self._units:
                 continue
@@ -106,19 +106,19 @@ class RowIndexes:
             self._fetcher.bring(units, ahead, attends=False)
 
     def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
-        """Those of a row at a layer, in the order of its tokens; made of its keys where they are missing.
+        """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
 
         Raises:
-            RestoreError: a block did not arrive.
+            RestoreError: A block did not arrive.
         """
         self.fetch(layer)
         row, found = self._rows[place], self._found[layer, place]
         if wanted := self._units[layer, place]:
             self._units[layer, place] = []
-            self._fetcher.bring(wanted, attends=False)  # what there was no room for before
+            self._fetcher.bring(wanted, attends=False)  # chunks that a prefetch had no room for
             units = [unit for unit, _ in wanted]
             self._fetcher.wait_for(units)
-            self._fetcher.confirm()  # what is made of keys outlives the pass
+            self._fetcher.confirm()  # indexes built from keys outlive the pass
             for number, piece in enumerate(row.pieces()):
                 if found[number] is None:
                     mine = [unit for unit in units if unit.reader is piece.reader]
@@ -129,31 +129,31 @@ class RowIndexes:
 
     @property
     def nbytes(self) -> int:
-        """Of all that have been looked up or made. Rows may share one."""
+        """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
         found = {id(index): index.nbytes for some in self._found.values() for index in some if index is not None}
         return sum(found.values())
 
     @property
     def fit(self) -> bool:
-        """Whether memory can hold all that are shared with other requests. No memory at all was asked to hold none."""
+        """Whether the index cache has room for all indexes of whole segments. True if its budget is 0."""
         shared = sum(index.nbytes for some in self._of_segment.values() for index in some.values())
         return not 0 < self._fetcher.residency.resident.budget < shared
 
     def merge(self) -> None:
-        """All layers have theirs, and are asked again and again from now on: let them be as few as can be."""
+        """Merge the indexes of each layer and row for decoding. Call when all layers have theirs."""
         for where, found in self._found.items():
             self._found[where] = [*self._kind.merged([index for index in found if index is not None])]
         self._of_file.clear()
         self._of_segment.clear()
 
     def lacks(self, layer: int, place: int) -> bool:
-        """Whether a segment of a row has no index of a layer."""
+        """Return whether a segment of a row lacks its index of a layer."""
         return None in self._look_up(layer, place)
 
     def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
-        """Make those that are missing of all of a row's rotated keys, `[kv_heads, tokens, dim]`."""
+        """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
         row, found = self._rows[place], self._look_up(layer, place)
-        self._fetcher.confirm()  # what is made of keys outlives the pass
+        self._fetcher.confirm()  # indexes built from keys outlive the pass
         for number, piece in enumerate(row.pieces()):
             if found[number] is None:
                 found[number] = self._built(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
@@ -165,7 +165,7 @@ class RowIndexes:
         return self._found[layer, place]
 
     def keep(self) -> None:
-        """All layers have theirs: keep those that were made."""
+        """Write the indexes that were built to sidecars. Call when all layers have theirs."""
         for reader in self._made:
             self._kept.keep(reader, self._of_segment[reader])
         self._made.clear()
@@ -173,7 +173,7 @@ class RowIndexes:
     def _keys(
         self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
     ) -> torch.Tensor:
-        """`[kv_heads, tokens, dim]`: the rotated keys of a piece, or of all of its segment."""
+        """Return the rotated keys of a slice, or of its whole segment: `[kv_heads, tokens, dim]`."""
         inside = self._to_index(row, piece)
         positions = inside + piece.at - piece.first
         layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
@@ -188,19 +188,19 @@ class RowIndexes:
         return keys
 
     def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> np.ndarray:
-        """The tokens of a piece's segment that an index is made of, int64, ascending: all, where it can be divided."""
+        """Return the segment tokens to index, int64, ascending: the whole segment if the index class is divisible."""
         if self._kind.divisible:
             return np.arange(piece.reader.shape.tokens)
         return np.arange(piece.first, piece.first + _count(row, piece))
 
     def _part(self, row: RowPrefix, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
-        """What a row needs of an index that may be the whole segment's."""
+        """Return the part of an index that a row needs; the index may cover the whole segment."""
         count = _count(row, piece)
         whole = not self._kind.divisible or count == piece.reader.shape.tokens
         return index if whole else index.part(piece.first, count)
 
     def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
-        """The index of a piece's keys; that of a whole segment is for others, too."""
+        """Build the index of a slice's keys. The index of a whole segment is also cached for other requests."""
         with self._fetcher.collector.timing("index_seconds"):
             index = self._kind.build(keys, self.chunk_tokens)
         if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
@@ -210,7 +210,7 @@ class RowIndexes:
         return index
 
     def _resident(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
-        """What is there of a segment that the row has all of, or of any whose index can be divided."""
+        """Return a cached or stored index, or None. An indivisible index requires a row with the whole segment."""
         reader, device = piece.reader, self._fetcher.device_of(layer)
         if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
@@ -230,14 +230,14 @@ class RowIndexes:
         return self._part(row, piece, found)
 
     def _in_memory(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
-        """Return what memory has of a segment, by layer."""
+        """Return the indexes of a segment in the index cache, by layer."""
         resident, device_of = self._fetcher.residency.resident, self._fetcher.device_of
         layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
         found = {layer: resident.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
         return {layer: index for layer, index in found.items() if index is not None}
 
     def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
-        """What was kept of a segment, by layer: read at once, and waited for."""
+        """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""
         collector = self._fetcher.collector
         with collector.timing("stall_seconds"):
             found = self._kept.find(reader, self._kind, self.chunk_tokens)
@@ -250,10 +250,10 @@ class RowIndexes:
 
 
 def _count(row: RowPrefix, piece: SegmentSlice) -> int:
-    """Tokens of a piece that the row restores."""
+    """Return the number of tokens of a slice that the row restores."""
     return min(piece.count, row.tokens - piece.at)
 
 
 def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
-    """Indexes stand since the prompt's choice, so no key is rotated to make one."""
+    """Raise AssertionError. Used where all indexes exist already, so no keys need to be rotated."""
     raise AssertionError("a layer that holds chosen chunks has no index")

@@ -1,4 +1,4 @@
-"""The interface of what is chosen again while decoding."""
+"""Interfaces for reselection while decoding."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from ..select.selector import Selector
 from ..stats import StatsCollector
 
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
-"""Rotates, in place, `[heads, n, dim]` to positions, int64 `[sets, n]`, all below a third argument: one set for all
-heads, or one for each."""
+"""Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for
+each. All positions are below the third argument."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerAhead:
-    """A layer that is going to choose, and the queries that are predicted for it.
+    """Layer that is about to select, with the queries predicted for it.
 
     Args:
-        layer: with full attention.
-        rows: what it holds, if anything: see `Choices.follow`.
-        query: `[batch, heads, n, dim]`, rotated.
-        own_keys: `[batch, kv_heads, n, dim]`, rotated: those that are predicted for the same tokens.
-        scaling: of the logits, or None for dim ** -0.5.
+        layer: Index of a layer with full attention.
+        rows: What the layer holds of each row, if anything (see `Choices.follow`).
+        query: `[batch, heads, n, dim]`, predicted, rotated.
+        own_keys: `[batch, kv_heads, n, dim]`, predicted for the same tokens, rotated.
+        scaling: Scale of the logits; None for dim ** -0.5.
     """
 
     layer: int
@@ -37,7 +37,7 @@ class LayerAhead:
 
 
 class Choices(Protocol):
-    """The choices of one pass."""
+    """Decode selections of one pass."""
 
     def follow(
         self,
@@ -49,56 +49,64 @@ class Choices(Protocol):
         rotate_: Rotate,
         scaling: float | None,
     ) -> Sequence[Any]:
-        """Put what is chosen for a layer's queries in the place of what is chosen no more.
+        """Select for a layer's queries and replace deselected tokens by newly selected ones, in place.
 
         Args:
-            layer: with full attention.
-            rows: what it holds, as `Live.row` says; None for rows that hold all of what is restored, or had none.
+            layer: Index of a layer with full attention.
+            rows: What the layer holds of each row, as returned by `Live.row`; None for a row that holds all of its
+                restored tokens or has none.
             query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, all that it holds, the restored ones in front; values likewise.
-            rotate_: rotates stored keys.
-            scaling: of the logits, or None for dim ** -0.5.
+            keys: `[batch, kv_heads, columns, dim]`, all keys that the layer holds, restored ones first.
+            values: Like `keys`.
+            rotate_: Rotates stored keys.
+            scaling: Scale of the logits; None for dim ** -0.5.
 
         Returns:
-            What it holds now.
+            What the layer holds of each row now.
 
         Raises:
-            RestoreError: a block did not arrive; nothing has changed.
+            RestoreError: A block did not arrive; nothing has changed.
         """
 
     def prepare(self, ahead: LayerAhead) -> None:
-        """Start to fetch what a layer will choose if its queries are those. It changes nothing that it holds."""
+        """Start to fetch what a layer would select for its predicted queries. Does not change what the layer holds."""
 
     def cancel(self) -> None:
-        """Let everything go, at whatever point the pass has ended."""
+        """Release all block handles, wherever the pass has stopped."""
 
 
 class Live(Protocol):
-    """What a cache chooses from as long as it lives."""
+    """Decode selector of a cache, kept for the lifetime of the cache."""
 
     @property
     def selector(self) -> Selector:
-        """Who chooses."""
+        """The selector."""
 
     @property
     def may_stay(self) -> bool:
-        """Whether a choice will do for later tokens, where blocks of the next one cannot be read."""
+        """Whether the last selection may be kept if blocks of the next one cannot be read."""
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> Any:
-        """What a layer holds of a row when `chosen`, int64 `[sets, columns]`, stand in its columns; None for never.
+        """Return the state of what a layer holds of a row, or None if the row never reselects.
 
-        It has a `fork()` that gives one which goes its own way: rows may become copies of one another.
+        The state has a method `fork()` that returns an independent copy, because rows may be copied.
+
+        Args:
+            layer: Layer index.
+            prefix: Number of the row's prefix.
+            chosen: int64 `[sets, columns]`, tokens at the layer's restored positions.
         """
 
     def leaving(self, rows: Sequence[Any], computed: int) -> int:
-        """How many of the first `computed` columns behind the restored ones are to be chosen from, too, from now on.
+        """Return the number of leading computed positions to offload now, which are selected from afterwards.
 
         Args:
-            rows: what a layer holds, as `row` says; None for those that choose nothing.
+            rows: What a layer holds, as returned by `row`; None for rows that do not select.
+            computed: Number of computed positions that the layer holds after the restored ones.
         """
 
     def grown(self, rows: Sequence[Any], keys: torch.Tensor, values: torch.Tensor) -> list[Any]:
-        """What it holds when columns `[batch, kv_heads, n, dim]` have left it to be chosen from; rotated keys."""
+        """Offload rotated keys and values, `[batch, kv_heads, n, dim]`, of a layer, and return its new row states."""
 
     def begin(self, collector: StatsCollector) -> Choices:
-        """The choices of a pass."""
+        """Begin the decode selections of a pass."""

@@ -1,7 +1,7 @@
-"""Blocks ahead of their layer: fetched for what it is predicted to ask, completed when it asks.
+"""Prefetch of blocks for a layer's predicted selection, completed by its actual selection request.
 
-See `patches.lookahead` for the prediction. Attention sees what the layer itself asks for and nothing else, so a wrong
-prediction, or a read that fails ahead of its need, changes nothing but the time.
+See `patches.lookahead` for the prediction. Attention uses only what the layer itself requests, so a wrong prediction or
+a failed prefetch affects only the run time.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ from .fetch import Fetcher, FetchUnit
 logger = logging.getLogger("hf_tiered_cache")
 
 Units = dict[tuple[SegmentReader, int], FetchUnit]
-"""By segment and number of the block group."""
+"""Fetch units by segment and index of the KV cache group."""
 Wanted = Sequence[tuple[FetchUnit, np.ndarray]]
-"""Units, and for each the chunks that are asked of it, int64 ascending. One unit may stand there several times."""
+"""Units with their requested chunks, int64, ascending. A unit may occur several times."""
 
 
 class FetchAhead:
-    """Units that were brought ahead of their layer, until it asks or the pass ends.
+    """Prefetched units of each layer, kept until the layer requests blocks or the pass ends.
 
     Args:
-        fetcher: of the pass; its `cancel` lets everything go.
-        collector: counts what was brought ahead, asked for, and missing.
+        fetcher: Fetcher of the pass; its `cancel` releases all units.
+        collector: Statistics of prefetched blocks, hits and misses.
     """
 
     def __init__(self, fetcher: Fetcher, collector: StatsCollector) -> None:
         self._fetcher, self._collector = fetcher, collector
         self._units: dict[int, Units] = {}  # by layer
-        self._taken: dict[FetchUnit, np.ndarray] = {}  # of the layer that asks, and the chunks that were brought ahead
-        self._asked: set[FetchUnit] = set()  # what it has asked for so far
+        self._taken: dict[FetchUnit, np.ndarray] = {}  # prefetched chunks of the requesting layer
+        self._asked: set[FetchUnit] = set()  # units that the layer has requested so far
 
     def prepare(self, layer: int, units: Units, wanted: Wanted) -> None:
-        """Start to fetch what a layer is predicted to ask, as far as memory has room for it."""
+        """Start to prefetch the chunks predicted for a layer, within the memory budgets."""
         try:
             self._fetcher.bring(wanted, ahead=True, attends=False)
-        except RestoreError as error:  # it will be asked for again
+        except RestoreError as error:  # the layer requests the chunks again
             logger.debug("nothing is fetched ahead for layer %d: %s", layer, error)
         self._collector.add(ahead_blocks=sum(len(unit.held) for unit in units.values()))
         self._units[layer] = units
 
     def take(self, layer: int) -> Units:
-        """What is there or on its way for a layer, which asks now."""
+        """Remove and return the prefetched units of a layer that starts its requests."""
         units = self._units.pop(layer, {})
         self._taken, self._asked = {unit: unit.held for unit in units.values()}, set()
         return units
 
     def complete(self, wanted: Wanted) -> None:
-        """Start to fetch what the layer asks for and has not.
+        """Start to fetch the requested chunks that are not prefetched, and those of failed prefetches.
 
         Args:
-            wanted: what it asks for, or some of its rows do, of units that `take` gave and of new ones.
+            wanted: Chunks that the layer, or some of its rows, requests, of units from `take` and of new units.
 
         Raises:
-            RestoreError: a fetch could not begin.
+            RestoreError: A fetch could not be started.
         """
         asked: dict[FetchUnit, np.ndarray] = {}
         for unit, chunks in wanted:
@@ -74,7 +74,7 @@ class FetchAhead:
             self._fetcher.bring(wanted)
 
     def drop_others(self, units: Units) -> None:
-        """The layer has asked for all: what was brought in vain goes, and leaves `units`."""
+        """Release the units that the layer did not request, and remove them from `units`. Call after all requests."""
         for name, unit in list(units.items()):
             if unit not in self._asked:
                 self._fetcher.finish([units.pop(name)])

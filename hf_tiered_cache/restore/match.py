@@ -1,4 +1,4 @@
-"""Finds the longest stored prefix of a prompt by a walk over the tree of segments."""
+"""Search for the longest stored prefix of a prompt in the tree of segments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..store.format import HASH_BYTES
 
 @dataclass(frozen=True)
 class MatchedRun:
-    """The first `num_hashes` of a segment's prefix hashes are the prompt's from number `start` on."""
+    """Run of a segment's first `num_hashes` prefix hashes that equal those of the prompt from index `start` on."""
 
     row: SegmentRow
     start: int
@@ -23,15 +23,15 @@ class MatchedRun:
 
 
 def longest_prefix(prefix_hashes: Sequence[bytes], rows: Iterable[SegmentRow], start: int = 0) -> list[MatchedRun]:
-    """The fewest runs of segments that cover as many of the prompt's prefix hashes from `start` on as can be covered.
+    """Return the fewest segment runs that cover the longest stored run of prefix hashes from `start` on.
 
-    A segment is a node, found under its first prefix hash. Usually the next node begins where the last one ends or
-    where the prompt leaves it; where writers raced, nodes overlap, and then the one that reaches furthest is taken.
+    A segment is a node, found by its first prefix hash. Usually the next node begins where the last one ends or where
+    the prompt diverges from it. After a race of writers nodes overlap; then the one that reaches furthest is taken.
 
     Args:
-        prefix_hashes: of the prompt.
-        rows: the segments whose first prefix hash is one of `prefix_hashes`.
-        start: prefix hashes before it are held already; the first run may begin among them.
+        prefix_hashes: Prefix hashes of the prompt.
+        rows: Segments whose first prefix hash is in `prefix_hashes`.
+        start: Index of the first prefix hash that the cache does not hold yet; the first run may begin before it.
     """
     nodes: dict[bytes, list[SegmentRow]] = {}
     for row in rows:
@@ -54,7 +54,7 @@ def longest_prefix(prefix_hashes: Sequence[bytes], rows: Iterable[SegmentRow], s
 
 
 def _shared(row: SegmentRow, prefix_hashes: Sequence[bytes], at: int) -> int:
-    """How many prefix hashes of the segment are the prompt's from `at` on."""
+    """Return the number of leading prefix hashes of the segment that equal the prompt's from `at` on."""
     most = min(row.valid_hashes, len(prefix_hashes) - at)
     for i in range(most):
         if row.chain[i * HASH_BYTES : (i + 1) * HASH_BYTES] != prefix_hashes[at + i]:

@@ -1,4 +1,4 @@
-"""How many rows of a batch are ranked together, before their blocks are asked for: measured at the first tokens."""
+"""Number of batch rows that are ranked together before their blocks are requested, measured at the first tokens."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import statistics
 from collections.abc import Iterator
 
 _ROUNDS = 3
-"""Passes that each size is measured in; the median counts."""
+"""Number of passes measured per size; the median counts."""
 
 
 class MicroBatches:
-    """The size of micro-batches (KVDRIVE, Section 6.1), as it is quickest here.
+    """Size of micro-batches (KVDRIVE, Section 6.1), tuned on this machine.
 
-    Fewer rows at a time overlap more with the reads of others, and cost more of the processor for each row; which
-    weighs more depends on the machine and on where the blocks lie. So all rows together, halves, quarters and so on
-    down to single rows take turns for some passes, behind a first one that finds nothing in place; then the quickest
-    stays. What is attended to does not depend on it.
+    Smaller micro-batches overlap ranking with more reads, but cost more processor time per row. Which effect is larger
+    depends on the machine and on the tier of the blocks. So all rows, halves, quarters and so on down to single rows
+    are measured in turn, after an unmeasured first pass that finds no blocks in place, and the fastest size is kept.
+    The selection does not depend on the size.
     """
 
     def __init__(self) -> None:
         self.size: int | None = None
-        """Rows at a time, once it is settled."""
+        """Rows per micro-batch; None until it is measured."""
         self._rows = 0
         self._seconds: dict[int, list[float]] = {}
         self._turns: Iterator[int] = iter(())
@@ -28,7 +28,7 @@ class MicroBatches:
         self._took = 0.0
 
     def begin(self) -> None:
-        """A pass begins: what the last one took counts for its size."""
+        """Begin a pass: record the time of the last pass for its size, and take the next size to measure."""
         if self.size is None and self._took:
             if self._now is not None:
                 self._seconds.setdefault(self._now, []).append(self._took)
@@ -37,20 +37,20 @@ class MicroBatches:
                 self.size = min(self._seconds, key=lambda size: statistics.median(self._seconds[size]))
 
     def of(self, rows: int) -> int:
-        """How many of a layer's `rows` to take together."""
-        if rows != self._rows:  # the first pass, or another batch
+        """Return the micro-batch size for a layer with `rows` rows."""
+        if rows != self._rows:  # first pass, or another batch size
             self._rows, self.size, self._now = rows, rows if rows == 1 else None, None
             self._seconds.clear()
             self._turns = (size for _ in range(_ROUNDS) for size in _sizes(rows))
         return self.size or self._now or rows
 
     def took(self, seconds: float) -> None:
-        """A layer of this pass took so long."""
+        """Add the time of one layer of this pass."""
         self._took += seconds
 
 
 def _sizes(rows: int) -> Iterator[int]:
-    """All rows, half of them, and so on: 6, 3, 2, 1."""
+    """Yield all rows, half of them (rounded up), and so on down to 1: 6, 3, 2, 1."""
     while rows > 1:
         yield rows
         rows = -(-rows // 2)

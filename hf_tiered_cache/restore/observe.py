@@ -1,4 +1,4 @@
-"""The interface of what watches the queries of a cache's passes, as long as the cache lives."""
+"""Interfaces for observers of the queries of a cache's passes, kept for the lifetime of the cache."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Later = Callable[[Callable[[], object]], object]
-"""Runs something behind the requests, in another thread."""
+"""Function that runs a callable in another thread, after the requests."""
 
 
 class KeysOfLayer(Protocol):
-    """A layer's keys, as its source holds them."""
+    """Keys of one layer, as held by its cache layer."""
 
     index: int
     window: int
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """`[batch, kv_heads, held, dim]`, rotated."""
+        """Rotated keys, `[batch, kv_heads, held, dim]`; None if the layer holds none."""
 
     @property
     def columns(self) -> int:
-        """Columns of the sequence so far, held or not."""
+        """Number of positions of the sequence so far, held or not."""
 
     @property
     def held(self) -> int:
-        """Columns that are held."""
+        """Number of positions that are held."""
 
 
 @dataclass(frozen=True, eq=False)
 class ComputedColumns:
-    """Which columns of a sequence a pass computes.
+    """Positions of a sequence that a pass computes.
 
     Args:
-        first, stop: the range that the pass adds and every layer computes, if `of_layer` is None.
-        pads: columns of left padding of each row of the batch.
-        of_layer: gives those of a layer, int64 `[n]`, ascending; never more than the layer before computes. None where
-            all layers compute the range.
-        fewest: those that every layer computes, likewise.
+        first, stop: Half-open range that the pass adds; every layer computes all of it if `of_layer` is None.
+        pads: Number of left padding positions of each batch row.
+        of_layer: Returns the positions that a layer computes, int64 `[n]`, ascending; no layer computes more than the
+            layer before. None if all layers compute the range.
+        fewest: Positions that every layer computes, int64 `[n]`, ascending. None if all layers compute the range.
     """
 
     first: int
@@ -57,33 +57,34 @@ class ComputedColumns:
 
 
 class PassObserver(QueryObserver, Protocol):
-    """Watches one pass."""
+    """Observer of one pass."""
 
     def end(self) -> None:
-        """The pass is whole: what it has computed is held, and counts."""
+        """Count the pass. Called when it is complete and the cache holds what it computed."""
 
     def undo(self) -> None:
-        """The pass has failed, perhaps when it had ended already: nothing of it counts."""
+        """Discard the pass. Called when it has failed, possibly after `end`."""
 
 
 class CacheObserver(Protocol):
-    """Watches a cache."""
+    """Observer of a cache."""
 
     def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedColumns) -> PassObserver | None:
-        """A pass begins; None if nothing of it is to be seen, which costs it nothing.
+        """Begin a pass. Return its observer, or None to observe nothing of it, at no cost to the pass.
 
         Args:
-            sources: of the cache's layers.
+            sources: Keys of the cache's layers.
+            computed: Positions that the pass computes.
         """
 
     def cannot_see(self, why: str) -> None:
-        """The model's attention is not told."""
+        """Note that the model's attention cannot be observed, for the reason `why`."""
 
     def crop(self, columns: int) -> None:
-        """The cache holds no more than its first `columns` columns."""
+        """Keep only the first `columns` positions, like the cache."""
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row i of the batch becomes what row `rows[i]` was."""
+        """Replace row i of the batch by the former row `rows[i]`."""
 
     def fork(self, sources: Sequence[KeysOfLayer]) -> Self:
-        """One that goes on alone, with the cache of these sources."""
+        """Return an independent copy for the cache that owns `sources`."""

@@ -1,7 +1,7 @@
-"""Attention to some of the keys, so that the rest may come later: outputs with what each softmax divides by.
+"""Attention over a part of the keys: outputs with the log-sum-exp of their logits, so that parts can be merged.
 
-Outputs over separate keys become the output over all of them by these (online softmax: Milakov and Gimelshein 2018;
-FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which compute the logarithm of the sum on the way.
+Outputs over disjoint sets of keys are merged into the output over all of them (online softmax: Milakov and Gimelshein
+2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which compute the log-sum-exp in any case.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 import torch
 
 _LARGEST = 1 << 24
-"""Logits held at a time where no kernel gives the logarithm: 64 MiB of float32."""
+"""Maximum number of logits held at a time where no kernel returns the log-sum-exp: 64 MiB of float32."""
 
 
 @dataclass(eq=False)
 class Partial:
-    """What queries get from the keys so far.
+    """Attention output of queries over the keys processed so far.
 
     Args:
         output: float32 `[batch, heads, n, dim]`.
-        log_total: float32 `[batch, heads, n]`, the logarithm of the sum of the exponentials of their logits.
+        log_total: float32 `[batch, heads, n]`, log-sum-exp of the logits.
     """
 
     output: torch.Tensor
     log_total: torch.Tensor
 
     def join(self, rows: slice | torch.Tensor, other: Partial) -> None:
-        """Add, in place, what some rows of the batch get from other keys."""
+        """Merge, in place, the attention of the batch rows `rows` over other keys."""
         before = self.log_total[rows]
         total = torch.logaddexp(before, other.log_total)
         output = self.output[rows] * (before - total).exp_().unsqueeze(-1)
@@ -43,18 +43,20 @@ def attention(
     mask: torch.Tensor | None = None,
     causal: bool = False,
 ) -> Partial:
-    """What queries get from these keys.
+    """Compute the attention of queries over the given keys.
 
     Args:
         query: `[batch, heads, n, dim]`.
-        keys: `[batch, kv_heads, k, dim]`; each serves heads / kv_heads query heads. values likewise.
-        scaling: of the logits; None for dim ** -0.5.
-        mask: added to the logits, or bool, true for what is seen: `[batch or 1, heads or 1, n, k]`; None for all.
-        causal: without a mask: query i sees the keys up to i.
+        keys: `[batch, kv_heads, k, dim]`; each kv head serves heads / kv_heads query heads.
+        values: Like `keys`.
+        scaling: Scale of the logits; None for dim ** -0.5.
+        mask: `[batch or 1, heads or 1, n, k]`, added to the logits, or bool, True for visible keys; None if all are
+            visible.
+        causal: Whether query i sees only the keys up to i. For use without a mask.
     """
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
-    if mask is None and not causal and heads != kv_heads:  # a group's queries are further queries of its head
+    if mask is None and not causal and heads != kv_heads:  # fold the query heads of a group into its kv head
         grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv_heads, group * n, dim]
         found = _attention(grouped, keys, values, scaling, None, False)
         return Partial(
@@ -105,7 +107,7 @@ def _by_arithmetic(
     mask: torch.Tensor | None,
     causal: bool,
 ) -> Partial:
-    """The same in plain operations, some queries at a time."""
+    """Compute attention with plain tensor operations, some queries at a time."""
     step = max(1, _LARGEST // (query.shape[0] * query.shape[1] * keys.shape[2]))
     outputs, totals = [], []
     for first in range(0, query.shape[2], step):
@@ -116,7 +118,7 @@ def _by_arithmetic(
             seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(first)
             logits.masked_fill_(~seen, -torch.inf)
         totals.append(logits.logsumexp(-1))
-        # a query that sees nothing, of a row's padding, gets nothing
+        # a query at a padded position sees no key: its weights are zero
         weights = (logits - totals[-1].unsqueeze(-1)).exp_().nan_to_num_()
         outputs.append(weights @ values.float())
     return Partial(torch.cat(outputs, 2), torch.cat(totals, 2))

@@ -1,4 +1,4 @@
-"""Which stored passages hold a scan hash, and where: in memory, brought up to date at each look-up."""
+"""In-memory index of the scan hashes of all stored passages, updated at each lookup."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import numpy as np
 from ..store.catalogue import SegmentRow
 
 _MOST_PLACES = 32
-"""Places of one hash that are looked at: a heading may stand in many passages, which their other parts tell apart."""
+"""Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""
 _FEW = 4096
 _FILTER_BITS = 10, 26
 
 
 class Seeds(NamedTuple):
-    """Parts of passages that may stand in a prompt; the numbers are int64 `[n]` each."""
+    """Candidate parts of stored passages in a prompt. Each array is int64 `[n]`."""
 
     at: np.ndarray
-    """Which of the hashes that were looked for: the prompt's token that such a part may begin at."""
+    """Index of the matching scan hash: the prompt token at which the part may begin."""
     passage: np.ndarray
-    """Which of `rows` it is of."""
+    """Index of the passage in `rows`."""
     part: np.ndarray
-    """Which prefix hash of that, from 0 on."""
+    """Index of the matching prefix hash within the passage."""
     rows: list[SegmentRow]
 
 
 class Listed(Protocol):
-    """What the catalogue says of passages (see `Index`)."""
+    """Catalogue interface for stored passages (see `Index`)."""
 
     @property
     def generation(self) -> Hashable: ...
@@ -40,11 +40,12 @@ class Listed(Protocol):
 
 
 class _Run:
-    """Hashes, ascending, and where they stand.
+    """Scan hashes, ascending, with the passage and part that each belongs to.
 
     Args:
         hashes: uint32 `[n]`, in any order.
-        passages, parts: int32 `[n]`.
+        passages: int32 `[n]`, passage number of each hash.
+        parts: int32 `[n]`, index of each hash within its passage.
     """
 
     def __init__(self, hashes: np.ndarray, passages: np.ndarray, parts: np.ndarray) -> None:
@@ -53,11 +54,11 @@ class _Run:
         low, high = _FILTER_BITS
         bits = min(high, max(low, 4 + len(hashes).bit_length()))
         self._shift = np.uint32(32 - bits)
-        self._filter = np.zeros(1 << bits, bool)  # by the first bits of a hash: whether there is any such
+        self._filter = np.zeros(1 << bits, bool)  # by leading bits: whether any hash begins with them
         self._filter[self.hashes >> self._shift] = True
 
     def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Which of `hashes`, uint32 `[n]`, are here, and of what: int64 `[found]` each."""
+        """Return the index into `hashes`, uint32 `[n]`, the passage and the part of each match: int64 `[found]`."""
         at = np.flatnonzero(self._filter[hashes >> self._shift])
         first = np.searchsorted(self.hashes, hashes[at], "left")
         count = np.minimum(np.searchsorted(self.hashes, hashes[at], "right") - first, _MOST_PLACES)
@@ -67,10 +68,10 @@ class _Run:
 
 
 class PassageIndex:
-    """The scan hashes of all stored passages. What other processes store and remove is seen at the next look-up.
+    """Scan hashes of all stored passages. Changes by other processes are seen at the next lookup.
 
     Args:
-        listed: says what is stored.
+        listed: Catalogue of the stored passages.
     """
 
     def __init__(self, listed: Listed) -> None:
@@ -80,7 +81,7 @@ class PassageIndex:
         self._begin_anew()
 
     def seeds(self, hashes: np.ndarray) -> Seeds:
-        """Where parts of passages may stand in a prompt with these scan hashes, uint32 `[n]`."""
+        """Return the candidate parts of passages in a prompt with these scan hashes, uint32 `[n]`."""
         while True:
             with self._lock:
                 self._catch_up()
@@ -98,17 +99,17 @@ class PassageIndex:
             if not gone:
                 return Seeds(at, which, part, [by_id[name] for name in ids])
             with self._lock:
-                if names is self._names:  # else all was read anew
+                if names is self._names:  # otherwise the index was rebuilt meanwhile
                     self._forget(gone)
 
     def _begin_anew(self) -> None:
-        self._last = 0  # number of the last passage that is known
+        self._last = 0  # number of the last passage read from the catalogue
         self._names: list[str] = []
-        self._numbers: dict[str, int] = {}  # of each name the last place in the list
+        self._numbers: dict[str, int] = {}  # last index of each name in `_names`
         self._main = self._recent = _run([], 0)
 
     def _catch_up(self) -> None:
-        """Take in what has come since the last time."""
+        """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
         if (generation := self._listed.generation) != self._generation:
             self._begin_anew()
             self._generation = generation
@@ -117,7 +118,7 @@ class PassageIndex:
             return
         self._last = new[-1][0]
         names = [name for _, name, _ in new]
-        self._forget([self._numbers[name] for name in names if name in self._numbers])  # stored anew
+        self._forget([self._numbers[name] for name in names if name in self._numbers])  # stored again
         self._numbers |= zip(names, range(len(self._names), len(self._names) + len(names)), strict=True)
         run = _run([scan for *_, scan in new], len(self._names))
         self._names += names
@@ -126,7 +127,7 @@ class PassageIndex:
             self._main, self._recent = _joined(self._main, self._recent), _run([], 0)
 
     def _forget(self, gone: Collection[int]) -> None:
-        """These passages are not stored any more, or others now."""
+        """Remove passages that were deleted or replaced."""
         for name in ("_main", "_recent") if gone else ():
             run: _Run = getattr(self, name)
             stay = ~np.isin(run.passages, np.array(sorted(gone)))
@@ -135,7 +136,7 @@ class PassageIndex:
 
 
 def _run(scans: Sequence[bytes], first: int) -> _Run:
-    """Of passages with these scan hashes, which are numbered from `first` on."""
+    """Create the run of passages with these scan hashes, numbered from `first` on."""
     hashes = [np.frombuffer(scan, "<u4") for scan in scans] or [np.empty(0, np.uint32)]
     lengths = [len(each) for each in hashes]
     passages = np.repeat(np.arange(first, first + len(hashes), dtype=np.int32), lengths)

@@ -1,4 +1,4 @@
-"""Stored passages anywhere in a prompt (CacheTune, Section 4): found by any part of their tokens, in one scan."""
+"""Search for stored passages anywhere in a prompt (CacheTune, Section 4): found by any part, in one scan."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .prefix_hasher import PassageHasher
 
 @dataclass(frozen=True)
 class PassageMatch:
-    """`num_hashes` hashes of a stored passage, from number `first` on, stand in the prompt from token `at` on."""
+    """Match of `num_hashes` hashes of a stored passage, from index `first` on, with the prompt from token `at` on."""
 
     row: SegmentRow
     at: int
@@ -33,21 +33,21 @@ class PassageMatch:
 
     @property
     def begin(self) -> int:
-        """The token of the prompt at which the passage would begin; below 0 where it is cut off in front."""
+        """Prompt token at which the passage would begin; negative if its beginning is cut off."""
         return self.at - self.first * HASH_TOKENS
 
 
 @dataclass(frozen=True)
 class PassageFinder:
-    """Gives a planner the stored passages in a row.
+    """Finder of the stored passages in a row, for the planner.
 
     Args:
-        hashers: that passages are hashed with, first of all the one of the row's own RoPE regime.
-        sink: the first token that stood before each passage when its KV was computed, or None.
-        seeds: gives the parts of passages that may stand where scan hashes say.
-        reader: opens the segment of a row, or gives None.
-        begins: the tokens at which passages may begin, or None for any.
-        scores: gives those of a segment's tokens, by the ranking that is asked for, or None.
+        hashers: Hashers of the passages, the one for the row's own RoPE regime first.
+        sink: First token that preceded each passage when its KV was computed, or None.
+        seeds: Returns the candidate parts of passages for scan hashes.
+        reader: Opens the segment of a catalogue row, or returns None.
+        begins: Token positions at which passages may begin, or None for any.
+        scores: Returns the scores of a segment's tokens under the requested ranking, or None.
     """
 
     hashers: tuple[PassageHasher, ...]
@@ -58,7 +58,7 @@ class PassageFinder:
     scores: Callable[[SegmentReader], np.ndarray | None] = lambda reader: None
 
     def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
-        """Where they stand in `tokens`, int64 `[n]`, from `start` on."""
+        """Return the segment slices of the passages in `tokens`, int64 `[n]`, from token `start` on."""
         for number, hasher in enumerate(self.hashers):
             pieces = []
             for match in find_passages(tokens, hasher, self.seeds, start, self.begins):
@@ -74,7 +74,7 @@ class PassageFinder:
         return []
 
     def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
-        """Whether a passage stands just where it stood when its KV was computed, behind the same tokens."""
+        """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
         if is_behind_text(match.row.provenance):
             return False
         if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
@@ -84,7 +84,10 @@ class PassageFinder:
 
 
 def sink_token(config: PreTrainedConfig) -> int | None:
-    """What is set before a passage while its KV is computed, so that no token of it takes the part of the first."""
+    """Return the BOS, else EOS token, which precedes a passage while its KV is computed; None if there is none.
+
+    It serves as the attention sink, so that no token of the passage does.
+    """
     for name in ("bos_token_id", "eos_token_id"):
         token = getattr(config, name, None)
         if isinstance(token, list):
@@ -101,16 +104,16 @@ def find_passages(
     start: int = 0,
     begins: tuple[int, ...] | None = None,
 ) -> list[PassageMatch]:
-    """Where stored passages stand in a prompt, in order, none of them over another; the longest are taken first.
+    """Return the matches of stored passages in a prompt, in order and without overlap. Longer matches take precedence.
 
-    Of a passage that stands there changed, each run of whole hashes is a match by itself.
+    If a passage occurs in changed form, each run of unchanged hashes is a match of its own.
 
     Args:
         tokens: int64 `[n]`, the prompt.
-        hasher: that passages are hashed with.
-        seeds: gives what may stand where scan hashes, uint32 `[n - 15]`, say. What it gives is compared.
-        start: where to begin.
-        begins: the tokens at which passages may begin, or None for any.
+        hasher: Hasher of the passages.
+        seeds: Returns the candidates for scan hashes, uint32 `[n - 15]`. Candidates are verified.
+        start: First token to search.
+        begins: Token positions at which passages may begin, or None for any.
     """
     found = seeds(hasher.scan(tokens[start:]))
     at, passage, part = found.at + start, found.passage, found.part
@@ -126,10 +129,10 @@ def find_passages(
 
 
 def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Parts that follow one another as one; of those that begin at the same token that of the longest run.
+    """Join consecutive parts into runs. Of parts that begin at the same token, keep the one in the longest run.
 
     Returns:
-        For each run its passage, the first token, the first part, and how many: int64 `[runs]` each.
+        For each run its passage, first token, first part and number of parts: int64 `[runs]` each.
     """
     for again in (False, True):
         begin = at - part * HASH_TOKENS
@@ -148,7 +151,7 @@ def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tupl
 
 
 def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, start: int) -> Iterator[PassageMatch]:
-    """The runs of a match that the hashes themselves bear out, made longer where they bear out more."""
+    """Yield the verified runs of a match, extended while further hashes match."""
     row, step, begin = match.row, HASH_TOKENS, match.begin
 
     def same(number: int) -> bool:
@@ -173,7 +176,7 @@ def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, st
 
 
 def _true_runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Where values that are true begin and end."""
+    """Yield the start and stop of each run of true values."""
     at = 0
     for value, run in groupby(values):
         stop = at + sum(1 for _ in run)
@@ -183,7 +186,7 @@ def _true_runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
-    """The longest ones, and of the others the hashes of which these leave all tokens."""
+    """Return matches without overlap: the longest ones, and of the others the hashes with no token covered by these."""
     taken: list[PassageMatch] = []
     covered = np.zeros(tokens, bool)
     for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):

@@ -1,7 +1,7 @@
-"""The plan of one forward pass: which columns each layer computes, and from which segments the rest comes.
+"""Plan of one forward pass: the positions that each layer computes, and the segments that the others come from.
 
-A column is a place in the batch's rectangle, counted from the first one that this pass adds to the cache. Prefix
-reuse is the simplest plan: every layer computes the suffix.
+Positions are padded positions (columns in the code): they include left padding, and are counted from the first one that
+the pass adds to the cache. Prefix reuse is the simplest plan: every layer computes the suffix.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from .columns import Columns, of_row, places, row_by_row
 
 @dataclass(frozen=True)
 class PlanContext:
-    """Tells a method what to plan for: the pass, and what can be restored."""
+    """Input for the planning of a method: the pass, and what can be restored."""
 
     base: int
-    """Columns the cache holds already."""
+    """Number of padded positions that the cache holds already."""
     columns: int
-    """Columns of this pass."""
+    """Number of padded positions of this pass."""
     restorable: int
-    """The first column that not every row can restore; in front of it all can (padding counts as restored)."""
+    """First position that some row cannot restore; all rows can restore those before it. Padding counts as restored."""
     must_compute: int
-    """The last columns, whose logits are asked for."""
+    """Number of last positions with requested logits."""
     layers: int
     groups: tuple[RowGroup, ...] = ()
-    """Where the rows' other columns can come from."""
+    """Sources of the other positions of each row."""
 
 
 @dataclass(frozen=True)
 class SegmentSlice:
-    """A run of a segment's tokens and where they stand in their row."""
+    """Run of a segment's tokens, with its position in a row."""
 
     reader: SegmentReader
     first: int
-    """First token, counted in the segment."""
+    """Index of the first token in the segment."""
     count: int
     at: int
     """Position of that token in the row, padding not counted."""
     exact: bool = True
-    """Whether this is the KV that computing the row would give: a passage's lacks what stands before it."""
+    """Whether the KV equals what computing the row gives. A passage's lacks the context of the tokens before it."""
     scores: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """Of a passage: how much it matters that each token of the segment is computed, float32 `[segment's tokens]`, by
-    the ranking that the method asks for; None where it has not been ranked so."""
+    """Scores of a passage's tokens by the ranking that the method uses, float32 `[segment's tokens]`: how much it
+    matters that each token is recomputed. None if the passage has not been ranked so."""
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Rows with the same tokens and padding: restored once, copied to each."""
+    """Rows with the same tokens and padding. They are restored once and copied to each row."""
 
     rows: tuple[int, ...]
     pad: int
@@ -62,18 +62,18 @@ class RowGroup:
 
 @dataclass(frozen=True, eq=False)
 class UnderWay:
-    """What of a plan for passages is settled while it is followed.
+    """Deferred part of a plan for passages, which is decided during the pass.
 
     Args:
-        context: what was planned for.
-        every: the columns that may be computed: all that are not exact.
-        least: those that are computed in any case.
-        questions: the first column of each row's question, which is computed in every layer, as all behind it are; the
-            pass's columns for a row in which nobody asks; () for none that does.
-        asked_layers: through so many of the first layers the question goes by itself before the pass, over stored KV,
-            to say what is computed there; 0 where that is planned. The plan then computes the least.
-        compare_layers: the layers, ascending, at which stored KV is compared with computed KV; from there on, or from
-            the next layer on, fewer columns are computed.
+        context: Input of the plan.
+        every: Candidate positions: all that are not exact.
+        least: Required positions, which are computed in any case.
+        questions: First position of each row's question. Every layer computes it and all positions after it. The number
+            of positions of the pass for a row without a question; () if no row has one.
+        asked_layers: Number of first layers that a query probe runs before the pass, over stored KV, to select what
+            they compute. The plan computes only the required positions until then. 0 if this is planned already.
+        compare_layers: Layers, ascending, at which stored KV is compared with computed KV. From there on, or from the
+            next layer on, fewer positions are computed.
     """
 
     context: PlanContext
@@ -85,33 +85,34 @@ class UnderWay:
 
     @property
     def asking_tokens(self) -> tuple[int, ...]:
-        """How many tokens each row's question has; () where none has one."""
+        """Number of tokens of each row's question; () if no row has one."""
         return tuple(self.context.columns - first for first in self.questions)
 
     def wants_all(self, layers: Sequence[int]) -> bool:
-        """Whether one of `layers`, ascending, needs the stored KV of tokens that it computes, too."""
+        """Return whether one of `layers`, ascending, also needs the stored KV of tokens that it computes."""
         return layers[0] < self.asked_layers or not set(layers).isdisjoint(self.compare_layers)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is computed and what restored in one forward pass.
+    """Computed and restored positions of one forward pass.
 
     Args:
-        base: columns the cache holds already.
-        columns: columns that this pass adds, restored and computed.
-        computed: for each layer the columns it computes; in no row more than the layer before, and always the last one.
-        groups: where the rows' other columns come from.
-        budget_tokens: how many restored tokens of a row the layers with full attention may attend to, or None for all.
-            Which ones is chosen when the queries are there.
-        streamed: whether their queries attend to all restored tokens nevertheless, which come run by run and go again:
-            what is computed is exact, and what the budget says is held for the tokens to come.
-        under_way: how it is settled while it is followed; None for a plan that stays as it is.
-        fronts: for each layer how many columns, from the first on, it computes though they are stored, and loads what
-            lies behind them up to the suffix; () for none. `computed` holds them, too. The cache is empty then, and
-            rows have no padding.
-        selected: for each layer with full attention how many restored columns it has come to hold, where a choice was
-            content with fewer than `num_selected`; () before that is known, and where all hold as many.
+        base: Number of padded positions that the cache holds already.
+        columns: Number of padded positions that this pass adds, restored and computed.
+        computed: Positions that each layer computes. In each row they are a subset of those of the layer before, and
+            include the last one.
+        groups: Sources of the other positions of each row.
+        budget_tokens: Maximum number of restored tokens of a row that layers with full attention attend to; None for
+            all. They are selected when the queries are known.
+        streamed: Whether the queries of this pass attend to all restored tokens nevertheless, which are fetched and
+            released run by run. The results are exact; the budget applies to what is held for later tokens.
+        under_way: Deferred part of the plan; None if the plan is final.
+        fronts: Length of each layer's recomputed prefix, which it computes although it is stored. The layer loads the
+            positions between it and the suffix. () for none. `computed` includes these positions. The cache is empty
+            then, and rows have no padding.
+        selected: For each layer with full attention, the number of restored positions that it holds, if a selection
+            needed fewer than `num_selected`; () before that is known, and if all layers hold that number.
     """
 
     base: int
@@ -138,19 +139,19 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether what is computed under this plan is what computing everything would give."""
+        """Whether the results of this plan equal those of computing everything."""
         return (self.budget_tokens is None or self.streamed) and all(
             piece.exact for group in self.groups for piece in group.pieces
         )
 
     @cached_property
     def readers(self) -> tuple[SegmentReader, ...]:
-        """The segments that it restores from."""
+        """Segments that the plan restores from."""
         return tuple(dict.fromkeys(piece.reader for group in self.groups for piece in group.pieces))
 
     @cached_property
     def suffix(self) -> int | None:
-        """The first computed column if every layer computes just the suffix from there, else None."""
+        """First computed position if every layer computes exactly the suffix from there, else None."""
         if self.fronts or self.under_way is not None or any(columns.ndim > 1 for columns in self.computed):
             return None
         first = self.computed[0]
@@ -159,28 +160,28 @@ class Plan:
 
     @cached_property
     def restored_until(self) -> int:
-        """The first column from which on every layer computes all, in every row."""
+        """First position from which on every layer computes all positions, in every row."""
         last = self.computed[-1]  # no layer computes less
         if self.fronts:
             return self.columns - (len(last) - self.fronts[-1])
         return max(_run_at_end(mine) for (mine,) in row_by_row(last))
 
     def with_fronts(self, fronts: Sequence[int]) -> Plan:
-        """This plan, by which every layer computes just the suffix, with a front that each computes as well."""
+        """Return this plan with a recomputed prefix per layer. Every layer of this plan computes exactly the suffix."""
         suffix = self.computed[0]
-        made = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # layers may share one
+        made = {front: np.concatenate([np.arange(front), suffix]) for front in set(fronts)}  # one array per length
         return replace(self, computed=tuple(made[front] for front in fronts), fronts=tuple(fronts))
 
     def kept(self, layer: int) -> Columns | None:
-        """Which of the hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
+        """Return which hidden states of the layer before `layer` keeps, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[layer - 1]) if layer else None
 
     def rows(self, layer: int) -> Columns | None:
-        """Which of the first layer's queries are `layer`'s, int64 `[n]` or `[rows, n]`, or None for all."""
+        """Return which of the first layer's queries belong to `layer`, int64 `[n]` or `[rows, n]`, or None for all."""
         return places(self.computed[layer], self.computed[0])
 
     def first_kept(self, window: int) -> int:
-        """The first column that a layer with this sliding window (0: none) still needs when the pass begins."""
+        """Return the first position that a layer with this sliding window (0: none) needs when the pass begins."""
         if not window:
             return -self.base
         first = self.computed[0] if self.under_way is None else self.under_way.every
@@ -189,13 +190,15 @@ class Plan:
     def wanted_tokens(
         self, block_group: BlockGroup, group: RowGroup, piece: SegmentSlice, layer: int | None = None
     ) -> np.ndarray:
-        """The tokens of `piece`, counted in its segment, that a layer needs and does not compute.
+        """Return the tokens of `piece`, counted in its segment, that a layer needs and does not compute.
 
-        Those that are needed only if they are chosen do not count, nor those that the block group does not hold.
+        Tokens that are needed only if they are selected do not count, nor tokens that the KV cache group does not hold.
 
         Args:
-            block_group: whose blocks they are read from.
-            layer: of that block group, or None for any.
+            block_group: KV cache group to read from.
+            group: Rows that the slice is restored for.
+            piece: Slice of a segment.
+            layer: Layer of that KV cache group, or None for any.
         """
         if block_group.identifies or (self.budget_tokens is not None and not block_group.window):
             return np.empty(0, np.int64)
@@ -204,8 +207,8 @@ class Plan:
         return piece.reader.shape.held_by(block_group, tokens)
 
     def _needed_tokens(self, window: int, layers: tuple[int, ...], group: RowGroup, piece: SegmentSlice) -> np.ndarray:
-        """The tokens of `piece`, counted in its segment, that one of `layers`, of this window, does not compute."""
-        start = piece.at + group.pad - self.base - piece.first  # column of the segment's first token
+        """Return the tokens of `piece`, counted in its segment, not computed by one of `layers` of this window."""
+        start = piece.at + group.pad - self.base - piece.first  # position of the segment's first token
         low = max(piece.first, max(0, self.first_kept(window)) - start)
         high = piece.first + piece.count
         if self.suffix is not None or self.fronts:
@@ -218,16 +221,17 @@ class Plan:
         return tokens[~np.isin(tokens + start, computed, assume_unique=True)]
 
     def restored_columns(self, layer: int, window: int) -> tuple[int, int]:
-        """Between which columns those lie that a layer restores, under a plan of a suffix, and fronts or none.
+        """Return the half-open range of positions that a layer restores.
 
-        Of a layer with a sliding window (0: none) those that the suffix sees: the front sees nothing but itself.
+        The plan must compute a suffix, with or without recomputed prefixes. A layer with a sliding window (0: none)
+        restores what the suffix sees: a recomputed prefix sees only itself.
         """
         until = self.restored_until
         front = self.fronts[layer] if self.fronts else 0
         return (max(front, until - (window - 1)) if window else front), until
 
     def check_held(self, group: RowGroup, piece: SegmentSlice) -> None:
-        """Raises ValueError if a layer neither computes a token of `piece` nor finds it in its segment."""
+        """Raise ValueError if a layer neither computes a token of `piece` nor has it in the segment."""
         shape = piece.reader.shape
         if shape.whole:
             return
@@ -240,17 +244,17 @@ class Plan:
 
     @property
     def num_selected(self) -> int:
-        """Restored columns that layers with full attention hold at most: all, if these choose none."""
+        """Maximum number of restored positions that layers with full attention hold; all if they do not select."""
         return (self.suffix or 0) if self.budget_tokens is None else self.budget_tokens
 
     @property
     def num_skipped(self) -> int:
-        """Restored columns that they have no room for."""
+        """Number of restored positions that exceed the budget."""
         return (self.suffix or 0) - self.num_selected
 
     @property
     def restored_tokens(self) -> int:
-        """Tokens, over all rows, that a layer restores: those that the last one does not compute, or a front holds."""
+        """Number of restored tokens in all rows: those not computed by the last layer, and recomputed prefixes."""
         least = np.arange(self.restored_until, self.columns) if self.fronts else self.computed[-1]
         return sum(
             len(group.rows) * (self.columns - max(0, group.pad - self.base)) for group in self.groups
@@ -258,7 +262,7 @@ class Plan:
 
     @property
     def recomputed_tokens(self) -> float:
-        """Of these, those that a layer computes all the same, a mean over the layers; a question's own pass counts."""
+        """Number of restored tokens that a layer computes nevertheless, with the query probe (mean over the layers)."""
         layers = len(self.computed)
         if self.fronts:
             return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
@@ -270,7 +274,7 @@ class Plan:
 
     @property
     def attended_tokens(self) -> float:
-        """Of those restored, the ones that layers with full attention may attend to, a mean over these layers."""
+        """Number of restored tokens that layers with full attention may attend to, mean over these layers."""
         if self.budget_tokens is None or self.streamed:
             return self.restored_tokens
         each = self.selected or (self.num_selected,)
@@ -278,7 +282,7 @@ class Plan:
         return sum(rows * min(columns, tokens) for rows, tokens in of_rows for columns in each) / len(each)
 
     def _tokens_in(self, columns: Columns) -> int:
-        """How many tokens, over all rows, stand in some columns."""
+        """Return the number of tokens, over all rows, at the given positions."""
         return sum(
             len(group.rows) * int((of_row(columns, group.rows[0]) >= max(0, group.pad - self.base)).sum())
             for group in self.groups
@@ -286,6 +290,6 @@ class Plan:
 
 
 def _run_at_end(columns: np.ndarray) -> int:
-    """The first of those columns, ascending, that follow one another up to the last."""
+    """Return the first position of the consecutive run that ends `columns`, ascending."""
     alone = np.flatnonzero(np.diff(columns) > 1)
     return int(columns[alone[-1] + 1] if len(alone) else columns[0])

@@ -1,4 +1,4 @@
-"""From a prompt to a plan: look up what is stored of each row, and let the method say what to compute."""
+"""Planning of a pass: looks up the stored parts of each row, and lets the method decide what to compute."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .match import MatchedRun
 from .plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
 
 Find = Callable[[np.ndarray, int], list[SegmentSlice]]
-"""Returns where stored passages stand in a row's tokens, from that one on: in order, apart from one another."""
+"""Function that returns the stored passages in a row's tokens, from a given token on: in order and without overlap."""
 
 Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
-"""Returns what is stored of a sequence of prefix hashes, without a gap from that number on."""
+"""Function that returns the segments that store a sequence of prefix hashes, without a gap from a given index on."""
 
 
 class Rules(Protocol):
-    """What a method has to say on a plan (see `Method`)."""
+    """Planning interface of a method (see `Method`)."""
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]: ...
 
@@ -36,7 +36,7 @@ class Rules(Protocol):
 
 @dataclass(frozen=True)
 class PrefixLookup:
-    """What is stored of some rows: `segments` hold their prefix hashes from `held` up to `num_hashes`."""
+    """Lookup result of some rows: `segments` store their prefix hashes from `held` up to `num_hashes`."""
 
     rows: tuple[int, ...]
     held: int
@@ -56,16 +56,16 @@ def make_plan(
     """Plan a pass.
 
     Args:
-        history: what the cache holds.
-        ids: int64 `[rows, columns]`, what the pass adds.
-        must_compute: columns at the end whose outputs are asked for.
-        rules: say what to compute, and how much of the rest may be attended to.
-        layers: of the model.
-        match: looks up.
-        find: looks for passages behind what is matched; or None.
+        history: Tokens in the cache.
+        ids: int64 `[rows, columns]`, tokens that the pass adds.
+        must_compute: Number of last positions with requested outputs.
+        rules: Decide what to compute, and how many of the other tokens may be attended to.
+        layers: Number of layers of the model.
+        match: Looks up prefix hashes.
+        find: Finds passages after the matched prefix, or None.
 
     Returns:
-        The plan, or None if nothing can be restored; and what was found.
+        The plan, or None if nothing can be restored; and the lookup results.
     """
     base, columns = history.columns, ids.shape[1]
     whole_rows = np.concatenate([history.ids(), ids], axis=1)
@@ -80,21 +80,21 @@ def make_plan(
             pieces.append(SegmentSlice(reader, 0, run.num_hashes * HASH_TOKENS, run.start * HASH_TOKENS))
             tokens = run.stop * HASH_TOKENS
         found.append(PrefixLookup(tuple(rows), held, tokens // HASH_TOKENS, tuple(piece.reader.id for piece in pieces)))
-        if find is not None:  # of what the cache holds a part's beginning may be known
+        if find is not None:  # a part of a passage may begin among cached tokens
             known = base - pad
             start = tokens if tokens > known else max(0, known - (HASH_TOKENS - 1))
             pieces += find(whole_rows[rows[0]][pad:], start)
         groups.append(RowGroup(tuple(rows), pad, tuple(pieces)))
         restorable = min(restorable, max(0, pad + tokens - base))
     if not any(group.pieces for group in groups):
-        return None, found  # padding alone, which every row may have, is no plan
+        return None, found  # padding alone is not worth a plan
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
     plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
     if not plan.exact:
         plan = replace(plan, under_way=rules.under_way(context))
     if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
         return None, found
-    longest = (plan.suffix or 0) - min(history.pads)  # of a batch's rows: all attend to as many tokens as it may
+    longest = (plan.suffix or 0) - min(history.pads)  # of the batch's rows: its budget applies to all
     if base == 0 and longest > 0 and (budget := rules.token_budget(longest)) < longest:
         plan = replace(plan, budget_tokens=budget, streamed=rules.streams(columns - (plan.suffix or 0)))
     return plan, found

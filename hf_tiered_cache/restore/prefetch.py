@@ -1,4 +1,4 @@
-"""When blocks of a plan move: in the order in which layers need them, a bounded number of bytes ahead."""
+"""Prefetch of a plan's blocks, in the order in which layers need them, within a bound on the bytes fetched ahead."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .plan import Plan, RowGroup, SegmentSlice
 
 @dataclass(eq=False)
 class PlanUnit(FetchUnit):
-    """The blocks of one block group that a plan needs of one segment, and the pieces of rows they serve."""
+    """Blocks of one KV cache group that a plan needs of one segment, with the segment slices that they serve."""
 
     pieces: list[tuple[RowGroup, SegmentSlice, np.ndarray]] = field(default_factory=list)
-    """With the tokens of each, int64 ascending, counted in the segment."""
+    """Rows, segment slice, and the tokens needed of it, int64 ascending, counted in the segment."""
 
     @cached_property
     def chunks(self) -> np.ndarray:
@@ -34,23 +34,24 @@ class PlanUnit(FetchUnit):
 
 
 class Prefetch:
-    """Walks the units of a plan.
+    """Prefetch of the units of a plan.
 
     Args:
-        plan: what to restore.
-        fetcher: brings it.
-        ahead_bytes: how far to run ahead of the layers: at least one unit, unless it is 0, which fetches what a layer
-            needs when it needs it. What a pair of layers shares stays, beside that, until the second has had it. A plan
-            with fronts is fetched without a pause: its early layers compute long and load little, and in that time the
-            disk brings what the later ones load.
+        plan: What to restore.
+        fetcher: Fetches the blocks.
+        ahead_bytes: Maximum number of bytes fetched ahead of the layers, but at least one unit. 0 fetches blocks when a
+            layer needs them. Blocks that a merged pair of layers shares stay until the second layer has used them, and
+            do not count from the first one on. A plan with recomputed prefixes has no bound: its early layers compute
+            long and load little, and meanwhile the disk reads what the later ones load.
     """
 
     def __init__(self, plan: Plan, fetcher: Fetcher, ahead_bytes: int) -> None:
         self.fetcher = fetcher
         self.plan = plan
-        """What is used of it: what a comparison under way adds is computed, though it was fetched."""
+        """Plan that tells which fetched tokens count as used. A deferred plan replaces it: positions that a comparison
+        adds are computed, although they were fetched."""
         self._by_layer: dict[int, list[PlanUnit]] = {}
-        self._gathers: dict[tuple[int, int], Gather] = {}  # of each block group and row
+        self._gathers: dict[tuple[int, int], Gather] = {}  # by KV cache group and row
         order = units_of(plan)
         for unit in order:
             for layer in unit.block_group.layers:
@@ -59,22 +60,22 @@ class Prefetch:
         unpaused = bool(plan.fronts and ahead_bytes)
         self._ahead_bytes = sum(unit.nbytes for unit in order) if unpaused else ahead_bytes
         self._under_way = 0
-        self._layer = -1  # whose blocks are in use
+        self._layer = -1  # layer with blocks in use
         self._furthest = -1  # first layer of the last unit that was started
 
     def start(self) -> None:
         """Start to fetch.
 
         Raises:
-            RestoreError: a fetch could not begin.
+            RestoreError: A fetch could not be started.
         """
         self._issue()
 
     def units(self, layer: int) -> list[PlanUnit]:
-        """The units of `layer`, when they have arrived.
+        """Wait for the units of `layer`, and return them.
 
         Raises:
-            RestoreError: a block could not be fetched or failed its checksum.
+            RestoreError: A block could not be fetched or failed its checksum.
         """
         self._layer = layer
         self._issue()
@@ -83,19 +84,20 @@ class Prefetch:
         return units
 
     def gathers(self, layer: int, first_column: int) -> Iterator[tuple[int, BlockGroup, Gather]]:
-        """What copies a layer's restored tokens to their columns: a row, a block group and its tokens there.
+        """Return the copies of a layer's restored tokens: row, KV cache group, and gather of its tokens in the row.
 
         Args:
-            first_column: the column, in the plan's count, that stands first in the layer.
+            layer: Layer index.
+            first_column: Position, counted as in the plan, of the layer's first entry.
 
         Raises:
-            RestoreError: see `units`.
+            RestoreError: See `units`.
         """
         wanted: dict[tuple[int, int], tuple[int, BlockGroup, Gather]] = {}
         for unit in self.units(layer):
             for group, piece, tokens in unit.pieces:
                 row, shape = group.rows[0], unit.reader.shape
-                key = id(unit.block_group), row  # segments of one geometry share their block groups
+                key = id(unit.block_group), row  # segments of one geometry share their KV cache groups
                 if key in self._gathers:
                     wanted[key] = row, unit.block_group, self._gathers[key]
                     continue
@@ -106,10 +108,10 @@ class Prefetch:
         return iter(wanted.values())
 
     def done(self, layer: int) -> None:
-        """Layer `layer` has its keys and values: let go what no later layer needs, and fetch on."""
+        """Release the blocks that no layer after `layer` needs, and continue to fetch. Call when `layer` is filled."""
         units = self._by_layer.get(layer, [])
         over = [unit for unit in units if unit.block_group.layers[-1] == layer]
-        # what waits for the other layer of its pair, maybe far behind, keeps nobody from running ahead
+        # blocks that wait for the second layer of a merged pair do not limit the prefetch
         self._under_way -= sum(unit.nbytes for unit in units if _last_ahead(unit.block_group) == layer)
         for unit in over:
             self._note_use(unit)
@@ -128,14 +130,14 @@ class Prefetch:
                 unit.use((layer,), [self.plan.wanted_tokens(unit.block_group, group, piece, layer)])
 
     def _issue(self) -> None:
-        """Start what the layer in use needs, and more as far as the bound allows; one ahead whatever its size."""
+        """Start to fetch what the current layer needs, and more within the bound; one unit ahead whatever its size."""
         due: list[PlanUnit] = []
         while self._waiting and self._may_start(self._waiting[-1]):
             unit = self._waiting.pop()
             self._under_way += unit.nbytes
             self._furthest = unit.block_group.layers[0]
             due.append(unit)
-        for _, batch in groupby(due, lambda unit: unit.block_group.layers[0]):  # a layer waits for its own batch alone
+        for _, batch in groupby(due, lambda unit: unit.block_group.layers[0]):  # a layer waits only for its own batch
             self.fetcher.bring([(unit, unit.chunks) for unit in batch])
         self.fetcher.collector.expect_reads(bool(self._waiting))
 
@@ -147,15 +149,15 @@ class Prefetch:
 
 
 def _last_ahead(block_group: BlockGroup) -> int:
-    """The layer with which a block group's blocks are no longer what runs ahead of the layers."""
+    """Return the layer after which the blocks of a KV cache group no longer count as fetched ahead."""
     return block_group.layers[0 if block_group.merged else -1]
 
 
 def units_of(plan: Plan) -> list[PlanUnit]:
-    """What a plan restores, in the order in which layers need it.
+    """Return the units that a plan restores, in the order in which layers need them.
 
     Raises:
-        ValueError: it restores what a segment does not hold.
+        ValueError: A segment lacks tokens that the plan restores.
     """
     units: dict[tuple[SegmentReader, int], PlanUnit] = {}
     for group in plan.groups:

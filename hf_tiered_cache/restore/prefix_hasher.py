@@ -1,4 +1,4 @@
-"""Prefix hashes: each names `HASH_TOKENS` tokens and everything before them; a passage's these tokens alone."""
+"""Prefix hashes of `HASH_TOKENS` tokens and all tokens before them; those of passages cover these tokens alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..store.format import HASH_BYTES
 
 
 class PrefixHasher:
-    """Hashes token ids, `HASH_TOKENS` at a time, with everything before them (vLLM: block hashes).
+    """Hasher of token ids, `HASH_TOKENS` at a time, with all tokens before them (vLLM: block hashes).
 
-    Two sequences share a prefix hash only if they share every token up to it, the model that made their KV, and how it
-    was made. With a salt every prefix hash is keyed, so that nobody without it can guess tokens from it.
+    Two sequences share a prefix hash only if they share every token up to it, the model that computed their KV, and how
+    it was computed. With a salt, prefix hashes are keyed: tokens cannot be guessed from them without the salt.
 
     Args:
-        root: what all sequences have in common: fingerprint, provenance, RoPE regime.
-        salt: a secret, or None.
+        root: Strings common to all sequences: fingerprint, provenance, RoPE regime.
+        salt: A secret, or None.
     """
 
     def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
@@ -29,11 +29,11 @@ class PrefixHasher:
         self.root = self._hash("\0".join(root).encode())
 
     def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
-        """The prefix hashes of all full groups of `HASH_TOKENS` tokens, in order; a ragged end has none.
+        """Return the prefix hashes of all full groups of `HASH_TOKENS` tokens, in order; a remainder has none.
 
         Args:
             tokens: int `[n]`.
-            parent: the prefix hash before the first token, or None at the start of a sequence.
+            parent: Prefix hash before the first token, or None at the start of a sequence.
         """
         prefix_hash = self.root if parent is None else parent
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
@@ -45,7 +45,7 @@ class PrefixHasher:
         return result
 
     def scan_hashes(self, tokens: np.ndarray) -> bytes:
-        """What these tokens, int `[n]`, are looked for by inside other sequences: nothing."""
+        """Return no scan hashes for `tokens`, int `[n]`: prefixes are not searched inside other sequences."""
         return b""
 
     def _hash(self, data: bytes, nbytes: int = HASH_BYTES) -> bytes:
@@ -53,10 +53,11 @@ class PrefixHasher:
 
 
 class PassageHasher(PrefixHasher):
-    """Hashes the tokens of passages, `HASH_TOKENS` at a time, with nothing before them: a passage is found by any part.
+    """Hasher of passage tokens, `HASH_TOKENS` at a time, without the tokens before them.
 
-    A second, quick hash of each says where in a prompt to look. It is keyed as the others are, by what all passages
-    have in common and the salt, so that it tells nothing of the tokens that they do not.
+    So a passage is found by any part. A second, fast hash of each group, the scan hash, selects the candidates in a
+    prompt. It is keyed like the others, by the root of all passages and the salt, so it reveals no more about the
+    tokens than they do.
     """
 
     def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
@@ -64,14 +65,14 @@ class PassageHasher(PrefixHasher):
         self._scan_key = np.frombuffer(self._hash(self.root + b"scan", 24), "<u8")
 
     def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
-        """The hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, in order; a ragged end has none."""
+        """Return the hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, in order; a remainder has none."""
         data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
         step, root, key, blake2b = HASH_TOKENS * 4, self.root, self._key, hashlib.blake2b
-        starts = range(0, len(data) - step + 1, step)  # as `_hash` does; thousands, so without a call of its own
+        starts = range(0, len(data) - step + 1, step)  # `_hash` inlined: there may be thousands
         return [blake2b(root + data[at : at + step], digest_size=HASH_BYTES, key=key).digest() for at in starts]
 
     def scan(self, tokens: np.ndarray) -> np.ndarray:
-        """The quick hash of the `HASH_TOKENS` tokens from each on: uint32 `[n - 15]`, or none.
+        """Return the scan hash of the `HASH_TOKENS` tokens from each token on: uint32 `[n - 15]`, or empty.
 
         Args:
             tokens: int `[n]`.
@@ -81,18 +82,18 @@ class PassageHasher(PrefixHasher):
             return np.empty(0, np.uint32)
         found = tokens.astype("<i4").astype(np.uint32).astype(np.uint64)
         span, power = 1, power | 1
-        while span < HASH_TOKENS:  # the polynomial of the tokens, from that of half as many
+        while span < HASH_TOKENS:  # double the number of tokens of each polynomial
             found = found[:-span] * np.uint64(power) + found[span:]
             span, power = 2 * span, power * power % 2**64
         return siphash(found, key[0], key[1]).astype(np.uint32)
 
     def scan_hashes(self, tokens: np.ndarray) -> bytes:
-        """The quick hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, `SCAN_BYTES` each, side by side."""
+        """Return the scan hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, `SCAN_BYTES` each."""
         return self.scan(tokens)[::HASH_TOKENS].astype("<u4").tobytes()
 
 
 def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
-    """SipHash-1-3 of each of these words, uint64 `[n]`, under a key of two words (Aumasson and Bernstein 2012)."""
+    """Return SipHash-1-3 of each word, uint64 `[n]`, under a key of two words (Aumasson and Bernstein 2012)."""
     constants = 0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
     keys = low, high, low, high
     a, b, c, d = (np.full(len(words), k ^ each, np.uint64) for k, each in zip(keys, constants, strict=True))
@@ -111,7 +112,7 @@ def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
             if other is not None:
                 rotate(other, 32)
 
-    for word in (words, np.uint64(8 << 56)):  # the last one says that there were eight bytes
+    for word in (words, np.uint64(8 << 56)):  # the last word encodes the length of eight bytes
         np.bitwise_xor(d, word, out=d)
         mix()
         np.bitwise_xor(a, word, out=a)

@@ -1,8 +1,8 @@
-"""Computing a front of a stored prefix while its back is loaded: bubble-free restoration (Krul, Section 6).
+"""Layer-wise recompute schedule for a prefix that is loaded meanwhile: bubble-free restoration (Krul, Section 6).
 
-Two streams work at once. Layer l computes the first n_l tokens of the prefix, beside the suffix, and loads the others.
-What a layer computes needs its tokens' hidden states, so n_l never grows with depth: the early layers compute much and
-load little, and while they do, the disk brings what the late ones load.
+Computing and loading overlap. Layer l computes the first n_l tokens of the prefix, in addition to the suffix, and loads
+the others. A layer needs the hidden states of the tokens that it computes, so n_l never grows with depth: the early
+layers compute much and load little, and meanwhile the disk reads what the late ones load.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 from ..geometry import HASH_TOKENS
 
 RATIOS = np.linspace(0, 1, 65)
-"""The shares that `best_ratio` compares: nothing, ..., everything is computed."""
+"""Recompute ratios that `best_ratio` compares, from 0 (load everything) to 1 (compute everything)."""
 
 _WORTH = 0.95
-"""What is computed beside loading must save so much of the time that the better of the two takes alone."""
+"""Maximum time with overlap, as a share of the faster of loading and computing alone, for which it is used."""
 
 
 def fronts(
@@ -29,20 +29,20 @@ def fronts(
     step: int = HASH_TOKENS,
     flat: bool = False,
 ) -> np.ndarray:
-    """For each layer how many tokens of a prefix it computes: n_l of Section 6.2.
+    """Return the number of prefix tokens that each layer recomputes: n_l of Section 6.2.
 
-    They fall evenly with depth, to nothing at the last layer or, above a ratio of one half, from all of them; their
-    mean is `ratio * tokens`, but for rounding.
+    It falls linearly with depth: to 0 at the last layer or, for a ratio above one half, from all tokens at the first.
+    The mean is `ratio * tokens`, except for rounding.
 
     Args:
-        tokens: of the prefix.
-        ratio: share of it to compute, between 0 and 1; or several, `[ratios]`.
-        layers: of the model.
-        groups: layers whose KV is loaded together, each ascending: they compute the same front, for what one of them
-            loads comes for all. Those of different groups may take turns; then a front may be longer than the formula
+        tokens: Number of tokens of the prefix.
+        ratio: Share of it to compute, between 0 and 1; or several, `[ratios]`.
+        layers: Number of layers of the model.
+        groups: Layers that load their KV together, each group ascending. They recompute the same tokens, because what
+            one of them loads comes for all. Groups may interleave; a layer may then recompute more than the formula
             says.
-        step: fronts are a multiple of this, or all of the prefix.
-        flat: whether all layers compute the same front instead.
+        step: Results are a multiple of this, or the whole prefix.
+        flat: Whether all layers recompute the same number of tokens instead.
 
     Returns:
         int64 `[layers]`, or `[ratios, layers]`, never growing along the layers.
@@ -52,19 +52,19 @@ def fronts(
     shares = np.where(share <= 0.5, 2 * share * (1 - depth), 1 - 2 * (1 - share) * depth)
     for group in groups:
         shares[..., list(group)] = shares[..., list(group)].mean(axis=-1, keepdims=True)
-    shares = np.maximum.accumulate(shares[..., ::-1], axis=-1)[..., ::-1]  # a layer lacks what one before it drops
+    shares = np.maximum.accumulate(shares[..., ::-1], axis=-1)[..., ::-1]  # a later layer lacks dropped tokens
     rounded = (step * np.rint(shares * tokens / step)).astype(np.int64)
     return np.where(shares >= 1, tokens, np.minimum(rounded, tokens))
 
 
 @dataclass(frozen=True)
 class Load:
-    """What some layers load together.
+    """Blocks that some layers load together.
 
     Args:
-        layers: which, ascending. The first one waits for it.
-        ends: int64 `[blocks]`, ascending: the column behind the last token of each block.
-        seconds: float `[blocks]`, that each takes to load.
+        layers: Layer indexes, ascending. The first layer waits for the blocks.
+        ends: int64 `[blocks]`, ascending: position after the last token of each block.
+        seconds: float `[blocks]`, load time of each block.
     """
 
     layers: tuple[int, ...]
@@ -72,21 +72,21 @@ class Load:
     seconds: np.ndarray
 
     def behind(self, fronts: np.ndarray) -> np.ndarray:
-        """How long it takes to load what lies behind fronts, int64 `[n]`: float `[n]`."""
+        """Return the seconds, float `[n]`, to load what follows recomputed prefixes of these lengths, int64 `[n]`."""
         left = np.append(np.cumsum(self.seconds[::-1])[::-1], 0.0)  # [blocks + 1]: from each block on
         return left[np.searchsorted(self.ends, fronts, side="right")]
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What each of the two streams has to do for a prompt.
+    """Work of the two overlapping streams, computing and loading, for a prompt.
 
     Args:
-        tokens: of the prefix.
-        suffix: seconds that a layer takes for what stands behind it.
-        compute: gives the seconds that a layer takes for fronts of so many tokens, `[n]` to `[n]`.
-        restore: seconds that a layer takes for each token that it restores, once it is there.
-        loads: in the order in which layers need them, which is that in which they are loaded, one after the other.
+        tokens: Number of tokens of the prefix.
+        suffix: Seconds that a layer takes to compute what follows the prefix.
+        compute: Returns the seconds that a layer takes for recomputed prefixes of these lengths, `[n]` to `[n]`.
+        restore: Seconds that a layer takes for each restored token after it is loaded.
+        loads: Loads in the order in which layers need them. They are loaded in this order, one after the other.
     """
 
     tokens: int
@@ -96,7 +96,7 @@ class Streams:
     loads: tuple[Load, ...]
 
     def seconds(self, fronts: np.ndarray) -> np.ndarray:
-        """How long the prompt takes, float `[n]`, with these fronts, int64 `[n, layers]`."""
+        """Return the seconds that the prompt takes, float `[n]`, for recomputed prefixes, int64 `[n, layers]`."""
         computed = self.suffix + self.compute(fronts) + self.restore * (self.tokens - fronts)  # [n, layers]
         done, loaded = np.zeros(len(fronts)), np.zeros(len(fronts))
         waiting = list(self.loads)
@@ -110,14 +110,14 @@ class Streams:
 
 
 def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
-    """The ratio, one of `RATIOS`, with which a prompt is expected to be done first.
+    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt.
 
     Args:
-        seconds: float `[ratios]`, that it takes with each.
-        may_compute_all: whether nothing need be restored.
+        seconds: float `[ratios]`, time with each ratio.
+        may_compute_all: Whether restoring nothing is allowed.
 
     Returns:
-        0 or 1 where what lies between saves too little to be worth it.
+        The ratio; 0 or 1 if a ratio between saves too little.
     """
     alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
     best = int(seconds[:-1].argmin())

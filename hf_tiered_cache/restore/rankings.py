@@ -1,4 +1,4 @@
-"""Scores of the tokens of stored passages, by any ranking: columns beside the KV, which is the same for all of them."""
+"""Scores of the tokens of stored passages, by ranking: kept in a sidecar of the KV, which all rankings share."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from ..store.disk import SegmentStore
 from ..store.segment import SegmentReader
 
 RANKINGS_KIND = "rankings"
-"""Kind of the arrays beside a segment: by the name of a ranking float32 `[tokens]`."""
+"""Kind of the sidecar, which holds float32 `[tokens]` for each ranking name."""
 Columns = dict[str, np.ndarray]
-"""By the name of a ranking how much it matters that each token is computed in its true context: float32 `[tokens]`."""
+"""Scores by ranking name, float32 `[tokens]`: how much it matters that each token is computed in its true context."""
 
 
 class KeptRankings:
-    """What lies beside segments of how their tokens rank. It can be lost without harm: another order is taken then.
+    """Token rankings in sidecars of their segments.
+
+    Losing one does no harm: tokens are then taken in another order.
 
     Args:
-        disk: where the segments are.
+        disk: Segment store.
     """
 
     def __init__(self, disk: SegmentStore) -> None:
         self._disk = disk
         self._lock = threading.Lock()
-        self._known: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment, of which version of the file
+        self._known: dict[str, tuple[Hashable, dict[str, np.ndarray]]] = {}  # by segment: version and scores
 
     def of(self, reader: SegmentReader) -> Columns:
-        """The columns of a segment, also those that another process has just kept."""
+        """Return the scores of a segment by ranking, including those just written by another process."""
         return dict(self._arrays(reader))
 
     def keep(self, reader: SegmentReader, columns: Mapping[str, np.ndarray]) -> bool:
-        """Add columns, or renew them. Return whether they are there now (see `Beside.keep`)."""
+        """Add or replace scores. Return whether they are stored now (see `Beside.keep`)."""
         arrays = dict(self._arrays(reader))
         arrays |= {name: np.asarray(column, np.float32) for name, column in columns.items()}
         tensors = {name: torch.tensor(array) for name, array in arrays.items()}
         return self._disk.beside.keep(reader, RANKINGS_KIND, tensors, {})
 
     def _arrays(self, reader: SegmentReader) -> dict[str, np.ndarray]:
-        """Return all columns that lie beside a segment."""
+        """Return all scores in the sidecar of a segment."""
         version = self._version(reader)
         with self._lock:
             known = self._known.get(reader.id)
@@ -55,13 +57,13 @@ class KeptRankings:
         return found
 
     def forget(self, segments: Collection[str]) -> None:
-        """These are gone, or others now."""
+        """Forget deleted segments; their ids may be reused."""
         with self._lock:
             for segment in segments:
                 self._known.pop(segment, None)
 
     def _version(self, reader: SegmentReader) -> Hashable:
-        """Which bytes lie beside which segment; None if there are none."""
+        """Return the version of a segment's sidecar, or None if there is none."""
         try:
             found = self._disk.backend.find(f"{reader.id}.{RANKINGS_KIND}")
         except OSError:

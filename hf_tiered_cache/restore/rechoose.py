@@ -1,8 +1,8 @@
-"""Choosing again while decoding: what a period attends to follows the queries of the tokens to come.
+"""Reselection while decoding: what a period attends to follows the queries of generated tokens.
 
-The keys that the choice is made from stay in memory, rotated. What is chosen takes the columns of what is chosen no
-more: attention asks for no order, since every key carries its position. Blocks that were let go come back from the
-tiers. Beyond the paper, which chooses once for a prompt.
+The rotated keys that the selection scores stay in memory. Newly selected tokens replace deselected ones in place:
+attention does not depend on the order, since every key carries its position. Blocks that were released are fetched from
+the tiers again. The paper selects only once per prompt.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from .live import LayerAhead, Rotate
 
 @dataclass(frozen=True, eq=False)
 class LiveSelection:
-    """What a cache chooses from as long as it lives (see `Live`).
+    """Decode selector of a cache, kept for the lifetime of the cache (see `Live`).
 
     Args:
-        selector: chooses, one set for all heads or one for each.
-        residency: the tiers.
-        device_of: the device of each layer.
-        periods: layers that share a choice.
-        prefixes: what is restored of each group of rows.
-        keys: by period and prefix the restored tokens' keys at the period's first layer, rotated: `[kv_heads, tokens,
-            dim]`, of as many heads as the selector asks; none where it goes by an index.
-        indexes: of these keys, for a selector that goes by them.
-        columns: for each layer the restored ones that it holds of each row.
+        selector: Selects one set of tokens for all heads, or one for each.
+        residency: Memory tiers.
+        device_of: Returns the device of a layer.
+        periods: Groups of layers that share a selection.
+        prefixes: Restored tokens of each row group.
+        keys: For each period and prefix, the rotated keys of the restored tokens at the period's first layer,
+            `[kv_heads, tokens, dim]`, for as many heads as the selector needs; empty if it uses an index.
+        indexes: Indexes of these keys, for a selector that uses them.
+        columns: For each layer, the number of restored positions that it holds of each row.
+        may_stay: See `Live`.
     """
 
     selector: Selector
@@ -56,7 +57,7 @@ class LiveSelection:
         return LiveRow(prefix, chosen)
 
     def leaving(self, rows: Sequence[LiveRow | None], computed: int) -> int:
-        """See `Live`. What is computed stays."""
+        """See `Live`. Generated KV is not offloaded."""
         return 0
 
     def grown(self, rows: Sequence[LiveRow | None], keys: torch.Tensor, values: torch.Tensor) -> list[LiveRow | None]:
@@ -68,65 +69,65 @@ class LiveSelection:
         return Rechoice(self, collector)
 
     def indexes_of(self, layer: int, prefix: int) -> Sequence[DecodeIndex]:
-        """Of a prefix at a layer; none where keys are held as they are."""
+        """Return the indexes of a prefix at a layer; empty if the keys themselves are held."""
         return () if self.indexes is None else self.indexes.of(layer, prefix, rotate_nothing)
 
     def period_of(self, layer: int) -> int:
-        """The number of a layer's period."""
+        """Return the number of a layer's period."""
         return next(number for number, period in enumerate(self.periods) if layer in period)
 
 
 @dataclass(eq=False)
 class LiveRow:
-    """What one layer holds of one row.
+    """Tokens that one layer holds of one row.
 
     Args:
-        prefix: number of its prefix.
-        tokens: int64 `[sets, n]`, those restored ones that it holds, in the order of their columns: the last n of as
-            many as a layer holds of each row, for padding stands before them. One set for all kv heads, or one each.
+        prefix: Number of the row's prefix.
+        tokens: int64 `[sets, n]`, restored tokens that the layer holds, in the order of their positions. They are at
+            the last n of its restored positions, after padding. One set for all kv heads, or one for each.
     """
 
     prefix: int
     tokens: np.ndarray
 
     def fork(self) -> LiveRow:
-        """Itself: it does not change."""
+        """Return this object, which is immutable."""
         return self
 
 
 @dataclass(frozen=True, eq=False)
 class _Change:
-    """What the layers of a period that hold the same do to hold what is chosen."""
+    """Update of layers of a period that hold the same tokens, to the tokens selected."""
 
     before: np.ndarray
-    """int64 `[sets, n]`: the tokens that they hold."""
+    """Tokens that the layers hold, int64 `[sets, n]`."""
     after: np.ndarray
     new: Gathers
-    """Those that come. Sets may have different numbers of them."""
+    """Copies of the tokens to fetch. Sets may have different numbers of them."""
     moves: torch.Tensor
-    """int64 `[3, k]`: the head of each key that comes, its place among those of its set, and its column."""
+    """Head of each fetched key, its index among those of its set, and its target position: int64 `[3, k]`."""
 
 
 class Rechoice:
-    """The choices of one pass.
+    """Decode selections of one pass.
 
     Args:
-        live: what is chosen from.
-        collector: counts what happens.
+        live: Decode selector of the cache.
+        collector: Statistics of the pass.
     """
 
     def __init__(self, live: LiveSelection, collector: StatsCollector) -> None:
         self._live, self._account = live, collector
         self._fetcher = Fetcher(live.residency, collector, live.device_of)
-        self._chosen: dict[int, list[np.ndarray | None]] = {}  # of each period, for each row int64 [n], ascending
-        self._changes: dict[int, list[list[_Change]]] = {}  # of each period, for each row
+        self._chosen: dict[int, list[np.ndarray | None]] = {}  # by period, for each row int64 [sets, n]
+        self._changes: dict[int, list[list[_Change]]] = {}  # by period, for each row
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
 
     def prepare(self, ahead: LayerAhead) -> None:
-        """See `Choices`. It fetches nothing ahead."""
+        """See `Choices`. Fetches nothing ahead."""
 
     def cancel(self) -> None:
-        """Let everything go, at whatever point the pass has ended."""
+        """Release all block handles, wherever the pass has stopped."""
         self._fetcher.cancel()
 
     def follow(
@@ -147,7 +148,7 @@ class Rechoice:
         changes = [self._change(number, row, held, layer, keys) for row, held in enumerate(rows)]
         units = [unit for unit in self._units[number].values() if layer in unit.block_group.layers]
         self._fetcher.wait_for(units)
-        self._fetcher.confirm()  # what is written in place could not be taken back
+        self._fetcher.confirm()  # writes in place cannot be undone
         now: list[LiveRow | None] = []
         for row, (held, change) in enumerate(zip(rows, changes, strict=True)):
             if held is None or change is None:
@@ -176,7 +177,7 @@ class Rechoice:
         keys: torch.Tensor,
         scaling: float | None,
     ) -> None:
-        """Choose for a period, and start to fetch what its layers do not hold."""
+        """Select for a period, and start to fetch what its layers do not hold."""
         live = self._live
         own_keys = keys[:, :, live.columns[live.periods[number][0]] :]
         with self._account.timing("select_seconds"):
@@ -190,7 +191,7 @@ class Rechoice:
                 self._add_change(number, row, held, live.periods[number], keys)
 
     def _change(self, number: int, row: int, held: LiveRow | None, layer: int, keys: torch.Tensor) -> _Change | None:
-        """What a layer does about a row; after a pass that failed in between it may hold other tokens than the rest."""
+        """Return the update of a row at a layer, which may hold other tokens than its period after a failed pass."""
         if held is None:
             return None
         known = self._changes[number][row]
@@ -200,14 +201,14 @@ class Rechoice:
     def _add_change(
         self, number: int, row: int, held: LiveRow, layers: Sequence[int], keys: torch.Tensor
     ) -> _Change | None:
-        """Say what layers that hold this do, and start to fetch what they lack."""
+        """Create the update of layers that hold the same tokens, and start to fetch what they lack."""
         live, chosen = self._live, self._chosen[number][row]
         if chosen is None:
             return None
         prefix, sets = live.prefixes[held.prefix], max(len(chosen), len(held.tokens))
         chosen, before = (np.broadcast_to(tokens, (sets, tokens.shape[1])) for tokens in (chosen, held.tokens))
         new_set, new_at = np.nonzero(~_among(before, chosen, prefix.tokens))
-        gone_set, gone_at = np.nonzero(~_among(chosen, before, prefix.tokens))  # as many of each set
+        gone_set, gone_at = np.nonzero(~_among(chosen, before, prefix.tokens))  # equally many per set
         new, counts = chosen[new_set, new_at], np.bincount(new_set, minlength=sets)
         after = before.copy()
         after[gone_set, gone_at] = new
@@ -216,7 +217,7 @@ class Rechoice:
         coming[new_set, place] = new
         column = gone_at + live.columns[layers[0]] - before.shape[1]
         moves = np.stack([new_set, place, column])
-        if sets == 1:  # the same of all heads
+        if sets == 1:  # all heads share one set
             heads = np.arange(keys.shape[1]).repeat(len(new))
             moves = np.concatenate([heads[None], np.tile(moves[1:], keys.shape[1])])
         change = _Change(held.tokens, after, Gathers(prefix, coming, counts), to_device(moves, keys.device))
@@ -232,7 +233,7 @@ class Rechoice:
     def _chosen_for(
         self, number: int, held: LiveRow, query: torch.Tensor, own_keys: torch.Tensor, scaling: float | None
     ) -> np.ndarray:
-        """int64 `[sets, n]`, ascending: as many tokens as the row holds."""
+        """Return the selected tokens, int64 `[sets, n]`, ascending: as many as the row holds."""
         live, prefix = self._live, self._live.prefixes[held.prefix]
         first = live.periods[number][0]
         asked = SelectionInput(
@@ -248,7 +249,7 @@ class Rechoice:
 
 
 def _among(some: np.ndarray, others: np.ndarray, tokens: int) -> np.ndarray:
-    """Whether each of `others`, int64 `[sets, m]`, all below `tokens`, is one of `some`, int64 `[sets, n]`."""
+    """Return whether each of `others`, int64 `[sets, m]`, all below `tokens`, is in `some`, int64 `[sets, n]`."""
     marks = np.zeros((len(some), tokens), bool)
     np.put_along_axis(marks, some, True, 1)
     return np.take_along_axis(marks, others, 1)

@@ -1,4 +1,4 @@
-"""How much to compute and how much to load: the ratio that is fastest on a machine (CacheTune, Section 4.3)."""
+"""Share of tokens to compute rather than load that is fastest on a machine (CacheTune, Section 4.3)."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LOWEST = 0.15
-"""Below this, quality suffers (Section 5.2)."""
+"""Lowest ratio; below it, quality suffers (Section 5.2)."""
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a token costs in one layer, in seconds.
+    """Cost of a token in one layer, in seconds.
 
     Args:
         compute: t_c, to compute it.
-        load: t_i, to bring its KV from where it is.
-        overhead: t_o, of a layer whatever is done in it.
+        load: t_i, to load its KV from its tier.
+        overhead: t_o, fixed cost of a layer.
     """
 
     compute: float
@@ -28,29 +28,29 @@ class Costs:
 
     @property
     def balanced(self) -> float:
-        """r0 = t_i / (t_c + t_i): computing and loading take equally long (Equation 11)."""
+        """Ratio r0 = t_i / (t_c + t_i), at which computing and loading take equally long (Equation 11)."""
         return self.load / (self.compute + self.load)
 
     def layer_seconds(self, ratio: float, tokens: int) -> float:
-        """What a layer takes if computing and loading overlap (Equation 9)."""
+        """Return the time of a layer if computing and loading overlap (Equation 9)."""
         return max(ratio * tokens * self.compute, (1 - ratio) * tokens * self.load) + self.overhead
 
 
 def fastest_ratio(
     seconds: Callable[[float], float], warm: float, low: float = LOWEST, high: float = 1.0, width: float = 0.01
 ) -> float:
-    """The ratio at which `seconds` is least, to within `width`, if it falls and then rises.
+    """Return the ratio with the least `seconds`, to within `width`, if `seconds` falls and then rises.
 
     A golden-section search. The paper's Algorithm 1 takes the warm value for one of its two probes, which then do not
-    divide the interval as the search needs them to; here the warm value and one probe narrow the interval first, and
-    then both probes are set afresh.
+    divide the interval as the search needs them to. Here the warm value and one probe narrow the interval first, and
+    then both probes are chosen again.
 
     Args:
-        seconds: is measured at most 14 times at the default width.
-        warm: where the least is expected.
-        low: lowest ratio.
-        high: highest.
-        width: of the last interval.
+        seconds: Function to minimize; called at most 14 times at the default width.
+        warm: Expected minimum.
+        low: Lowest ratio.
+        high: Highest ratio.
+        width: Width of the final interval.
     """
     known: dict[float, float] = {}
 
@@ -78,13 +78,13 @@ def fastest_ratio(
 
 
 def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) -> tuple[float, float]:
-    """Shares of tokens to compute in the first layers and in the others, the former `widen` times the latter.
+    """Return the shares of tokens to compute in the first layers and in the others, at a ratio of `widen`.
 
     Args:
-        mean: over all layers. Where the first ones compute everything, the others get what is left of it.
-        widen: at least 1.
-        wide_layers: how many first layers there are, fewer than `layers`.
-        layers: of the model.
+        mean: Mean share over all layers. If the first layers compute everything, the others get the rest.
+        widen: Ratio of the two shares, at least 1.
+        wide_layers: Number of first layers, less than `layers`.
+        layers: Number of layers of the model.
     """
     few = mean * layers / ((widen - 1) * wide_layers + layers)
     if widen * few <= 1:

@@ -1,9 +1,9 @@
-"""Restoring within a budget: what a period attends to is chosen when its first layer has its queries.
+"""Restore within a budget: a period's tokens are selected when its first layer has its queries.
 
-Before that, the keys that the choice is made from are on their way, and so are, speculatively, the chunks that the
-period before has chosen, as long as their hit rate is high enough. Attention sees the period's own choice alone, so
-speculation changes nothing but the time. Or the choice itself is made ahead, by queries that are predicted some layers
-before: then blocks are on their way while these layers run, and nothing is guessed.
+Before that, the keys that the selection scores are prefetched, and speculatively the chunks that the period before has
+selected, as long as their hit rate is high enough. Attention uses only the period's own selection, so speculation
+affects only the run time. Alternatively, the selection itself is made ahead, from queries predicted some layers before:
+its blocks are then fetched while these layers run, without speculation.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ from .warm_up import WarmUp
 from .window import WindowedSelection
 
 Prefetched = Literal["period", "keys", "guesses"]
-"""What is fetched ahead: of a period's choice what its later layers need (ContiguousKV's intra-period prefetch), what
-the next period chooses from, and what it is guessed to choose (the two parts of its inter-period prefetch)."""
+"""Kinds of prefetched blocks. "period": those of a selection for the later layers of its period (ContiguousKV's
+intra-period prefetch). "keys": those that the next period selects from, and "guesses": those that it is expected to
+select (the two parts of ContiguousKV's inter-period prefetch)."""
 PREFETCHED: frozenset[Prefetched] = frozenset(("period", "keys", "guesses"))
 
 
 class SelectiveRestore:
-    """One pass that attends to a part of what it restores.
+    """Restore of one pass that attends to a part of the restored tokens.
 
     Args:
-        plan: with `budget_tokens`.
-        layers: with full attention, ascending; the others are none of ours.
-        selector: chooses.
-        fetcher: of the pass.
-        kept: has the indexes that other processes made, for a selector that goes by such.
-        prefetches: what is fetched ahead.
-        importance: is told what attention each token gets, if not None.
-        rechoose: whether each decoded token chooses again.
-        observed: where queries attend to all that is restored, choices are made for so many of the last ones.
+        plan: Plan with `budget_tokens`.
+        layers: Layers with full attention, ascending.
+        selector: Selects the tokens.
+        fetcher: Fetcher of the pass.
+        kept: Indexes in sidecars, for a selector that uses indexes.
+        prefetches: Kinds of blocks to prefetch.
+        importance: Records the attention of each token, if not None.
+        rechoose: Whether each generated token reselects.
+        observed: Number of last queries to select for, if queries attend to all restored tokens (`plan.streamed`).
     """
 
     def __init__(
@@ -73,20 +74,20 @@ class SelectiveRestore:
         self._prefetches, self._importance, self._rechoose = prefetches, importance, rechoose
         self.observed = observed
         restored = plan.suffix or 0
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # keys that were chosen from, by period and row of _rows
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}  # scored keys, by period and index in _rows
         self._periods = in_groups(layers, selector.period, selector.solo_layers)
         self._period_of = {layer: number for number, period in enumerate(self._periods) for layer in period}
         self._rows = [RowPrefix(group, restored - group.pad) for group in plan.groups if restored > group.pad]
         self._padding = [row for group in plan.groups if restored <= group.pad for row in group.rows]
-        self._chosen: dict[int, list[Gathers]] = {}  # of each period, for each of _rows
-        self._columns: dict[int, int] = {}  # that each layer which has chosen holds of what is restored
-        self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period
-        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # of each period, in their own groups
-        self._asked_whole: set[tuple[SegmentReader, int]] = set()  # block groups that the last choice was made from
+        self._chosen: dict[int, list[Gathers]] = {}  # by period, for each of _rows
+        self._columns: dict[int, int] = {}  # restored positions held, by layer
+        self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period
+        self._keys: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}  # by period, of index groups
+        self._asked_whole: set[tuple[SegmentReader, int]] = set()  # groups that the last selection read as a whole
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
         self.index_fits = True
-        """Whether memory can hold what was chosen by: else the next request reads it again."""
+        """Whether memory has room for the indexes used; otherwise the next request reads them again."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._rows, kept)
@@ -95,53 +96,56 @@ class SelectiveRestore:
                 self._warm_up = WarmUp(self.residency, self.collector, kept.later, lists)
 
     def start(self) -> None:
-        """Start to fetch what the first choice is made from."""
+        """Start to fetch what the first selection needs."""
         with self._identifying():
             self._fetch_keys(0, self.selector.probe_heads)
 
     def choose(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, rotate_: Rotate, scaling: float | None
     ) -> int:
-        """Choose what `layer`'s queries attend to, if its period has not, and start to fetch it.
+        """Select what `layer` attends to, if its period has not selected yet, and start to fetch it.
 
         Args:
-            query: `[batch, heads, queries, dim]`, rotated, to choose by where that was not done ahead.
-            own_keys: `[batch, kv_heads, queries, dim]`, rotated, likewise.
-            rotate_: gives stored keys their rotation.
-            scaling: of the logits, or None for dim ** -0.5.
+            layer: Index of a layer with full attention.
+            query: `[batch, heads, queries, dim]`, rotated. Not used if the selection was made ahead.
+            own_keys: `[batch, kv_heads, queries, dim]`, rotated. Not used if the selection was made ahead.
+            rotate_: Rotates stored keys.
+            scaling: Scale of the logits; None for dim ** -0.5.
 
         Returns:
-            How many columns that takes: at most `plan.num_selected`.
+            Number of positions that the selected tokens take, at most `plan.num_selected`.
 
         Raises:
-            RestoreError: a block did not arrive.
+            RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
         if number not in self._chosen:
             self._choose(number, query, own_keys, rotate_, scaling)
         elif any(min(set(unit.block_group.layers) & set(self._periods[number])) == layer for unit in self._of(layer)):
-            self._bring(number, (layer,))  # what there was no room for before
+            self._bring(number, (layer,))  # chunks that a prefetch had no room for
         for before in [one for one in self._chosen if one < number]:
             del self._chosen[before]
         self._columns[layer] = max(gathers.chosen.shape[1] for gathers in self._chosen[number])
         return self._columns[layer]
 
     def fill(self, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate) -> None:
-        """Bring what was chosen for a layer.
+        """Wait for the selected tokens of a layer, and copy them.
 
         Args:
-            keys: `[batch, kv_heads, columns, dim]`, to be filled, as many as `choose` said; values likewise.
-            rotate_: gives stored keys their rotation.
+            layer: Index of a layer with full attention.
+            keys: `[batch, kv_heads, columns, dim]`, filled in place; as many positions as `choose` returned.
+            values: Like `keys`.
+            rotate_: Rotates stored keys.
 
         Raises:
-            RestoreError: a block did not arrive.
+            RestoreError: A block did not arrive.
         """
         number = self._period_of[layer]
         period, mine = self._periods[number], self._of(layer)
         self.fetcher.wait_for(mine)
         for row, gathers in zip(self._rows, self._chosen[number], strict=True):
             one, chosen = row.group.rows[0], gathers.chosen
-            begin = keys.shape[2] - chosen.shape[1]  # a short row has fewer tokens: padding stands before them
+            begin = keys.shape[2] - chosen.shape[1]  # a shorter row has padding before its tokens
             for tensor, name in ((keys, "key"), (values, "value")):
                 gathers.copy(mine, layer, name, tensor[one, :, begin:])
             rotate_(keys[one, :, begin:], chosen, row.tokens)
@@ -158,7 +162,7 @@ class SelectiveRestore:
             self._end()
 
     def _end(self) -> None:
-        """All layers have chosen: keep the indexes that were made, and let them be asked again."""
+        """Write new indexes, merge the indexes for decoding, and start the warm-up. Call when all layers are filled."""
         if self._indexes is not None:
             self.collector.add(index_bytes=self._indexes.nbytes)
             self._indexes.keep()
@@ -168,20 +172,20 @@ class SelectiveRestore:
                 self._warm_up.start()
 
     def _of(self, layer: int) -> list[FetchUnit]:
-        """The units that hold what was chosen for a layer."""
+        """Return the units that hold the selected tokens of a layer."""
         units = self._units[self._period_of[layer]].values()
         return [unit for unit in units if layer in unit.block_group.layers]
 
     def followed(self) -> Plan:
-        """The plan, and how much of what it restores each layer has chosen, where that is not as much as it may."""
+        """Return the plan, with the number of positions that each layer selected unless all equal the maximum."""
         columns = tuple(self._columns.values())
         return self.plan if set(columns) <= {self.plan.num_selected} else replace(self.plan, selected=columns)
 
     def prepare(self, ahead: LayerAhead) -> None:
-        """Choose for a period by what is predicted for its first layer, and start to fetch that.
+        """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
 
-        Only where the indexes are there: to make one, the layer's own pass must say how its keys are rotated. It then
-        chooses by the same prediction, but later.
+        This needs existing indexes: to build one, the layer's own pass must provide the rotation of its keys. Without
+        them, the keys are fetched, and the layer selects later from the same prediction.
         """
         number = self._period_of[ahead.layer]
         if number in self._chosen or ahead.layer != self._periods[number][0] or self._indexes is None:
@@ -192,7 +196,12 @@ class SelectiveRestore:
         self._choose(number, ahead.query, ahead.own_keys, rotate_nothing, ahead.scaling, ahead=True)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
-        """Room for the keys of rows that an index is missing of, like `[batch, kv_heads, n, dim]`; None for others."""
+        """Return empty tensors, `[kv_heads, tokens, dim]`, for the keys of rows that lack an index; None for others.
+
+        Args:
+            layer: Layer index.
+            like: `[batch, kv_heads, n, dim]`, keys of the layer.
+        """
         return [
             like.new_empty(like.shape[1], row.tokens, like.shape[3])
             if self._indexes is not None and self._indexes.lacks(layer, place)
@@ -201,14 +210,14 @@ class SelectiveRestore:
         ]
 
     def index(self, layer: int, keys: Sequence[torch.Tensor | None]) -> None:
-        """Make the missing indexes of these keys, rotated."""
+        """Build the missing indexes from these keys, rotated."""
         with self.collector.timing("select_seconds"):
             for place, every in enumerate(keys):
                 if every is not None and self._indexes is not None:
                     self._indexes.make(layer, place, every)
 
     def live(self, layer: int, batch: int) -> tuple[Live, list[Any]] | None:
-        """What to choose from while decoding, and what a layer that was filled holds of each row; None for never."""
+        """Return the decode selector, and what a filled layer holds of each row; None if nothing reselects."""
         if not self._rechoose:
             return None
         device_of = self.fetcher.device_of
@@ -234,11 +243,11 @@ class SelectiveRestore:
                 held[one] = self._live.row(layer, place, gathers.chosen)
         return self._live, held
 
-    # --- choosing
+    # --- selection
 
     @contextmanager
     def _identifying(self) -> Iterator[None]:
-        """Within this, time is that of choosing, and waits are for what that takes."""
+        """Count the time within this context as selection time, and its stalls as stalls of the selection."""
         stalled = self.collector.stats.stall_seconds
         with self.collector.timing("select_seconds"):
             yield
@@ -253,7 +262,7 @@ class SelectiveRestore:
         scaling: float | None,
         ahead: bool = False,
     ) -> None:
-        """Choose for a period, start to fetch all of it, and what can be known or guessed of the next one."""
+        """Select for a period, start to fetch its tokens, and prefetch for the next period."""
         if self._warm_up is not None and self._indexes is not None:
             self._note_warm(self._warm_up, self._indexes, self._periods[number][0], query, rotate_, scaling)
         before = self._chosen.get(number - 1, [])
@@ -297,7 +306,7 @@ class SelectiveRestore:
         rotate_: Rotate,
         scaling: float | None,
     ) -> None:
-        """Say which chunks matter most to a layer's last queries."""
+        """Record which chunks matter most to a layer's last queries."""
         with self.collector.timing("select_seconds"):
             for place, row in enumerate(self._rows):
                 size = indexes.chunk_tokens
@@ -307,12 +316,13 @@ class SelectiveRestore:
                     warm_up.note(row, layer, to_host(ranked)[0], size)
 
     def _bring(self, number: int, layers: Sequence[int], ahead: bool = False, guess: bool = False) -> None:
-        """Start to fetch what is chosen for some layers of a period: those of the first layer now, the others ahead of
-        their need.
+        """Start to fetch the selection of some layers of a period: the first layer's now, the others' ahead of need.
 
         Args:
-            ahead: whether the first layer's are ahead of their need, too.
-            guess: whether it is what the period before has chosen.
+            number: Number of the period.
+            layers: Layers of the period, ascending.
+            ahead: Whether the first layer's blocks are fetched ahead of need, too.
+            guess: Whether to fetch speculatively what the period before has selected.
         """
         units = self._units.setdefault(number, {})
         wanted: dict[FetchUnit, list[np.ndarray]] = {}
@@ -321,7 +331,7 @@ class SelectiveRestore:
                 unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                 wanted.setdefault(unit, []).append(unit.chunks_of(tokens))
         due = sorted(wanted.items(), key=lambda item: item[0].block_group.layers)
-        for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits for its own batch alone
+        for _, batch in groupby(due, lambda item: item[0].block_group.layers):  # a layer waits only for its own batch
             asked = [(unit, np.unique(np.concatenate(chunks))) for unit, chunks in batch]
             first = layers[0] in asked[0][0].block_group.layers
             if first and not guess and not ahead:
@@ -330,7 +340,7 @@ class SelectiveRestore:
                 self.fetcher.bring(asked, ahead=True, attends=not guess)
 
     def _note(self, number: int, row: RowPrefix, choice: Selection) -> None:
-        """Tell the tiers which chunks were chosen and what attention they get, and the store what its tokens get."""
+        """Report the selected chunks and their attention to the tiers, and the tokens' attention to the store."""
         for piece in row.pieces():
             shape, count = piece.reader.shape, min(piece.count, row.tokens - piece.at)
             mass = choice.mass[:, piece.at : piece.at + count]  # [rows, count]
@@ -348,15 +358,15 @@ class SelectiveRestore:
                 got = (mass[[head for head, _ in sets]] if len(mass) > 1 else mass).mean(axis=0)[tokens - piece.first]
                 step = shape.geometry.chunk_tokens
                 chunks, which = np.unique(shape.slot_of_token(block_group, tokens) // step, return_inverse=True)
-                held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each
+                held = np.minimum(step, shape.tokens_in(block_group) - chunks * step)  # tokens of each chunk
                 self.residency.note_attention(
                     piece.reader.owner(block_group.index),
                     shape.chunks_in(block_group),
                     chunks,
                     np.bincount(which, got),
-                    np.bincount(which, times / len(sets)) / held,  # of the heads that want a token
+                    np.bincount(which, times / len(sets)) / held,  # share of heads that select a token
                 )
-            for index in asked:  # all of each chunk is wanted every time, and whatever got attention got it by these
+            for index in asked:  # every selection reads all of these chunks, and all attention depends on them
                 block_group = shape.block_groups[index]
                 every = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
                 chunks = shape.chunks_of(block_group, every)
@@ -368,12 +378,12 @@ class SelectiveRestore:
     # --- keys for scoring
 
     def _indexes_of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
-        """Of a row's restored tokens."""
+        """Return the indexes of a row's restored tokens."""
         assert self._indexes is not None
         return self._indexes.of(layer, place, rotate_)
 
     def _fetch_keys(self, number: int, heads: int | None, ahead: bool = False) -> None:
-        """Start to fetch what a period's choice is made from, of some heads or all. What is done is not done again."""
+        """Start to fetch the keys, of some first heads or all, that a period selects from, unless fetched already."""
         layer, wanted = self._periods[number][0], []
         if self._indexes is not None:
             self._indexes.fetch(layer, ahead)
@@ -382,7 +392,7 @@ class SelectiveRestore:
             for piece in row.pieces():
                 tokens = np.arange(piece.first, piece.first + min(piece.count, row.tokens - piece.at))
                 for block_group in key_groups(piece.reader.shape, layer, heads):
-                    # what also holds what is attended to is held on to
+                    # groups that also hold attended tokens are kept
                     units = (self._keys if block_group.identifies else self._units).setdefault(number, {})
                     unit = units.setdefault((piece.reader, block_group.index), FetchUnit(piece.reader, block_group))
                     unit.identifies = True
@@ -390,7 +400,7 @@ class SelectiveRestore:
         self.fetcher.bring(wanted, ahead, attends=False)
 
     def _keys_of(self, number: int, place: int, rotate_: Rotate, heads: int | None) -> torch.Tensor:
-        """`[kv_heads, tokens, dim]`: the rotated keys of a row's restored tokens at a period's first layer."""
+        """Return the rotated keys of a row's restored tokens at a period's first layer: `[kv_heads, tokens, dim]`."""
         row = self._rows[place]
         self._fetch_keys(number, heads)
         layer, every = self._periods[number][0], np.arange(row.tokens)
@@ -401,7 +411,7 @@ class SelectiveRestore:
             names = [(piece.reader, block_group.index) for block_group in key_groups(piece.reader.shape, layer, heads)]
             units = [apart.get(name) or among[name] for name in names]
             self.fetcher.wait_for(units)
-            self.fetcher.confirm()  # what keys say of tokens, and what stays of them, outlives the pass
+            self.fetcher.confirm()  # scores and kept keys outlive the pass
             asked.extend(units)
             self._asked_whole.update(names)
         Gathers(row, every[None]).copy(asked, layer, "key", keys)

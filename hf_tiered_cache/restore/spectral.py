@@ -1,6 +1,7 @@
-"""Which tokens of a passage most need their true context: by their energy at low frequencies, or by how far they move.
+"""Ranking of a passage's tokens by how much they need their true context: energy at low frequencies, or change of KV.
 
-One ranking for all layers, since hidden states are dropped once. Sources: CacheTune, Section 4.1; the change is ours.
+All layers share one ranking, since hidden states are dropped once. Sources: CacheTune, Section 4.1; the ranking by
+change is ours.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ import torch
 
 Ranking = Literal["low_frequency", "high_frequency", "random", "context"]
 RANKINGS: tuple[Ranking, ...] = ("low_frequency", "high_frequency", "random", "context")
-"""The paper's, what it compares it with, and ours: how far a token's KV moves when other text stands before it."""
+"""Rankings: the paper's, its baselines, and ours (`context`): how much a token's KV changes when other text precedes
+it."""
 
 RANKED_IN_CONTEXT = ("context",)
-"""Those for which a passage is computed once more, behind other text; their scores compare between passages."""
+"""Rankings that compute a passage once more, after other text. Their scores are comparable between passages."""
 
 KV = tuple[torch.Tensor, torch.Tensor]
-"""Keys before their rotation, and values, of one layer: `[heads, tokens, dim]`."""
+"""Keys before rotation, and values, of one layer: `[heads, tokens, dim]`."""
 
 
 def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.Tensor:
-    """What is left of each token below (or above) a cut-off frequency: its norm over all heads together.
+    """Return the norm of each token, over all heads, after a low-pass or high-pass filter along the tokens.
 
     Args:
-        tensor: `[heads, tokens, dim]`, keys before their rotation or values.
-        alpha: share of the frequencies that are low.
-        low: whether these are kept, or the others.
+        tensor: `[heads, tokens, dim]`, keys before rotation or values.
+        alpha: Share of the frequencies that are low.
+        low: Whether to keep the low frequencies; otherwise the high ones.
 
     Returns:
         float32 `[tokens]`.
@@ -42,7 +44,7 @@ def band_energy(tensor: torch.Tensor, alpha: float, low: bool = True) -> torch.T
 
 
 def change(here: KV, kv_in_context: KV) -> torch.Tensor:
-    """How far each token's keys and values move when computed in context, as a share of their norms: `[tokens]`."""
+    """Return how much each token's keys and values change in context, relative to their norms: float32 `[tokens]`."""
     moved = torch.zeros(here[0].shape[1])
     for mine, other in zip(here, kv_in_context, strict=True):
         wide = mine.float()
@@ -53,16 +55,16 @@ def change(here: KV, kv_in_context: KV) -> torch.Tensor:
 def rank_tokens(
     layers: Iterable[KV], ranking: Ranking, alpha: float, kv_in_context: Iterable[KV] | None = None
 ) -> np.ndarray:
-    """How much it matters that each token of a passage is computed in its true context.
+    """Return how much it matters that each token of a passage is computed in its true context.
 
     Args:
-        layers: of each layer what the passage has, computed alone.
-        ranking: one of `RANKINGS`.
-        alpha: see `band_energy`.
-        kv_in_context: the same, computed behind other text, for those `RANKED_IN_CONTEXT`.
+        layers: KV of each layer, of the passage computed alone.
+        ranking: One of `RANKINGS`.
+        alpha: See `band_energy`.
+        kv_in_context: KV of each layer, of the passage computed after other text; for `RANKED_IN_CONTEXT`.
 
     Returns:
-        float32 `[tokens]`, summed over the layers. Energies count alike in each; a change is a share already.
+        float32 `[tokens]`, summed over the layers. Energies are normalized per layer; changes are relative already.
     """
     scores = []
     others = iter(kv_in_context or ())

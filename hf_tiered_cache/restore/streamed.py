@@ -1,4 +1,4 @@
-"""Attention to all that is restored, without holding it: it comes run by run, layer by layer, and goes again."""
+"""Attention to all restored tokens without holding them: each layer fetches them run by run, and releases each run."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from .partial_attention import attention
 from .plan import Plan
 
 _RUN_TOKENS = 8192
-"""Tokens of a run, at most: enough for a kernel, and for a disk, to be busy."""
+"""Maximum number of tokens of a run: enough to keep a kernel and a disk busy."""
 
 
 class StreamedPrefix:
-    """What a pass restores, for layers with full attention whose queries attend to all of it.
+    """Restored tokens of a pass, for layers with full attention that attend to all of them.
 
-    While a layer attends to one run of tokens, the next is on its way, so that two runs of one layer are in memory.
+    While a layer attends to one run of tokens, the next is fetched, so two runs of one layer are in memory.
 
     Args:
-        plan: of the pass.
-        layers: with full attention, ascending.
-        fetcher: of the pass.
+        plan: Plan of the pass.
+        layers: Layers with full attention, ascending.
+        fetcher: Fetcher of the pass.
     """
 
     def __init__(self, plan: Plan, layers: Sequence[int], fetcher: Fetcher) -> None:
         self._layers, self._fetcher = layers, fetcher
         suffix = plan.suffix or 0
         rows = [RowPrefix(group, suffix - group.pad) for group in plan.groups if suffix > group.pad]
-        self._runs: list[tuple[int, Gathers]] = []  # number of the row, and its tokens
+        self._runs: list[tuple[int, Gathers]] = []  # row number, and tokens of the run
         for number, row in enumerate(rows):
             for first in range(0, row.tokens, _RUN_TOKENS):
                 tokens = np.arange(first, min(first + _RUN_TOKENS, row.tokens))
@@ -43,7 +43,7 @@ class StreamedPrefix:
         """Start to fetch the first run.
 
         Raises:
-            RestoreError: a fetch could not begin.
+            RestoreError: A fetch could not be started.
         """
         self._bring(self._layers[0], 0)
 
@@ -58,20 +58,21 @@ class StreamedPrefix:
         scaling: float | None,
         collect: Sequence[torch.Tensor | None] = (),
     ) -> torch.Tensor:
-        """The output of a layer's attention, `[batch, heads, n, dim]`.
+        """Return the output of a layer's attention, `[batch, heads, n, dim]`.
 
         Args:
-            layer: with full attention.
+            layer: Index of a layer with full attention.
             query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, n, dim]`, the queries' own, rotated; values likewise.
-            mask: among these, `[batch, 1, n, n]`; None for a causal one.
-            rotate_: gives stored keys their rotation.
-            scaling: of the logits, or None for dim ** -0.5.
-            collect: of each row group, in the order of the plan's, `[kv_heads, tokens, dim]` to put the rotated keys
-                of its tokens in, or None.
+            keys: `[batch, kv_heads, n, dim]`, keys of the same tokens, rotated.
+            values: Like `keys`.
+            mask: Mask among these tokens, `[batch, 1, n, n]`; None for a causal one.
+            rotate_: Rotates stored keys.
+            scaling: Scale of the logits; None for dim ** -0.5.
+            collect: For each row group that restores tokens, `[kv_heads, tokens, dim]` to copy their rotated keys to,
+                or None.
 
         Raises:
-            RestoreError: a block did not arrive.
+            RestoreError: A block did not arrive.
         """
         found = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (place, gathers) in enumerate(self._runs):
@@ -98,7 +99,7 @@ class StreamedPrefix:
         return found.output.to(query.dtype)
 
     def _bring(self, layer: int, number: int, ahead: bool = False) -> None:
-        """Start to fetch a run for a layer, or what there was no room for before."""
+        """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
         gathers = self._runs[number][1]
         known = self._units.setdefault((layer, number), [])
         units = {(unit.reader, unit.block_group.index): unit for unit in known}

@@ -1,8 +1,8 @@
-"""Sums of attention by stretches of columns: the last columns can be taken back, and their sums with them.
+"""Attention sums in sampled windows of positions, so that the last positions can be cropped with their sums.
 
-A sum cannot be undone, since queries are gone. So sums are kept apart, small stretches at the end and large ones before
-(as in an exponential histogram: Datar et al. 2002): few are held, and who takes columns back loses the sums of about
-as many more.
+A sum cannot be undone, since queries are not kept. So sums are kept separately, in small windows at the end and large
+ones before (as in an exponential histogram: Datar et al. 2002). Few sums are held, and cropping loses the sums of about
+as many more positions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..select.attention_sums import AttentionSums
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """Sums over sampled columns.
+    """Attention sums of one sampled window.
 
     Args:
-        stop: the column behind the last one.
-        sampled: how many.
-        parts: how many stretches it was made of.
-        sums: over these, each counted as often as it stands for columns.
+        stop: Position after the last sampled one.
+        sampled: Number of sampled positions.
+        parts: Number of windows that it was merged from.
+        sums: Sums over the sampled positions, each weighted by the number of positions that it represents.
     """
 
     stop: int
@@ -38,34 +38,34 @@ class Stretch:
         return Stretch(max(self.stop, other.stop), sampled, parts, self.sums + other.sums)
 
     def select(self, rows: torch.Tensor) -> Stretch:
-        """Of other sequences: the i-th is what `rows[i]` was."""
+        """Return the window with reordered rows: row i is the former row `rows[i]`."""
         return replace(self, sums=self.sums.select(rows))
 
     def to(self, device: torch.device) -> Stretch:
-        """On this device."""
+        """Return the window on `device`."""
         return replace(self, sums=self.sums.to(device))
 
 
 class Stretches:
-    """The sums of one cache's columns."""
+    """Attention sums of one cache, in sampled windows."""
 
     def __init__(self, stretches: Sequence[Stretch] = ()) -> None:
         self._stretches = list(stretches)  # ascending
-        self._order: torch.Tensor | None = None  # which row each row of today was when these were added
+        self._order: torch.Tensor | None = None  # former row of each current row, not applied yet
 
     def __len__(self) -> int:
         return len(self._stretches)
 
     @property
     def stop(self) -> int:
-        """The column behind the last one that was counted."""
+        """Position after the last one that was counted."""
         return max((stretch.stop for stretch in self._stretches), default=0)
 
     def add(self, new: Sequence[Stretch]) -> None:
-        """Count these, too."""
+        """Add windows, and merge older ones."""
         self._settle()
         every = sorted([*self._stretches, *new], key=lambda stretch: stretch.stop)
-        kept, parts = list[Stretch](), 0  # from the end
+        kept, parts = list[Stretch](), 0  # from the last one back
         for stretch in reversed(every):
             if kept and kept[-1].parts + stretch.parts <= parts - kept[-1].parts:
                 kept[-1] = stretch + kept[-1]
@@ -75,24 +75,24 @@ class Stretches:
         self._stretches = kept[::-1]
 
     def crop(self, columns: int) -> None:
-        """Keep what comes of the first `columns` columns alone."""
+        """Keep only windows within the first `columns` positions."""
         self._stretches = [stretch for stretch in self._stretches if stretch.stop <= columns]
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was. Beam search does this at every token, so sums follow later."""
+        """Replace row i by the former row `rows[i]`. Sums follow later, since beam search does this at every token."""
         self._order = reordered(self._order, rows)
 
     def to(self, device: torch.device) -> None:
-        """Keep them there."""
+        """Move the sums to `device`."""
         self._stretches = [stretch.to(device) for stretch in self._stretches]
 
     def total(self) -> Stretch | None:
-        """All of them, if there are any."""
+        """Return the sum of all windows, or None if there are none."""
         self._settle()
         return reduce(add, self._stretches) if self._stretches else None
 
     def copy(self) -> Stretches:
-        """The same, to go on alone."""
+        """Return an independent copy."""
         self._settle()
         return Stretches(self._stretches)
 
@@ -102,5 +102,5 @@ class Stretches:
 
 
 def reordered(order: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
-    """The order of rows `order` (None: as they were), reordered by `rows`."""
+    """Return the row order `order` (None: unchanged) followed by the reordering `rows`."""
     return rows if order is None else order.index_select(0, rows.to(order.device))

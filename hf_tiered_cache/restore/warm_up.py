@@ -1,7 +1,7 @@
-"""What decoding is likely to ask for comes to host memory first (KVDRIVE, Section 7.1).
+"""Warm-up of host memory with the chunks that decoding is likely to need (KVDRIVE, Section 7.1).
 
-The last queries of a prompt say which chunks of its prefix matter. Those that they want most stand in the columns of
-their layers; of the others as many as the host has room for are brought there, behind the request.
+The last queries of a prompt show which chunks of its prefix matter. The layers hold the most important ones themselves;
+of the others, as many as the host has room for are fetched to host memory, after the request.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .chosen import RowPrefix, restoring_groups
 logger = logging.getLogger("hf_tiered_cache")
 
 _SHARE = 0.9
-"""Of host memory: the rest is for what is asked for meanwhile."""
+"""Share of host memory to fill; the rest is for requests in the meantime."""
 
 
 class WarmUp:
-    """Chunks of one prompt by importance, and their way to the host.
+    """Most important chunks of one prompt, and their fetch to host memory.
 
     Args:
-        residency: the tiers.
-        collector: counts what is read.
-        later: does something behind the request.
-        lists: how many will be noted: one for each layer and row.
+        residency: Memory tiers.
+        collector: Statistics of the reads.
+        later: Runs a callable after the request.
+        lists: Number of lists that will be recorded: one for each layer and row.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class WarmUp:
     ) -> None:
         self._residency, self._collector, self._later = residency, collector, later
         self._bytes_of_each = int(_SHARE * residency.host.budget / lists)
-        self._noted: list[list[BlockRequest]] = []  # of each layer and row
+        self._noted: list[list[BlockRequest]] = []  # by layer and row
 
     def chunks_of_each(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
-        """How many chunks of each head there is room for, for one layer and row; 0 where it has room for all."""
+        """Return how many chunks of each head fit, for one layer and row; 0 if all of them fit."""
         bytes_of_one, bytes_of_all = 0, 0
         for piece in row.pieces():
             shape = piece.reader.shape
             groups = restoring_groups(shape, (layer,))
             bytes_of_all += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
-            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # that one chunk takes of each group
+            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # per chunk and group
             bytes_of_one = max(bytes_of_one, blocks * sum(group.block_bytes for group in groups))
         return 0 if bytes_of_all <= self._bytes_of_each else self._bytes_of_each // bytes_of_one
 
     def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
-        """The chunks of a row that matter most to a layer: int64 `[kv_heads, n]`, of `chunk_tokens` each."""
+        """Record the chunks of a row that matter most to a layer, int64 `[kv_heads, n]`, `chunk_tokens` tokens each."""
         wanted, firsts = list[BlockRequest](), np.sort(ranked, axis=1) * chunk_tokens
         for piece in row.pieces():
             shape = piece.reader.shape
@@ -73,7 +73,7 @@ class WarmUp:
         self._noted.append(wanted)
 
     def start(self) -> None:
-        """Bring what was noted, one layer after the other."""
+        """Fetch the recorded chunks, layer by layer."""
         for wanted in self._noted:
             self._later(partial(_bring, self._residency, self._collector, wanted))
 
@@ -83,7 +83,7 @@ def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRe
     try:
         lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
         lease.wait()
-    except (TieredCacheError, OSError, MemoryError) as error:  # whoever needs it asks again, counts it and reports it
+    except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
         logger.info("chunks that are likely to be wanted are not brought to the host: %s", error)
     finally:
         if lease is not None:

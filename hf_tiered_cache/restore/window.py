@@ -1,9 +1,9 @@
-"""Choosing chunks for each head at each token, out of a window in device memory and the tiers behind it (KVDRIVE).
+"""Selection of chunks for each head at each token, from a window in device memory and the tiers (KVDRIVE).
 
-Of what a layer's columns hold of the prefix, the first and last tokens stay, and the chunks between follow the queries:
-at each token an index ranks the chunks of each kv head. What is chosen takes the columns of what is chosen no more,
-which goes aside in the window; what neither columns nor window have comes from the tiers. Attention asks for no order,
-since every key carries its position. Nothing that is attended to depends on where it was.
+Of the prefix positions that a layer holds, the first and last tokens are fixed, and the chunks between follow the
+queries: at each token, an index ranks the chunks of each kv head. Newly selected chunks replace deselected ones in
+place, which are set aside in the window. Chunks that the layer holds neither in place nor aside are fetched from the
+tiers. Attention does not depend on the order, since every key carries its position, nor on where a chunk came from.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from .micro_batches import MicroBatches
 
 @dataclass(eq=False)
 class WindowRow:
-    """What one layer holds of one row.
+    """Chunks that one layer holds of one row.
 
     Args:
-        prefix: number of its prefix.
-        window: which chunks stand in its columns, and aside.
-        aside: keys and values of those aside, `[slots, chunk_tokens, dim]` each; None before there are any.
-        grown: computed tokens that it chooses from, too, if any.
+        prefix: Number of the row's prefix.
+        window: Tells which chunks are at its positions, and which are set aside.
+        aside: Keys and values of the chunks set aside, `[slots, chunk_tokens, dim]` each; None before there are any.
+        grown: Offloaded generated KV that is selected from, too, if any.
     """
 
     prefix: int
@@ -51,23 +51,24 @@ class WindowRow:
     grown: GrownChunks | None = None
 
     def fork(self) -> WindowRow:
-        """One that goes its own way."""
+        """Return an independent copy."""
         aside = None if self.aside is None else (self.aside[0].clone(), self.aside[1].clone())
         return WindowRow(self.prefix, self.window.copy(), aside, self.grown)
 
 
 @dataclass(frozen=True, eq=False)
 class WindowedSelection:
-    """What a cache chooses from as long as it lives (see `Live`).
+    """Decode selector of a cache, kept for the lifetime of the cache (see `Live`).
 
     Args:
-        residency: the tiers.
-        device_of: the device of each layer.
-        prefixes: what is restored of each group of rows.
-        selector: ranks chunks.
-        indexes: of their chunks.
-        columns: restored ones that a layer holds of each row.
-        micro_batches: how many rows are ranked together.
+        residency: Memory tiers.
+        device_of: Returns the device of a layer.
+        prefixes: Restored tokens of each row group.
+        selector: Ranks chunks.
+        indexes: Indexes of the chunks.
+        columns: Number of restored positions that a layer holds of each row.
+        micro_batches: Determines how many rows are ranked together.
+        may_stay: See `Live`.
     """
 
     residency: Residency
@@ -80,11 +81,11 @@ class WindowedSelection:
     may_stay: bool = False
 
     def span(self, prefix: int) -> Span | None:
-        """How a row's tokens are chosen; None if it holds all of them."""
+        """Return how a row's tokens are selected; None if the row holds all of them."""
         return self.selector.span(self.prefixes[prefix].tokens, self.columns)
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> WindowRow | None:
-        """What a layer holds that attends to tokens `chosen`, int64 `[kv_heads, columns]`; None if that is all."""
+        """Return the state of a layer's row that holds `chosen`, int64 `[kv_heads, columns]`; None if that is all."""
         if (span := self.span(prefix)) is None:
             return None
         inside = chosen[:, span.first : chosen.shape[1] - span.last : span.chunk_tokens]
@@ -96,7 +97,7 @@ class WindowedSelection:
         return WindowRow(prefix, window)
 
     def leaving(self, rows: Sequence[WindowRow | None], computed: int) -> int:
-        """See `Live`. The last ones stay, as of the prompt; a row that holds all that it has keeps the others' too."""
+        """See `Live`. The last `selector.local` positions stay, and all if some row holds all its restored tokens."""
         beyond = max(0, computed - max(1, self.selector.local)) if None not in rows else 0
         return beyond // INDEXED_TOKENS * INDEXED_TOKENS
 
@@ -114,25 +115,25 @@ class WindowedSelection:
         return found
 
     def _num_chunks(self, prefix: int) -> int:
-        """How many chunks the indexes of a row's restored tokens have."""
+        """Return the number of chunks in the indexes of a row's restored tokens."""
         row, size = self.prefixes[prefix], self.selector.chunk_tokens
         return sum(-(-min(piece.count, row.tokens - piece.at) // size) for piece in row.pieces())
 
     def begin(self, collector: StatsCollector) -> WindowChoices:
-        """The choices of one pass."""
+        """Begin the decode selections of a pass."""
         self.micro_batches.begin()
         return WindowChoices(self, collector)
 
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
-    """What one row fetches of one block group of a segment.
+    """Chunks that one row fetches from one KV cache group of a segment.
 
     Args:
-        unit: its blocks.
-        entries: int64 `[n]`: which of the row's fetches.
-        tokens: int64 `[n]`: the first token of each, in the segment.
-        whole: whether each is a block.
+        unit: Blocks that hold them.
+        entries: int64 `[n]`, indexes into the row's fetches.
+        tokens: int64 `[n]`, first token of each chunk, counted in the segment.
+        whole: Whether each chunk is one block.
     """
 
     unit: FetchUnit
@@ -143,7 +144,7 @@ class _Wanted:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """What one row does at one layer."""
+    """Update of one row at one layer."""
 
     row: int
     held: WindowRow
@@ -153,12 +154,12 @@ class _Step:
 
     @cached_property
     def restored(self) -> Fetches:
-        """What comes from the tiers."""
+        """Chunks to fetch from the tiers."""
         return self._fetched(self.moves.fetched.chunks < self._first_computed)
 
     @cached_property
     def computed(self) -> Fetches:
-        """What comes from where computed tokens lie."""
+        """Chunks to copy from offloaded generated KV."""
         return self._fetched(self.moves.fetched.chunks >= self._first_computed)
 
     @property
@@ -170,11 +171,11 @@ class _Step:
 
 
 class WindowChoices:
-    """The choices of one pass.
+    """Decode selections of one pass.
 
     Args:
-        live: what is chosen from.
-        collector: counts what happens.
+        live: Decode selector of the cache.
+        collector: Statistics of the pass.
     """
 
     def __init__(self, live: WindowedSelection, collector: StatsCollector) -> None:
@@ -183,7 +184,7 @@ class WindowChoices:
         self._ahead = FetchAhead(self._fetcher, collector)
 
     def cancel(self) -> None:
-        """Let everything go, at whatever point the pass has ended."""
+        """Release all block handles, wherever the pass has stopped."""
         self._fetcher.cancel()
 
     def follow(
@@ -196,18 +197,18 @@ class WindowChoices:
         rotate_: Rotate,
         scaling: float | None,
     ) -> Sequence[WindowRow | None]:
-        """Put what is chosen for a layer's queries into its columns. See `Choices`."""
+        """Copy the chunks selected for a layer's queries to its positions. See `Choices`."""
         steps: list[_Step] = []
         units, started = self._ahead.take(layer), time.perf_counter()
         size = self._live.micro_batches.of(len(rows))
-        for first in range(0, len(rows), size):  # while blocks of some are on their way, others are ranked
+        for first in range(0, len(rows), size):  # ranking overlaps with fetches of other rows
             with self._collector.timing("select_seconds"):
                 some = self._plan(layer, first, rows[first : first + size], query, rotate_, scaling)
             self._ahead.complete([wanted for step in some for wanted in self._find(step, layer, units)])
             steps += some
         self._ahead.drop_others(units)
         self._fetcher.wait_for(units.values())
-        self._fetcher.confirm()  # what is written in place could not be taken back
+        self._fetcher.confirm()  # writes in place cannot be undone
         for step in steps:
             self._move(step, layer, keys[step.row], values[step.row], rotate_)
         self._fetcher.finish(units.values())
@@ -231,7 +232,7 @@ class WindowChoices:
         rotate_: Rotate,
         scaling: float | None,
     ) -> list[_Step]:
-        """Rank the chunks of rows from the `first` on, wait once for what was ranked, and say what moves."""
+        """Rank the chunks of rows, numbered from `first` on, wait once for the results, and plan the moves."""
         live, ranked = self._live, []
         for row, held in enumerate(rows, first):
             if held is not None and (span := live.span(held.prefix)) is not None:
@@ -240,7 +241,7 @@ class WindowChoices:
                     indexes, span = [*indexes, *held.grown.indexes], replace(span, grown=held.grown.numbers)
                 ranked.append((row, held, span, live.selector.rank(indexes, query[row], scaling, span)))
         steps: list[_Step] = []
-        if not ranked:  # these rows hold all that they have
+        if not ranked:  # these rows hold all restored tokens
             return steps
         for (row, held, span, _), on_host in zip(ranked, to_host(*(one[3] for one in ranked)), strict=True):
             pool = live.selector.candidates(on_host, span)
@@ -252,9 +253,9 @@ class WindowChoices:
     def _find(
         self, step: _Step, layer: int, units: dict[tuple[SegmentReader, int], FetchUnit]
     ) -> Iterator[tuple[FetchUnit, np.ndarray]]:
-        """The blocks of what a row fetches; noted in its step."""
+        """Yield the blocks that a row fetches, and record them in its step."""
         fetched, size = step.restored, step.span.chunk_tokens
-        firsts = fetched.chunks * size  # of the row
+        firsts = fetched.chunks * size  # counted in the row
         for piece in self._live.prefixes[step.held.prefix].pieces() if len(firsts) else ():
             inside = (firsts >= piece.at) & (firsts < piece.at + piece.count)
             for group in restoring_groups(piece.reader.shape, (layer,)):
@@ -277,7 +278,7 @@ class WindowChoices:
         values: torch.Tensor,
         rotate_: Rotate,
     ) -> None:
-        """Move entries between a row's columns, `[kv_heads, columns, dim]`, and what lies aside; fill in the rest."""
+        """Exchange chunks in `[kv_heads, columns, dim]`, a row's positions, with those set aside; copy fetched ones."""
         held, span, moves, device = step.held, step.span, step.moves, keys.device
         size, (brought, set_aside) = span.chunk_tokens, (moves.brought, moves.set_aside)
         restored, computed = step.restored, step.computed
@@ -289,7 +290,7 @@ class WindowChoices:
                 values.new_empty(slots, size, values.shape[2]),
             )
         targets = [_chunk_rows(tensor, span) for tensor in (keys, values)]
-        apart = targets[0][1]  # rows from head to head, of both
+        apart = targets[0][1]  # rows from one head to the next, in keys and values
         where = [
             *(brought.heads * apart + brought.columns, brought.slots),
             *(set_aside.heads * apart + set_aside.columns, set_aside.slots),
@@ -314,10 +315,11 @@ class WindowChoices:
     def _gather(
         self, step: _Step, layer: int, keys: torch.Tensor, values: torch.Tensor, rotate_: Rotate
     ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
-        """What came from the tiers for a row, in any order.
+        """Return the chunks of a row that were fetched from the tiers, in any order.
 
         Returns:
-            Keys, rotated, and values, `[n, chunk_tokens, dim]` each, and int64 `[n]`, which of `restored` each is.
+            Rotated keys and values, `[n, chunk_tokens, dim]` each, and the index of each chunk in `restored`, int64
+            `[n]`.
         """
         fetched, size, prefix = step.restored, step.span.chunk_tokens, self._live.prefixes[step.held.prefix]
         wanted, order = step.wanted, np.arange(len(fetched.chunks))
@@ -342,10 +344,11 @@ class WindowChoices:
 
 
 def _chunk_rows(columns: torch.Tensor, span: Span) -> tuple[torch.Tensor, int]:
-    """The chosen chunks in `[kv_heads, columns, dim]`, a row for each, so that any of any heads move in one step.
+    """Return the selected chunks of `[kv_heads, columns, dim]`, one row each, to move chunks of all heads at once.
 
     Returns:
-        A view `[rows, chunk_tokens * dim]` that begins with the first head's, and how many rows on the next head's are.
+        View `[rows, chunk_tokens * dim]` that begins with the first head's chunks, and the number of rows from one head
+        to the next.
     """
     length = span.chunk_tokens * columns.shape[2]
     apart, rest = divmod(columns.stride(0), length)
@@ -357,7 +360,7 @@ def _chunk_rows(columns: torch.Tensor, span: Span) -> tuple[torch.Tensor, int]:
 def _gather_tokens(
     wanted: Sequence[_Wanted], fetched: Fetches, size: int, layer: int, name: str, like: torch.Tensor
 ) -> torch.Tensor:
-    """What was fetched of one tensor, like `[kv_heads, _, dim]`, from blocks of any kind: `[fetches, size, dim]`."""
+    """Return what was fetched of one tensor, like `[kv_heads, _, dim]`, from any blocks: `[fetches, size, dim]`."""
     count = len(fetched.chunks)
     target = like.new_empty(len(like), count * size, like.shape[2])
     for each in wanted:
@@ -376,12 +379,12 @@ def _gather_tokens(
 
 
 def _each_token(firsts: np.ndarray, size: int) -> np.ndarray:
-    """int64 `[n, size]`: the tokens of chunks that begin with `firsts`."""
+    """Return the tokens of chunks with these first tokens: int64 `[n, size]`."""
     return firsts[:, None] + np.arange(size)
 
 
 def _heads_of(group: BlockGroup) -> range:
-    """The kv heads of a block group."""
+    """Return the kv heads of a KV cache group."""
     return range(
         min(part.first_head for part in group.parts), max(part.first_head + part.heads for part in group.parts)
     )

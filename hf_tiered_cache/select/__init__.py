@@ -1,4 +1,4 @@
-"""Which stored tokens a query may attend to, within a budget. What is chosen is made of whole blocks."""
+"""Selectors and decode indexes: choose, within a token budget, the stored tokens that queries attend to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Indexes that leave nothing out: every rotated key. They rank chunks by the very attention that their tokens get.
+"""Indexes of all rotated keys. They rank chunks by the actual attention weights of their tokens.
 
-Whole keys are as large as the keys, so that index is a baseline. With chunks of one token it ranks as InfiniGen (Lee et
-al., OSDI 2024) would with whole keys and queries, where that takes parts of both. In eight bits they are a quarter of
-float32's, and choose the same but for what is nearly equal.
+`AllKeysIndex` is as large as the keys themselves, so it is a baseline. With chunks of one token it ranks as InfiniGen
+(Lee et al., OSDI 2024) would with complete keys and queries; InfiniGen uses parts of both. `Int8KeysIndex` has a
+quarter of the size of float32 keys, and selects the same tokens except among nearly equal ones.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class KeysIndex(DecodeIndex):
-    """An index of every key by itself."""
+    """Index that holds every key individually."""
 
     @property
     @abstractmethod
     def num_tokens(self) -> int:
-        """How many keys there are."""
+        """Number of keys."""
 
     @abstractmethod
     def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
-        """The keys, `[kv_heads, tokens, dim]`, rotated."""
+        """Return the rotated keys in `dtype`, `[kv_heads, tokens, dim]`."""
 
     @property
     def chunks(self) -> int:
@@ -49,7 +49,7 @@ class KeysIndex(DecodeIndex):
         return best, scores.gather(1, best).exp_()
 
     def _of_chunks(self, weights: torch.Tensor) -> torch.Tensor:
-        """Logarithms `[kv_heads, tokens]`, summed as numbers to `[kv_heads, chunks]`."""
+        """Add up the weights of each chunk's tokens: from log weights `[kv_heads, tokens]` to `[kv_heads, chunks]`."""
         if self.chunk_tokens == 1:
             return weights
         missing = -weights.shape[1] % self.chunk_tokens
@@ -58,10 +58,10 @@ class KeysIndex(DecodeIndex):
 
 @dataclass(frozen=True, eq=False)
 class AllKeysIndex(KeysIndex):
-    """All keys.
+    """Index of all keys in their own dtype.
 
     Args:
-        keys: `[kv_heads, tokens, dim]`, in their dtype.
+        keys: Rotated keys, `[kv_heads, tokens, dim]`.
     """
 
     keys: torch.Tensor
@@ -80,11 +80,11 @@ class AllKeysIndex(KeysIndex):
 
 @dataclass(frozen=True, eq=False)
 class Int8KeysIndex(KeysIndex):
-    """All keys in eight bits, one scale for each token and head.
+    """Index of all keys in int8, with one scale per token and head.
 
     Args:
         codes: int8 `[kv_heads, tokens, dim]`.
-        scales: float32 `[kv_heads, tokens, 1]`: a key is its code times this.
+        scales: float32 `[kv_heads, tokens, 1]`. A key is its codes times its scale.
     """
 
     codes: torch.Tensor

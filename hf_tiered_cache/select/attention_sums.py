@@ -1,13 +1,13 @@
-"""How alike the attention of layers is, and how much of it goes to a context's two ends (Krul, Sections 4.2 and 5).
+"""Similarity of the attention of layers, and its share at the two ends of the context (Krul, Sections 4.2 and 5).
 
-The distance of two layers is Euclidean, over all attention weights of a head, and its mean over the heads is taken. It
-is a function of sums of products over rows and keys, |a - b|² = a·a + b·b - 2 a·b. So each row of attention, that of
-one query, is made, added up and dropped, and no matrix of tokens × tokens is ever held.
+The distance of two layers is Euclidean, over all attention weights of a head, and averaged over the heads. It is
+computed from sums of products over rows and keys: |a - b|² = a·a + b·b - 2 a·b. The attention row of each query is
+computed, added to the sums and dropped, so no tokens × tokens matrix is ever held.
 
-Differs from the paper in what the ends of a context are. There they are the first and last tenth of the whole sequence,
-which is not known before it ends; here those of what the row itself sees, at least one token each. Attention spread
-evenly gives 0.2 whatever the length. (The paper's would be 0.335, most of it from rows near the beginning, which
-see nothing but the first tenth.)
+Differs from the paper in the definition of the ends of a context. The paper uses the first and last tenth of the whole
+sequence, which is not known before the sequence ends. This module uses the first and last tenth of what each row sees,
+at least one token each. Uniform attention then gives 0.2 at any length. (The paper's definition would give 0.335,
+mostly from rows near the beginning, which see only the first tenth.)
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from ..transfers import to_device
 END = 0.1
 """Share of a row's context that counts as its beginning, and as its end (Algorithm 1)."""
 _LARGEST = 1 << 24
-"""Attention weights held at a time: 64 MiB of float32."""
+"""Maximum number of attention weights held at a time: 64 MiB of float32."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionSums:
-    """Sums over rows of attention, for each sequence of a batch.
+    """Sums over attention rows, for each sequence of a batch.
 
     Args:
-        products: float32 `[batch, heads, layers, layers]`, of two layers' weights, over keys and rows.
-        ends: float32 `[batch, layers]`, of the weights at both ends of the context, mean over the heads.
-        rows: float32 `[batch]`, how many rows they stand for.
+        products: float32 `[batch, heads, layers, layers]`: products of the weights of two layers, summed over keys and
+            rows.
+        ends: float32 `[batch, layers]`: weights at both ends of the context, summed over rows, mean over the heads.
+        rows: float32 `[batch]`: number of rows in the sums.
     """
 
     products: torch.Tensor
@@ -44,30 +45,30 @@ class AttentionSums:
         return AttentionSums(self.products + other.products, self.ends + other.ends, self.rows + other.rows)
 
     def times(self, weight: float) -> AttentionSums:
-        """The same rows, each standing for `weight`."""
+        """Return these sums with every row counted `weight` times."""
         return AttentionSums(self.products * weight, self.ends * weight, self.rows * weight)
 
     def select(self, rows: torch.Tensor) -> AttentionSums:
-        """Those of other sequences: the i-th is what `rows[i]` was, or the only one that there is."""
+        """Return the sums of reordered sequences: sequence i becomes sequence `rows[i]`, or the only one there is."""
         rows = rows.to(self.rows.device)
         if len(self.rows) == 1:
             rows = torch.zeros_like(rows)
         return AttentionSums(*(each.index_select(0, rows) for each in (self.products, self.ends, self.rows)))
 
     def to(self, device: torch.device) -> AttentionSums:
-        """On this device."""
+        """Return these sums on a device."""
         return AttentionSums(*(each.to(device) for each in (self.products, self.ends, self.rows)))
 
 
 @dataclass(frozen=True, eq=False)
 class QueryRows:
-    """Queries of some columns in every layer.
+    """Queries of some positions in every layer.
 
     Args:
-        columns: int64 `[n]`, ascending, on the host.
-        pads: columns of left padding of each sequence.
-        queries: for each layer `[batch, heads, n, dim]`, rotated.
-        scalings: of the logits, for each layer; None for dim ** -0.5.
+        columns: Padded positions, int64 `[n]`, ascending, on the host.
+        pads: Number of left-padding positions of each sequence.
+        queries: Queries of each layer, `[batch, heads, n, dim]`, rotated.
+        scalings: Scale of the logits of each layer; None for dim ** -0.5.
     """
 
     columns: np.ndarray
@@ -76,11 +77,11 @@ class QueryRows:
     scalings: Sequence[float | None]
 
     def first(self, count: int) -> QueryRows:
-        """The first `count` columns."""
+        """Return the queries of the first `count` positions."""
         return replace(self, columns=self.columns[:count], queries=[query[:, :, :count] for query in self.queries])
 
     def select(self, rows: torch.Tensor) -> QueryRows:
-        """Of other sequences: the i-th is what `rows[i]` was."""
+        """Return the queries of reordered sequences: sequence i becomes sequence `rows[i]`."""
         queries = [query.index_select(0, rows.to(query.device)) for query in self.queries]
         return replace(self, pads=[self.pads[row] for row in rows.tolist()], queries=queries)
 
@@ -88,17 +89,18 @@ class QueryRows:
 def attention_sums(
     rows: QueryRows, keys: Sequence[torch.Tensor], device: torch.device, at_once: int
 ) -> list[AttentionSums]:
-    """The sums of `at_once` rows after another.
+    """Compute attention sums for consecutive groups of `at_once` rows.
 
     Args:
-        rows: whose attention it is.
-        keys: for each layer `[batch, kv_heads, columns, dim]`, rotated, from column 0 on.
-        device: where they are computed: what lies elsewhere is brought there, one kv head after another.
+        rows: Queries of the attention rows.
+        keys: Keys of each layer, `[batch, kv_heads, columns, dim]`, rotated, from padded position 0 on.
+        device: Device to compute on. Keys on other devices are copied there, a few KV heads at a time.
+        at_once: Number of rows per group.
     """
     batch, heads, _, _ = rows.queries[0].shape
     kv_heads, count = keys[0].shape[1], len(rows.columns)
     group, layers = heads // kv_heads, len(keys)
-    # [batch, kv_heads, group, n, dim]; float32, as kernels of attention make their logits
+    # [batch, kv_heads, group, n, dim]; float32, as attention kernels compute logits
     queries = [
         query.to(device).float().mul(query.shape[-1] ** -0.5 if scaling is None else scaling).unflatten(1, (-1, group))
         for query, scaling in zip(rows.queries, rows.scalings, strict=True)
@@ -129,7 +131,7 @@ def attention_sums(
 
 
 class _Visible:
-    """What each row sees of the columns: those up to its own, but for padding."""
+    """Positions that each row sees: those up to its own, without padding."""
 
     def __init__(self, rows: QueryRows, device: torch.device) -> None:
         self._columns, self._pads = rows.columns, rows.pads
@@ -137,12 +139,12 @@ class _Visible:
         self._device = device
 
     def rows(self, some: slice) -> torch.Tensor:
-        """How many of these rows are no padding, float32 `[batch]`."""
+        """Return the number of rows that are not padding, float32 `[batch]`."""
         count = [(self._columns[some] >= pad).sum() for pad in self._pads]
         return to_device(np.array(count, np.float32), self._device)
 
     def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], some: slice) -> torch.Tensor:
-        """float32 `[layers, batch, kv_heads * group, n, columns]`, 0 for rows of padding."""
+        """Return attention weights, float32 `[layers, batch, kv_heads * group, n, columns]`; 0 for padding rows."""
         columns = int(self._columns[some][-1]) + 1
         batch, kv_heads, group, count, _ = queries[0].shape
         weights = torch.empty(len(keys), batch, kv_heads, group * count, columns, device=self._device)
@@ -155,7 +157,7 @@ class _Visible:
         return weights.nan_to_num_() if self._padded else weights
 
     def _hidden(self, some: slice, columns: int) -> torch.Tensor:
-        """bool `[batch or 1, 1, n, columns]`."""
+        """Return the mask of positions that rows do not see, bool `[batch or 1, 1, n, columns]`."""
         own, place = to_device(self._columns[some], self._device), torch.arange(columns, device=self._device)
         hidden = place > own.view(1, 1, -1, 1)
         if not self._padded:
@@ -163,14 +165,14 @@ class _Visible:
         return hidden | (place < to_device(np.array(self._pads), self._device).view(-1, 1, 1, 1))
 
     def at_ends(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
-        """What the two ends of each row's context get, summed over rows and heads, `[layers, batch]`."""
+        """Return the weights at the two ends of each row's context, summed over rows and heads, `[layers, batch]`."""
         own = self._columns[some]
         if len(own) == 1 and not self._padded:
             width = _width(own)[0]
             ends = weights[..., :width].sum((2, 3, 4))
             return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
         place = np.arange(weights.shape[-1])
-        near = []  # of each sequence, [n, columns]
+        near = []  # [n, columns] for each sequence
         for pad in self._pads if self._padded else (0,):
             width = _width(own - pad)[:, None]
             near.append((place < pad + width) | (place > own[:, None] - width))
@@ -179,5 +181,5 @@ class _Visible:
 
 
 def _width(last: np.ndarray) -> np.ndarray:
-    """Columns at each end of contexts, given the place of their last column."""
+    """Return the number of positions at each end of contexts, given the index of their last position."""
     return np.maximum(1, np.ceil(END * (last + 1))).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Choosing chunks by an index of their keys, for each kv head its own (KVDRIVE, Section 4)."""
+"""Selector of chunks by a decode index of their keys, separately for each KV head (KVDRIVE, Section 4)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from .decode_index import DecodeIndex, rank
 from .selector import Selection, SelectionInput, Selector
 
 WindowSizes = tuple[tuple[float, ...], ...]
-"""Of each layer of a model those of its kv heads, in multiples of what is chosen; () where nothing is chosen."""
+"""Window sizes of the KV heads of each layer of a model, in multiples of the selected chunks; () for a layer without
+selection."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """What of a row's restored tokens is chosen: the first and the last ones always, and chunks between them.
+    """Division of a row's restored tokens: leading and trailing tokens, always attended to, and chunks to select.
 
     Args:
-        tokens: restored.
-        first: so many tokens in front, whole chunks.
-        last: so many at the end.
-        chunks: so many chunks of those between.
-        chunk_tokens: tokens of a chunk.
-        grown: chunks of computed tokens, which may be chosen, too.
+        tokens: Number of restored tokens.
+        first: Number of leading tokens, in whole chunks, that are always attended to.
+        last: Number of trailing tokens that are always attended to.
+        chunks: Number of chunks to select between them.
+        chunk_tokens: Tokens per chunk.
+        grown: Chunks of offloaded generated KV, which may be selected, too.
     """
 
     tokens: int
@@ -40,11 +41,15 @@ class Span:
 
     @property
     def candidates(self) -> range:
-        """The chunks that may be chosen. Where the last tokens do not begin with a chunk, the one they cut is none."""
+        """Chunks that may be selected. A chunk that overlaps the trailing tokens is excluded."""
         return range(self.first // self.chunk_tokens, (self.tokens - self.last) // self.chunk_tokens)
 
     def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
-        """int64 `[heads, tokens]`: those in front, those of chunks, int64 `[heads, chunks]`, and those at the end."""
+        """Return the leading tokens, those of `chunks`, and the trailing ones: int64 `[heads, tokens]`.
+
+        Args:
+            chunks: Selected chunks, int64 `[heads, chunks]`.
+        """
         heads = len(chunks)
         inside = (chunks[..., None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(heads, -1)
         ends = np.arange(self.first), np.arange(self.tokens - self.last, self.tokens)
@@ -54,19 +59,19 @@ class Span:
 
 @dataclass(frozen=True)
 class ByIndex(Selector):
-    """For each kv head the chunks that an index ranks first for the queries of its group.
+    """Selector of the chunks that a decode index ranks first, for each KV head by the queries of its group.
 
     Args:
-        kind: of the index: one of `DECODE_INDEXES`.
-        chunk_tokens: tokens of a chunk.
-        sinks: tokens in front that are chosen always, as whole chunks.
-        local: tokens at the end that are chosen always, at least.
-        window: entries that a head keeps in device memory while decoding, in multiples of those that are chosen.
-        eviction: by which entries leave that window (see `Window`).
-        pool: how many candidates are ranked for each chunk that is chosen: what the window keeps goes by these.
-        window_sizes: of each layer and kv head instead of `window`, likewise; () for none.
-        trace: is told the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best first; at the
-            beginning the chunks that the prompt has chosen.
+        kind: Type of the index: a value of `DECODE_INDEXES`.
+        chunk_tokens: Tokens per chunk.
+        sinks: Number of leading tokens that are always selected, rounded up to whole chunks.
+        local: Minimum number of trailing tokens that are always selected.
+        window: Number of chunks that a head keeps in device memory while decoding, in multiples of the selected chunks.
+        eviction: Eviction policy of that window (see `Window`).
+        pool: Number of candidates that are ranked per selected chunk. The window's eviction uses their order.
+        window_sizes: Window sizes per layer and KV head, used instead of `window`; () for none.
+        trace: Callback that gets the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best
+            first. The first call has the chunks selected for the prompt.
     """
 
     kind: type[DecodeIndex] = ClusterIndex
@@ -84,24 +89,27 @@ class ByIndex(Selector):
         return self.kind, self.chunk_tokens
 
     def budgeted_tokens(self, budget: float, tokens: int) -> int:
-        """How many of a row's restored tokens are held, where a share `budget` of the chunks is chosen: never none."""
+        """Return the number of a row's restored tokens that are held if a share `budget` of its chunks is selected.
+
+        At least one chunk is selected. Sinks and local tokens are counted, too.
+        """
         step = self.chunk_tokens
         first, last = self._first, tokens - max(0, tokens - self.local) // step * step
         chunks = max(1, int(budget * -(-tokens // step) + 1e-9))
         return min(tokens, first + chunks * step + last)
 
     def span(self, tokens: int, count: int) -> Span | None:
-        """How `count` of a row's `tokens` are chosen; None if that is all of them."""
+        """Return how `count` of a row's `tokens` restored tokens are selected, or None if all of them are."""
         if count >= tokens:
             return None
         chunks = (count - self._first - self.local) // self.chunk_tokens
         return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
 
     def capacities(self, layer: int, heads: int, chunks: int) -> np.ndarray:
-        """Entries that each kv head keeps while decoding, of which `chunks` are chosen: int64 `[heads]`.
+        """Return the number of chunks that each KV head keeps while decoding, `chunks` selected: int64 `[heads]`.
 
         Raises:
-            ConfigError: there are sizes by head, and none for these.
+            ConfigError: `window_sizes` has no sizes for this layer and number of heads.
         """
         sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
         if not sizes or len(sizes[0]) != heads:
@@ -119,16 +127,16 @@ class ByIndex(Selector):
     def rank(
         self, indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | None, span: Span
     ) -> torch.Tensor:
-        """Chunks by how much queries, `[heads, n, dim]`, want them, best first: int64 `[kv_heads, n]`, on the device.
+        """Rank chunks for queries, `[heads, n, dim]`, best first: int64 `[kv_heads, n]`, on the device.
 
-        Among these are enough of `candidates`, whichever of the others rank high.
+        The result contains enough of `candidates`, however high the other chunks rank.
         """
         every = sum(index.chunks for index in indexes)
         others = every - len(span.candidates) - len(span.grown)
         return rank(indexes, query, scaling, min(every, int(self.pool * span.chunks) + others))[0]
 
     def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
-        """Those of int64 `[..., n]` that may be chosen, in their order: as many of each row as there are at least."""
+        """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
         wanted, grown = span.candidates, span.grown
         out = (ranked < wanted.start) | (ranked >= wanted.stop)
         if len(grown):

@@ -1,10 +1,12 @@
-"""ShadowKV's index (Sun et al. 2024, Section 4), as a baseline: the mean rotated key of each chunk, and outliers.
+"""Baseline: ShadowKV's index (Sun et al. 2024, Section 4), the mean rotated key of each chunk and outlier chunks.
 
-Softmax over the means for each query head, the largest weight among the query heads of a kv head, summed over queries.
-A chunk with a key that points elsewhere than its mean is badly represented: the 48 with the lowest such cosine are
-always chosen, before all others, and take no part in the softmax. Differs from the paper in that they count against
-the budget, of which they are at most a quarter (in the paper 48 beside 256), and in that they are those of all indexes
-together. Its low-rank keys on the device are not part of this.
+The score of a chunk is the softmax over the means for each query head, the largest weight among the query heads of a KV
+head, summed over queries. A mean represents a chunk badly if one of its keys points in another direction. The 48 chunks
+with the lowest such cosine are always selected, before all others, and take no part in the softmax.
+
+Differs from the paper in two ways. Outliers count against the budget, of which they are at most a quarter (in the paper
+there are 48 in addition to 256). And they are determined across all indexes together. The paper's low-rank keys on the
+device are not implemented.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ChunkMeanIndex(DecodeIndex):
-    """Means of chunks.
+    """Index of chunk means.
 
     Args:
-        means: `[kv_heads, chunks, dim]`, in the dtype of the keys.
-        outliers: int32 `[kv_heads, most]`, the chunks with the lowest cosines, lowest first.
-        cosines: float32 `[kv_heads, most]`, theirs: the lowest of a key with its chunk's mean.
+        means: Mean keys, `[kv_heads, chunks, dim]`, in the dtype of the keys.
+        outliers: Chunks with the lowest cosines, int32 `[kv_heads, most]`, lowest first.
+        cosines: Lowest cosine of a key with its chunk's mean, for each outlier, float32 `[kv_heads, most]`.
     """
 
     means: torch.Tensor

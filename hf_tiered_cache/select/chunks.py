@@ -1,4 +1,4 @@
-"""Which restored tokens a budget buys: whole chunks by the attention they get."""
+"""Selection of whole chunks within a token budget, by the attention that their tokens get."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class ChunkMap:
-    """The chunks that a row's restored tokens lie in: one set of them for all kv heads, or one for each.
+    """Chunks that hold a row's restored tokens: one set for all KV heads, or one per KV head.
 
     Args:
-        chunk: int64 `[sets, tokens]`, the number of each token's chunk.
-        place: int64 `[sets, tokens]`, how many tokens of the row stand before it in that chunk.
+        chunk: Chunk number of each token, int64 `[sets, tokens]`.
+        place: Index of each token among the row's tokens in its chunk, in the order of slots, int64 `[sets, tokens]`.
     """
 
     chunk: np.ndarray
@@ -22,11 +22,11 @@ class ChunkMap:
 
     @classmethod
     def by_slot(cls, slots: np.ndarray, chunk_tokens: int) -> ChunkMap:
-        """Make the map of chunks that hold tokens of consecutive slots.
+        """Create the map of chunks that consist of consecutive slots.
 
         Args:
-            slots: int64 `[sets, tokens]`, in each set distinct.
-            chunk_tokens: slots of a chunk. Some may hold no token of the row.
+            slots: Slot of each token, int64 `[sets, tokens]`, distinct within a set.
+            chunk_tokens: Slots per chunk. Some slots may hold no token of the row.
         """
         order = np.argsort(slots, axis=1, kind="stable")  # [sets, tokens]: tokens by slot
         number = np.take_along_axis(slots, order, 1) // chunk_tokens
@@ -39,19 +39,19 @@ class ChunkMap:
 
     @property
     def tokens(self) -> int:
-        """How many tokens of the row are restored."""
+        """Number of restored tokens of the row."""
         return self.chunk.shape[1]
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """int64 `[sets, chunks]`, tokens of each; none of the last ones of a set that has fewer chunks than others."""
+        """Number of tokens per chunk, int64 `[sets, chunks]`; 0 for trailing chunks of sets with fewer chunks."""
         return self.sums(np.ones(self.chunk.shape)).astype(np.int64)
 
     def sums(self, mass: np.ndarray) -> np.ndarray:
-        """Return what the tokens of each chunk get together: float64 `[rows, chunks]`.
+        """Return the mass of each chunk: float64 `[rows, chunks]`.
 
         Args:
-            mass: float `[rows, tokens]`, a row for each set, or several where one set serves all.
+            mass: Mass of each token, float `[rows, tokens]`: one row per set, or several rows if there is a single set.
         """
         rows, chunks = len(mass), self._chunks
         apart = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
@@ -63,55 +63,57 @@ class ChunkMap:
 
 
 def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
-    """How many of `tokens` a budget buys: k = max(1, floor(budget · chunks)) whole chunks, or all there are."""
+    """Return the number of tokens that a budget buys: max(1, floor(budget · chunks)) whole chunks, or all."""
     if budget >= 1:
         return tokens
     chunks = -(-tokens // chunk_tokens)
-    # a share such as 0.29 of 100 is 29 although 0.29 * 100 is a little less
+    # 1e-9 corrects floating-point error: 0.29 * 100 is slightly less than 29
     return min(tokens, max(1, int(budget * chunks + 1e-9)) * chunk_tokens)
 
 
 def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
-    """Choose the `count` tokens of the chunks that get most attention, for each row of `mass` by itself.
+    """Select the `count` tokens of the chunks with the most attention, separately for each row of `mass`.
 
-    Chunks are ranked by the mean of their tokens' mass, so that a ragged one stands no worse than it deserves; of
-    equals the first wins. The last chunk is cut where the count ends, so that every row and layer has as many tokens.
+    Chunks are ranked by the mean mass of their tokens, so a shorter chunk has no disadvantage. The first chunk wins
+    ties. The last selected chunk is truncated, so that every row and layer has the same number of tokens.
 
     Args:
-        mass: float32 `[rows, tokens]`, not negative; a row for each set of chunks, or several where one serves all.
-        chunks: how the tokens are cut.
-        count: at most as many as there are.
+        mass: float32 `[rows, tokens]`, non-negative: one row per set of chunks, or several rows if there is a single
+            set.
+        chunks: Chunks that hold the tokens.
+        count: Number of tokens to select, at most the number of tokens.
 
     Returns:
-        int64 `[rows, count]`, ascending.
+        Selected tokens, int64 `[rows, count]`, ascending.
     """
     _, order, sizes = _best_first(mass, chunks)
     before = sizes.cumsum(axis=1) - sizes
-    taken = np.empty_like(sizes)  # of each chunk so many tokens
+    taken = np.empty_like(sizes)  # number of tokens taken from each chunk
     np.put_along_axis(taken, order, np.clip(count - before, 0, sizes), 1)
     chunk, place = (np.broadcast_to(each, mass.shape) for each in (chunks.chunk, chunks.place))
     return np.nonzero(place < np.take_along_axis(taken, chunk, 1))[1].reshape(len(mass), count)
 
 
 def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
-    """How many tokens the fewest chunks have that hold a share of what all tokens get; best first, as `top_chunks`.
+    """Return the number of tokens in the fewest chunks that hold a share of the mass, best first as in `top_chunks`.
 
     Args:
-        mass: float32 `[rows, tokens]`, not negative. Rows take as many chunks, which hold the share in the mean.
-        chunks: how the tokens are cut.
-        share: above 0 and at most 1.
+        mass: float32 `[rows, tokens]`, non-negative. All rows take the same number of chunks; the share is of all rows
+            together.
+        chunks: Chunks that hold the tokens.
+        share: Share of the total mass, above 0 and at most 1.
 
     Returns:
-        Those of one chunk at least.
+        Largest number of tokens of a row; at least one chunk is taken.
     """
     sums, order, sizes = _best_first(mass, chunks)
-    held = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)  # of so many chunks, all rows together
+    held = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)  # mass of the best n chunks, summed over rows
     enough = int(np.searchsorted(held, share * held[-1])) + 1
     return int(sizes[:, :enough].sum(axis=1).max())
 
 
 def _best_first(mass: np.ndarray, chunks: ChunkMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What each chunk gets, the chunks by the mean of their tokens, and then their tokens: all `[rows, chunks]`."""
+    """Return chunk masses, chunk numbers by mean token mass, best first, and their token counts: `[rows, chunks]`."""
     sums = chunks.sums(mass)
     counts = np.broadcast_to(chunks.counts, sums.shape)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)

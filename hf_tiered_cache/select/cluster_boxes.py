@@ -1,12 +1,13 @@
-"""KVDRIVE's index with boxes for means: beyond the paper, for keys that a mean hides.
+"""KVDRIVE's index with bounding boxes instead of means: beyond the paper, for keys that a mean hides.
 
-A chunk's mean says nothing of a single key that a query looks for among seven others. The bounds of its channels do
-(Quest), but promise what no key has in all channels at once. What lies between is better than both: the product with
-the middle of the box, and a part of what the box's extent can add to it, `spread`; 1 would be Quest's bound.
+The mean of a chunk of eight keys says little about a single key that matches a query. Per-channel bounds (Quest) show
+such a key, but overestimate it: no key reaches the bounds of all channels at once. A score between the two is better
+than both: the product with the center of the box, plus a share, `spread`, of what the extent of the box can add to it.
+A spread of 1 is Quest's bound.
 
-Clusters are of the middles, and have a box around those of their chunks. These differ more from chunk to chunk, so half
-the spread is taken, and clusters only say where to look: into those that have four times the chunks to choose, of which
-the best by their own boxes are chosen.
+Clusters are formed from the centers. Each cluster has a box around the boxes of its chunks. These boxes fit their
+chunks less closely, so they use half the spread and only preselect candidates: clusters are searched until they have
+four times the chunks to select, and the best of these chunks by their own boxes are selected.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class ClusterBoxIndex(ClusterIndex):
-    """Clusters of boxes.
+    """Index of clusters of boxes.
 
-    Centroids and representatives are as wide as two keys: one for the query, one for its magnitudes.
+    Centroids and representatives have twice the key dimension: one half for the query, one for its absolute values.
     """
 
     candidates: ClassVar[int] = 4
@@ -54,7 +55,7 @@ class ClusterBoxIndex(ClusterIndex):
             middles, extents = (most + least) / 2, (most - least) / 2
             centroids, cluster_of = segmented_kmeans(middles, clusters, segment_chunks, iterations)
             towards = cluster_of[..., None].expand_as(middles)
-            most = centroids.scatter_reduce(1, towards, most, "amax")  # a centroid lies in its box
+            most = centroids.scatter_reduce(1, towards, most, "amax")  # a box includes its centroid
             least = centroids.scatter_reduce(1, towards, least, "amin")
             inner = torch.lerp(centroids, (most + least) / 2, spread / 2)
             boxes, chunk_order, starts = by_position(torch.cat([inner, (most - least) * (spread / 4)], -1), cluster_of)

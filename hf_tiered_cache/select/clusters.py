@@ -1,15 +1,15 @@
-"""KVDRIVE's index (Section 4, "hierarchical index"): chunk means of rotated keys, and clusters of these.
+"""KVDRIVE's index (Section 4, "hierarchical index"): mean rotated keys of chunks, and clusters of these means.
 
-A query is compared with the centroids alone, half as many as there are chunks of 8 tokens. Its clusters are taken whole
-until the budget is spent. The last one is cut by what the query thinks of its chunks' means, as the paper does not say.
+A query is compared with the centroids only: half as many as there are chunks of 8 tokens. The best clusters are taken
+whole until the budget is spent. The last one is truncated by the query's scores for the means of its chunks; the paper
+does not specify this.
 
-How local runs stay together: a chunk is one, and is never torn. Clusters are numbered by their first chunk, and
-chunks stand in a cluster by position. `order()` lays them out cluster by cluster, those that are alike side by side.
+A chunk is never split. Clusters are numbered by their first chunk, and the chunks of a cluster are ordered by position.
 
-Where the paper is silent, this follows RetroInfer, from which it has its clustering (`kmeans.py`): softmax over the
-centroids of each query head, summed over the query heads of a kv head, whatever the size of a cluster. Differs in
-that chunks of one cluster are ordered by their means also where the cluster is taken whole, so that a larger count only
-adds to a smaller one.
+Details that the paper leaves open follow RetroInfer, the source of the clustering (`kmeans.py`): softmax over the
+centroids for each query head, summed over the query heads of a KV head, regardless of cluster size. Differs from
+RetroInfer in that the chunks of a cluster are ordered by their means even if the cluster is taken whole, so that a
+larger count only adds chunks to the selection for a smaller one.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST = 80.0
-"""Logarithm of the largest score, which float32 can hold: a chunk may get more than its cluster stands for."""
+"""Maximum logarithm of a score, so that float32 can hold the score. A chunk may score higher than its cluster."""
 
 
 @dataclass(frozen=True, eq=False)
 class ClusterIndex(DecodeIndex):
-    """Clusters of chunks.
+    """Index of clusters of chunks.
 
     Args:
         centroids: `[kv_heads, clusters, dim]`, in the dtype of the keys.
-        chunk_order: int32 `[kv_heads, chunks]`, cluster after cluster.
-        starts: int32 `[kv_heads, clusters + 1]`, where a cluster begins in `chunk_order`; empty ones stand last.
-        representatives: `[kv_heads, chunks, dim]`, in the dtype of the keys, the mean of each chunk; None to order the
+        chunk_order: Chunks, cluster by cluster, int32 `[kv_heads, chunks]`.
+        starts: Index in `chunk_order` at which each cluster begins, int32 `[kv_heads, clusters + 1]`. Empty clusters
+            come last.
+        representatives: Mean of each chunk, `[kv_heads, chunks, dim]`, in the dtype of the keys; None to order the
             chunks of a cluster by position.
     """
 
@@ -60,10 +61,10 @@ class ClusterIndex(DecodeIndex):
     starts: torch.Tensor
     representatives: torch.Tensor | None = None
     candidates: ClassVar[int] = 1
-    """Clusters are looked into until they have so many times the chunks to choose; 1 to take them whole."""
+    """Number of candidate chunks per chunk to select, for which clusters are searched; 1 takes clusters whole."""
 
     def __post_init__(self) -> None:
-        _ = self.largest, self.has_empty  # waits for the device: now, not when a query comes
+        _ = self.largest, self.has_empty  # synchronizes with the device now, not at the first query
 
     @classmethod
     def build(
@@ -103,24 +104,24 @@ class ClusterIndex(DecodeIndex):
 
     @cached_property
     def sizes(self) -> torch.Tensor:
-        """int32 `[kv_heads, clusters]`: chunks of each."""
+        """Number of chunks per cluster, int32 `[kv_heads, clusters]`."""
         return self.starts.diff(dim=1)
 
     @cached_property
     def largest(self) -> int:
-        """Chunks of the largest cluster."""
+        """Number of chunks of the largest cluster."""
         return int(self.sizes.max())
 
     @cached_property
     def has_empty(self) -> bool:
-        """Whether a cluster has none."""
+        """Whether a cluster has no chunks."""
         return int(self.sizes.min()) == 0
 
     @classmethod
     def rank_together(
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # of each index, and all there are
+        firsts = list(accumulate((index.chunks for index in indexes), initial=0))  # per index, and the total
         chunk_order, starts = _side_by_side(indexes)
         sizes = indexes[0].sizes if len(indexes) == 1 else starts.diff(dim=1)
         query = cls._as_compared(query)
@@ -133,10 +134,10 @@ class ClusterIndex(DecodeIndex):
         ends = of_best.cumsum(1)
         slots = min(wanted + max(index.largest for index in indexes) - 1, firsts[-1])
         place = torch.arange(slots, device=query.device).expand(len(ends), -1).contiguous()
-        nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: of which of the best clusters
-        beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster behind those that are wanted
+        nth = torch.searchsorted(ends, place, right=True)  # [kv_heads, slots]: index into `best`
+        beyond = nth > nth[:, wanted - 1 : wanted]  # in a cluster after the needed ones
         nth.clamp_(max=ends.shape[1] - 1)
-        shift = starts.gather(1, best) - ends.sub_(of_best)  # from a place to its chunk's in `chunk_order`
+        shift = starts.gather(1, best) - ends.sub_(of_best)  # offset from a place to its index in `chunk_order`
         chunks = chunk_order.gather(1, place.add_(shift.gather(1, nth)).clamp_(max=firsts[-1] - 1)).long()
         if cls.candidates > 1:
             rating = _log_weights(query, _representatives_of(indexes, firsts, chunks), scaling, totals)
@@ -153,14 +154,14 @@ class ClusterIndex(DecodeIndex):
 
     @classmethod
     def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
-        """What is multiplied with centroids and representatives."""
+        """Return the query as it is multiplied with centroids and representatives."""
         return query
 
 
 def _side_by_side(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.Tensor]:
-    """`chunk_order` and `starts` of the clusters of several indexes, numbered through all of them.
+    """Return `chunk_order` and `starts` of the clusters of several indexes, numbered across all of them.
 
-    Empty clusters stand anywhere.
+    Empty clusters may come at any position.
     """
     if len(indexes) == 1:
         return indexes[0].chunk_order, indexes[0].starts
@@ -171,11 +172,11 @@ def _side_by_side(indexes: Sequence[ClusterIndex]) -> tuple[torch.Tensor, torch.
 
 
 def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Clusters numbered by their first chunk, those without one last: centroids, `chunk_order` and `starts`."""
+    """Return centroids, `chunk_order` and `starts`, clusters numbered by their first chunk, empty clusters last."""
     clusters, chunks = centroids.shape[1], cluster_of.shape[1]
     position = torch.arange(chunks, device=cluster_of.device).expand_as(cluster_of)
     first = cluster_of.new_full(centroids.shape[:2], chunks).scatter_reduce_(1, cluster_of, position, "amin")
-    renumbered = first.argsort(dim=1, stable=True)  # [heads, clusters]: the old number of each
+    renumbered = first.argsort(dim=1, stable=True)  # [heads, clusters]: old number of each cluster
     ascending, chunk_order = renumbered.argsort(dim=1).gather(1, cluster_of).sort(dim=1, stable=True)
     numbers = torch.arange(clusters + 1, device=cluster_of.device).expand(len(centroids), -1).contiguous()
     starts = torch.searchsorted(ascending, numbers)
@@ -183,14 +184,14 @@ def by_position(centroids: torch.Tensor, cluster_of: torch.Tensor) -> tuple[torc
 
 
 def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], chunks: torch.Tensor) -> torch.Tensor:
-    """`[kv_heads, n, dim]` of chunks `[kv_heads, n]` numbered through all indexes."""
+    """Return representatives, `[kv_heads, n, dim]`, of chunks, `[kv_heads, n]`, numbered across all indexes."""
     found: torch.Tensor | None = None
     heads = torch.arange(len(chunks), device=chunks.device)[:, None]
     for index, first in zip(indexes, firsts, strict=False):
         assert index.representatives is not None
         mine = chunks if len(indexes) == 1 else (chunks - first).clamp_(0, index.chunks - 1)
         rows = mine + heads * index.chunks
-        some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # faster than gather by far
+        some = index.representatives.flatten(0, 1).index_select(0, rows.flatten())  # much faster than gather
         some = some.unflatten(0, chunks.shape)
         found = some if found is None else torch.where((chunks >= first)[..., None], some, found)
     assert found is not None
@@ -198,7 +199,7 @@ def _representatives_of(indexes: Sequence[ClusterIndex], firsts: Sequence[int], 
 
 
 def _log_weights(query: torch.Tensor, keys: torch.Tensor, scaling: float, totals: torch.Tensor) -> torch.Tensor:
-    """The logarithm of what each of `[kv_heads, n, dim]` gets, as shares of the totals of the centroids."""
+    """Return the log weights of keys, `[kv_heads, n, dim]`, relative to the totals of the centroids."""
     step = positions_at_once(query, keys.shape[1])
     pairs = zip(query.split(step, dim=1), totals.split(step, dim=2), strict=True)
     return joined([log_sum(logits(some, [keys], scaling).sub_(total)) for some, total in pairs])

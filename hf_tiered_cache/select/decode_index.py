@@ -1,8 +1,8 @@
-"""The index interface: which chunks decoded tokens attend to, chosen anew at each step. It knows no file and no tier.
+"""Decode index interface: which chunks decoded tokens attend to, selected at each step. Accesses no files and no tiers.
 
-An index describes the chunks of one segment, or of a run of generated tokens, at one layer. It never changes. A row's
-prefix is several segments, and generation adds an index every so many tokens, so a choice runs over several indexes
-side by side as if they were one (`rank`). Here is also what the indexes share.
+An index describes the chunks of one segment, or of a run of generated tokens, at one layer. It is immutable. A row's
+prefix has several segments, and generation adds an index at intervals, so a selection treats several indexes as one
+(`rank`). This module also contains helpers that the index types share.
 """
 
 from __future__ import annotations
@@ -19,68 +19,68 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LARGEST = 1 << 24
-"""Values held at a time in what is computed on the way: 64 MiB of float32."""
+"""Maximum number of intermediate values held at a time: 64 MiB of float32."""
 
-_LAST, _MAGNITUDE = (1 << 32) - 1, (1 << 31) - 1  # a name's bits, and those of a float32 without its sign
+_LAST, _MAGNITUDE = (1 << 32) - 1, (1 << 31) - 1  # bits of a name, and of a float32 without its sign
 
 
 @dataclass(frozen=True, eq=False)
 class DecodeIndex(ABC):
-    """Says which chunks of a layer's keys a query needs, for each kv head. Its other fields are tensors to be stored.
+    """Index that ranks the chunks of a layer's keys for a query, per KV head. All other fields are tensors to store.
 
     Args:
-        chunk_tokens: tokens of a chunk; the last chunk may have fewer.
+        chunk_tokens: Tokens per chunk; the last chunk may have fewer.
     """
 
     chunk_tokens: int
 
     divisible: ClassVar[bool] = False
-    """Whether a part of it is the index of a part of the tokens: then that of a whole segment serves any prompt."""
+    """Whether `part` returns the index of a part of the tokens. The index of a whole segment then serves any prompt."""
 
     @classmethod
     @abstractmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int) -> Self:
-        """The index of `keys`, `[kv_heads, tokens, dim]`, rotated, with at least one token.
+        """Build the index of `keys`, `[kv_heads, tokens, dim]`, rotated, with at least one token.
 
-        Heads know nothing of each other, so those of several layers may be built together in the first dimension.
+        Heads are independent, so the heads of several layers may be stacked in the first dimension.
         """
 
     @property
     @abstractmethod
     def chunks(self) -> int:
-        """How many there are."""
+        """Number of chunks."""
 
     @classmethod
     @abstractmethod
     def rank_together(
         cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `rank`, whose arguments these are."""
+        """Rank the chunks of indexes of this type. See `rank` for arguments and results."""
 
     @classmethod
     def merged(cls, indexes: Sequence[Self]) -> Sequence[Self]:
-        """As few indexes of the same chunks, in the same order, as this kind can make of them: less to do at each step.
+        """Merge indexes into as few as this type supports, to reduce the work per step.
 
-        They rank as the several do.
+        The chunks and their order stay the same, and so does their ranking.
         """
         return indexes
 
     def part(self, first: int, tokens: int) -> Self:
-        """The index of so many tokens from `first` on, of a kind that is `divisible`."""
+        """Return the index of `tokens` tokens from `first` on. Raises TypeError if the type is not `divisible`."""
         raise TypeError(f"{type(self).__name__} is of all its tokens together")
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What to store beside the segment, by name: all begin with a dimension of kv heads."""
+        """Return the tensors to store as a sidecar, by name. The first dimension of each is KV heads."""
         every = {field.name: getattr(self, field.name) for field in fields(self) if field.init}
         return {name: value for name, value in every.items() if isinstance(value, torch.Tensor)}
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor], chunk_tokens: int) -> Self:
-        """The index whose `tensors()` these are, on whatever device they are now."""
+        """Create the index from its `tensors()`, on their current device."""
         return cls(chunk_tokens, **tensors)
 
     def to(self, device: torch.device) -> Self:
-        """The same on a device."""
+        """Return this index on a device."""
         if self.device == device:
             return self
         tensors = {name: tensor.to(device) for name, tensor in self.tensors().items()}
@@ -98,17 +98,20 @@ class DecodeIndex(ABC):
 def rank(
     indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | None, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chunks that queries need most, among those of all `indexes` together; nothing waits for the device.
+    """Rank the chunks of all `indexes` together by how much attention queries pay them. Does not wait for the device.
 
     Args:
-        indexes: of one kind, in the order of the tokens.
-        query: `[heads, n, dim]`, rotated; each kv head serves heads / kv_heads of them.
-        scaling: of the logits; None for dim ** -0.5.
-        count: chunks to choose for each kv head, from 1 to as many as there are.
+        indexes: Indexes of one type, in the order of the tokens.
+        query: `[heads, n, dim]`, rotated; each KV head serves heads / kv_heads of them.
+        scaling: Scale of the logits; None for dim ** -0.5.
+        count: Number of chunks to select for each KV head, from 1 to all.
 
     Returns:
-        Chunks, int64 `[kv_heads, count]`, best first, numbered through all indexes; of equals the first wins. And their
-        scores, float32 `[kv_heads, count]`, which never rise along a row; inf for a chunk that is always chosen.
+        Chunks, int64 `[kv_heads, count]`, best first, numbered across all indexes; the first chunk wins ties. And their
+            scores, float32 `[kv_heads, count]`, non-increasing along a row; inf for a chunk that is always selected.
+
+    Raises:
+        ValueError: The indexes have several types, or `count` is out of range.
     """
     kind, total = type(indexes[0]), sum(index.chunks for index in indexes)
     if any(type(index) is not kind for index in indexes):
@@ -119,14 +122,14 @@ def rank(
 
 
 def head_slices(keys: torch.Tensor) -> Iterator[slice]:
-    """Runs of heads of `[heads, tokens, dim]`, each of at most `LARGEST` values if one head is."""
+    """Yield slices of the heads of `[heads, tokens, dim]`, each of at most `LARGEST` values or of one head."""
     step = max(1, LARGEST // max(1, keys[0].numel()))
     for begin in range(0, len(keys), step):
         yield slice(begin, begin + step)
 
 
 def mean_keys(keys: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """The mean key of each chunk of `[heads, tokens, dim]`, the last one of fewer tokens: float32."""
+    """Return the mean key of each chunk of `[heads, tokens, dim]`, float32; the last chunk may have fewer tokens."""
     whole = keys.shape[1] // chunk_tokens
     means = keys[:, : whole * chunk_tokens].unflatten(1, (whole, chunk_tokens)).float().mean(2)
     rest = keys[:, whole * chunk_tokens :]
@@ -134,16 +137,19 @@ def mean_keys(keys: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
 
 
 def cut_in_chunks(keys: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-    """`[heads, tokens, dim]` as `[heads, chunks, chunk_tokens, dim]`: a ragged chunk repeats its last token."""
+    """Reshape `[heads, tokens, dim]` to `[heads, chunks, chunk_tokens, dim]`.
+
+    A partial chunk is filled with copies of its last token.
+    """
     if missing := -keys.shape[1] % chunk_tokens:
         keys = torch.cat([keys, keys[:, -1:].expand(-1, missing, -1)], 1)
     return keys.unflatten(1, (-1, chunk_tokens))
 
 
 def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float) -> torch.Tensor:
-    """Products of `[heads, n, dim]` with several `[kv_heads, k, dim]` side by side.
+    """Return the logits of queries, `[heads, n, dim]`, with several concatenated keys, `[kv_heads, k, dim]` each.
 
-    Keys stand in front: there are many of them for few queries, and that product is a third faster on the CPU.
+    Keys are the left factor: there are many keys and few queries, and that product is a third faster on the CPU.
 
     Returns:
         float32 `[kv_heads, group, n, k of all]`, contiguous.
@@ -158,7 +164,7 @@ def logits(query: torch.Tensor, keys: Sequence[torch.Tensor], scaling: float) ->
 
 
 def side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Joined along the last dimension; a single one is not copied."""
+    """Concatenate tensors along the last dimension; a single one is not copied."""
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), -1)
 
 
@@ -169,19 +175,20 @@ def log_attention(
     absent: torch.Tensor | None = None,
     group_max: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """How much attention representatives get, as if they were all the keys there are.
+    """Return the attention that representatives get, as if they were the only keys.
 
-    In logarithms, so that what gets next to nothing keeps its rank.
+    Results are logarithms, so that representatives with tiny weights keep their order.
 
     Args:
         query: `[heads, n, dim]`.
-        keys: `[kv_heads, k, dim]` each.
-        absent: bool `[kv_heads, k of all]`, those that get nothing.
-        group_max: take the largest weight among the query heads of a kv head instead of their sum.
+        keys: Representatives, `[kv_heads, k, dim]` each.
+        scaling: Scale of the logits.
+        absent: bool `[kv_heads, k of all]`, True for representatives that get no attention; None for none.
+        group_max: Take the largest weight among the query heads of a KV head instead of their sum.
 
     Returns:
-        float32 `[kv_heads, k of all]`, the logarithm of softmax weights, summed over query heads and queries; and the
-        logarithm of what each softmax divides by, `[kv_heads, group, n, 1]`.
+        Logarithm of softmax weights, summed over query heads and queries, float32 `[kv_heads, k of all]`; and logarithm
+            of the softmax denominators, `[kv_heads, group, n, 1]`.
     """
     columns = sum(some.shape[1] for some in keys)
     found, totals = [], []
@@ -199,38 +206,43 @@ def log_attention(
 
 
 def joined(logs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The logarithm of the sum of numbers whose logarithms these are; a single one is not copied."""
+    """Return the logarithm of a sum, given the logarithms of its terms; a single tensor is not copied."""
     return logs[0] if len(logs) == 1 else torch.stack(list(logs)).logsumexp(0)
 
 
 def positions_at_once(query: torch.Tensor, columns: int) -> int:
-    """Of how many positions of `[heads, n, dim]` logits with `columns` keys may be held."""
+    """Return for how many positions of `[heads, n, dim]` the logits with `columns` keys fit into `LARGEST`."""
     return max(1, LARGEST // (len(query) * columns))
 
 
 def log_sum(weights: torch.Tensor, group_max: bool = False) -> torch.Tensor:
-    """Logarithms `[kv_heads, group, n, k]`, summed as numbers to `[kv_heads, k]`; of a group the sum or the largest."""
+    """Add up log weights, `[kv_heads, group, n, k]`, over queries and group: logarithms `[kv_heads, k]`.
+
+    With `group_max`, the largest weight of a group is taken instead of the sum.
+    """
     return weights.amax(1).logsumexp(1) if group_max else weights.flatten(1, 2).logsumexp(1)
 
 
 def best_first(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The columns of the `count` largest of `[rows, columns]` float32, of equals the first: int64 `[rows, count]`."""
+    """Return columns of the `count` largest of `[rows, columns]` float32, first on ties: int64 `[rows, count]`."""
     return best_named(scores, torch.arange(scores.shape[1], device=scores.device), count)[0]
 
 
 def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` largest of `[rows, columns]` float32, of equals those of the least name.
+    """Return names and values of the `count` largest scores of each row. The smallest name wins ties.
 
-    Nothing that selects says anything of equals, and a stable sort takes many times as long. So a number is made of
-    score and name which no other column has.
+    Top-k functions define no order of ties, and a stable sort takes many times as long. So score and name are combined
+    into an integer that is unique in its row.
 
     Args:
+        scores: float32 `[rows, columns]`.
         names: int64 `[columns]` or `[rows, columns]`, distinct in a row, from 0 to 2 ** 32 - 1.
+        count: Number of scores per row.
 
     Returns:
-        Their names, int64 `[rows, count]`, largest first, and their scores, float32 likewise.
+        Names, int64 `[rows, count]`, largest score first, and scores, float32 `[rows, count]`.
     """
-    scores = (scores.float() + 0.0).contiguous()  # 0.0 + -0.0 is 0.0
+    scores = (scores.float() + 0.0).contiguous()  # turns -0.0 into 0.0
     select = _largest_on_cpu if scores.device.type == "cpu" else _largest_on_device
     unique = select(scores.view(torch.int32), names, count)
     ascending = (unique >> 32).int()
@@ -238,13 +250,19 @@ def best_named(scores: torch.Tensor, names: torch.Tensor, count: int) -> tuple[t
 
 
 def _largest_on_device(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """The largest of what is unique, int64 `[rows, count]`, of the bits of scores, int32 `[rows, columns]`."""
-    ascending = bits ^ (bits >> 31 & _MAGNITUDE)  # as integers they now stand as the scores do
+    """Return the largest unique integers, int64 `[rows, count]`, largest first.
+
+    Args:
+        bits: Bits of the scores, int32 `[rows, columns]`.
+        names: See `best_named`.
+        count: Number of integers per row.
+    """
+    ascending = bits ^ (bits >> 31 & _MAGNITUDE)  # as integers in the order of the scores
     return (ascending.long() << 32 | _LAST - names).topk(count, dim=1).values
 
 
 def _largest_on_cpu(bits: torch.Tensor, names: torch.Tensor, count: int) -> torch.Tensor:
-    """The same by NumPy, which takes half the time or less: a selection and a sort with the widest registers."""
+    """Compute `_largest_on_device` with NumPy's vectorized partition and sort, in half the time or less."""
     given = bits.numpy()
     unique = (given ^ (given >> 31 & _MAGNITUDE)).astype(np.int64)
     unique <<= 32

@@ -1,12 +1,13 @@
-"""k-means over directions, for many heads at once and with the same result each time.
+"""Spherical k-means for many heads at once, with reproducible results.
 
-RetroInfer's recipe (Chen et al. 2025, Section 4.2, "segmented clustering"): points less their mean; first centroids at
-even strides; several iterations of spherical k-means inside each segment of some thousand points, whose centroids are
-apart; one step over all points and centroids, whose centroids are plain means; the mean is added back.
+Follows RetroInfer's "segmented clustering" (Chen et al. 2025, Section 4.2): subtract the mean of the points; take
+initial centroids at even strides; run several iterations of spherical k-means within each segment of some thousand
+points, which has its own centroids; run one step over all points and centroids, with plain means as centroids; add the
+mean again.
 
-It differs in that the first centroids are unit vectors as all later ones, so that the first assignment does not favour
-long keys, that a cluster which gets empty keeps its direction, and that sums do not depend on the order in which
-threads arrive.
+Differs in three ways. Initial centroids are unit vectors like all later ones, so that the first assignment does not
+favor long keys. A cluster that becomes empty keeps its direction. And sums do not depend on the order in which threads
+finish.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from .decode_index import LARGEST
 def segmented_kmeans(
     points: torch.Tensor, clusters: int, segment: int, iterations: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clusters of `points`, float32 `[heads, n, dim]`, for each head.
+    """Cluster `points` separately for each head.
 
     Args:
-        clusters: from 1 to n, some of which may remain empty.
-        segment: about as many points are clustered together, but for the last step.
-        iterations: inside a segment.
+        points: float32 `[heads, n, dim]`.
+        clusters: Number of clusters, from 1 to n. Some may remain empty.
+        segment: Approximate number of points that are clustered together, except in the last step.
+        iterations: Number of iterations within a segment.
 
     Returns:
-        Centroids, float32 `[heads, clusters, dim]`, of empty clusters the mean of all points, and the cluster of each
-        point, int64 `[heads, n]`.
+        Centroids, float32 `[heads, clusters, dim]`, the mean of all points for empty clusters; and the cluster of each
+            point, int64 `[heads, n]`.
     """
     mean = points.mean(1, keepdim=True)
     centred = points - mean
@@ -50,26 +52,26 @@ def segmented_kmeans(
 
 
 def strided_directions(points: torch.Tensor, count: int) -> torch.Tensor:
-    """The directions of `count` of the points, the middles of equal strides: `[heads, count, dim]`."""
+    """Return the directions of `count` points at the middle of equal strides: `[heads, count, dim]`."""
     middles = (torch.arange(count, device=points.device) * 2 + 1) * points.shape[1] // (2 * count)
     return normalize(points[:, middles], dim=-1)
 
 
 def spherical_step(points: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """One iteration: the sum over all points of their product with their own direction never falls."""
+    """Run one iteration. It never decreases the sum over points of the product with their direction."""
     sums, counts = cluster_sums(points, nearest(points, directions), directions.shape[1])
     return torch.where(counts[..., None] > 0, normalize(sums, dim=-1), directions)
 
 
 def nearest(points: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
-    """The direction with which each point has the largest product, of equals the first: int64 `[heads, n]`."""
+    """Return the direction with the largest product for each point, the first on ties: int64 `[heads, n]`."""
     columns = directions.transpose(1, 2)
     rows = max(1, LARGEST // (len(points) * columns.shape[2]))
     return torch.cat([(some @ columns).argmax(-1) for some in points.split(rows, dim=1)], 1)
 
 
 def cluster_sums(points: torch.Tensor, cluster_of: torch.Tensor, clusters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of each cluster's points, added in their order, `[heads, clusters, dim]`, and how many they are."""
+    """Return the sum of each cluster's points, added in order, `[heads, clusters, dim]`, and their number."""
     heads = len(points)
     names = torch.arange(heads * clusters, device=points.device)
     cluster_of = (cluster_of + names[::clusters, None]).flatten()

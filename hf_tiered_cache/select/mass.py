@@ -1,37 +1,39 @@
-"""How much attention the queries of a prompt pay to each stored token."""
+"""Attention that the queries of a prompt pay to each restored token."""
 
 from __future__ import annotations
 
 import torch
 
 _LARGEST = 1 << 26
-"""Attention weights held at a time: 256 MiB of float32."""
+"""Maximum number of attention weights held at a time: 256 MiB of float32."""
 
 
 def head_mass(
     query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
 ) -> torch.Tensor:
-    """The attention that each restored token gets of the queries that each kv head serves, as a share of all of it.
+    """Return the share of attention that each restored token gets from the queries of each KV head.
 
-    The softmax runs over the restored tokens and, causally, over the queries' own (ContiguousKV, Section 4.2: the sum
-    over all query tokens and query heads). Divided by rows × heads, so that long questions weigh no more than short
-    ones in what is kept of it.
+    The softmax runs over the restored tokens and, causally, over the computed ones (ContiguousKV, Section 4.2: sum over
+    all query tokens and query heads). The sum is divided by the number of queries and query heads, so that long prompts
+    weigh no more than short ones in stored statistics.
 
     Args:
-        query: `[heads, queries, dim]`, rotated; those of the last tokens, in order.
-        keys: `[kv_heads, tokens, dim]`, rotated, of the restored tokens; each kv head serves heads / kv_heads queries.
-        own_keys: `[kv_heads, own, dim]`, rotated, of the tokens behind these; the last ones are the queries' own.
-        scaling: of the logits; None for dim ** -0.5.
+        query: `[heads, queries, dim]`, rotated: queries of the last tokens, in order.
+        keys: `[kv_heads, tokens, dim]`, rotated: keys of the restored tokens; each KV head serves heads / kv_heads
+            query heads.
+        own_keys: `[kv_heads, own, dim]`, rotated: keys of the computed tokens after them; the last ones belong to the
+            queries.
+        scaling: Scale of the logits; None for dim ** -0.5.
 
     Returns:
-        float32 `[kv_heads, tokens]`, not negative, each row at most 1 in all.
+        float32 `[kv_heads, tokens]`, non-negative; the sum of a row is at most 1.
     """
     heads, queries, dim = query.shape
     kv_heads, tokens, _ = keys.shape
     scaling = dim**-0.5 if scaling is None else scaling
     grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
     own = _logits(grouped, own_keys, scaling).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, queries, own]
-    if queries > 1:  # the last one sees all
+    if queries > 1:  # a single query sees all keys
         future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
         own = own.masked_fill_(future.triu(1 + own.shape[-1] - queries), -torch.inf)
     own_total = own.logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
@@ -49,5 +51,5 @@ def head_mass(
 
 
 def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
-    """float32 `[kv_heads, group * n, tokens]`: a product for each kv head, whose keys are not copied for its group."""
+    """Return float32 `[kv_heads, group * n, tokens]`: one product per KV head, without copying keys for its group."""
     return (grouped.flatten(1, 2) @ keys.transpose(-1, -2)).float().mul_(scaling)

@@ -1,8 +1,8 @@
-"""Quest's index (Tang et al. 2024, Section 3.3), as a baseline: the least and largest value of each channel in a page.
+"""Baseline: Quest's index (Tang et al. 2024, Section 3.3), the minimum and maximum of each channel in a page.
 
-No key of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Pages
-of 16 tokens are Quest's. Differs from the paper where several query heads share keys, since one choice is made for
-all of them: softmax over a head's bounds, summed over the heads. For a single head that leaves Quest's order.
+No key of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Quest has
+pages of 16 tokens. Differs from the paper if several query heads share keys, since one selection is made for all of
+them: softmax over a head's bounds, summed over the heads. For a single head this keeps Quest's order.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class PageBoundsIndex(DecodeIndex):
-    """Bounds of the keys of each chunk.
+    """Index of the bounds of each chunk's keys.
 
     Args:
-        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: the middle between the bounds, and how far the
-            largest value is from it, times `spread`.
+        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: middle of the bounds, and distance from it to
+            the maximum, times `spread`.
     """
 
     boxes: torch.Tensor
 
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
-        """As in `DecodeIndex`; a smaller `spread` than Quest's 1 ranks between the middle and the bound."""
+        """Build the index, see `DecodeIndex`. A `spread` below Quest's 1 ranks between the middle and the bound."""
         parts = []
         for some in head_slices(keys):
             cut = cut_in_chunks(keys[some], chunk_tokens)

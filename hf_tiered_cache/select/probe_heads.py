@@ -1,4 +1,4 @@
-"""IMPRESS's choice (Section 4.1): a few heads are asked; where they agree, their tokens stand for all heads'."""
+"""IMPRESS's selection (Section 4.1): by a few probe heads, and for all heads if the probe heads agree."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .top_tokens import top_of_each
 
 @dataclass(frozen=True)
 class ProbeHeads(Selector):
-    """Single tokens, chosen by the first heads if these are similar enough, and else by each head for itself.
+    """Selector of single tokens: by the first KV heads if their selections are similar enough, else by each head.
 
     Args:
-        heads: how many kv heads are asked, each with the query heads it serves.
-        alpha: the sets of two heads are similar enough from a Jaccard index of j ** alpha on, where j is that of two
-            random sets of their size.
+        heads: Number of probe KV heads, each with the query heads it serves.
+        alpha: Exponent of the required similarity: the mean Jaccard index of two probes' selections must be at least
+            `j ** alpha`, where j is that of two random sets of their size.
     """
 
     heads: int = 3
@@ -39,18 +39,18 @@ class ProbeHeads(Selector):
         if self.agree(sets, asked.chunks.tokens):
             votes = np.zeros(asked.chunks.tokens, np.int64)
             np.add.at(votes, sets.ravel(), 1)
-            best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by what they get together
+            best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by total mass
             return Selection(np.sort(best)[None], summed[None] / len(probes))
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
         return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
 
     def agree(self, sets: np.ndarray, tokens: int) -> bool:
-        """Whether what the probes choose of so many tokens, int64 `[probes, count]`, may stand for all heads."""
+        """Return whether the probes' selections among `tokens`, int64 `[probes, count]`, are similar enough."""
         return mean_jaccard(sets) >= jaccard_threshold(sets.shape[1], tokens, self.alpha)
 
 
 def mean_jaccard(sets: np.ndarray) -> float:
-    """Mean over all pairs of rows of `[rows, count]`, each of distinct numbers; 1 for a single row."""
+    """Return the mean Jaccard index of all pairs of rows of `[rows, count]`, sets of numbers; 1 for a single row."""
     found = []
     for a, b in combinations(sets, 2):
         shared = len(np.intersect1d(a, b, assume_unique=True))
@@ -59,6 +59,9 @@ def mean_jaccard(sets: np.ndarray) -> float:
 
 
 def jaccard_threshold(count: int, tokens: int, alpha: float) -> float:
-    """j ** alpha, where j is the Jaccard index that two random sets of `count` of `tokens` have: r / (2 - r)."""
+    """Return j ** alpha, where j is the Jaccard index of two random sets of `count` out of `tokens`.
+
+    j = r / (2 - r) with r = count / tokens.
+    """
     ratio = count / tokens
     return (ratio / (2 - ratio)) ** alpha

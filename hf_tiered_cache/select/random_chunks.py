@@ -1,7 +1,7 @@
-"""A random choice, for comparison: what any index must beat at the same budget.
+"""Baseline: random selection, which any index must beat at the same budget.
 
-Numbers are made of the query's bits and the chunk's number, so that another query chooses other chunks, the same one
-the same, and several indexes are as one.
+Random numbers are derived from the query's bits and the chunk's number. So another query selects other chunks, the same
+query selects the same ones, and several indexes behave as one.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PRIME = 2_654_435_761
-"""Knuth's multiplier for hashing of 32 bits."""
+"""Knuth's multiplier for 32-bit hashing."""
 _MASK = 0xFFFFFFFF
 
 
 @dataclass(frozen=True, eq=False)
 class RandomIndex(DecodeIndex):
-    """Chunks of which nothing is known but their number.
+    """Index that knows only the number of chunks.
 
     Args:
-        sizes: int32 `[kv_heads, 1]`: chunks.
+        sizes: Number of chunks, int32 `[kv_heads, 1]`.
     """
 
     sizes: torch.Tensor
 
     def __post_init__(self) -> None:
-        _ = self.chunks  # waits for the device: now, not when a query comes
+        _ = self.chunks  # synchronizes with the device now, not at the first query
 
     @classmethod
     def build(cls, keys: torch.Tensor, chunk_tokens: int) -> Self:
@@ -57,7 +57,7 @@ class RandomIndex(DecodeIndex):
 
 
 def _mixed(numbers: torch.Tensor) -> torch.Tensor:
-    """Each of int64 `numbers` as one below 2 ** 32 that looks random: the last steps of MurmurHash3."""
+    """Map int64 numbers to pseudorandom numbers below 2 ** 32, by the last steps of MurmurHash3."""
     numbers = numbers & _MASK
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         numbers = ((numbers ^ (numbers >> shift)) * factor) & _MASK

@@ -1,4 +1,4 @@
-"""The selector interface: says which restored tokens the queries of a layer attend to. It knows no file."""
+"""Selector interface: chooses the restored tokens that the queries of a layer attend to. Selectors access no files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from .decode_index import DecodeIndex
 
 @dataclass(frozen=True)
 class SelectionInput:
-    """What a selector is asked, for one row and layer.
+    """Selection request for one row and one layer.
 
     Args:
-        query: `[heads, queries, dim]`, rotated: of the computed tokens.
-        own_keys: `[kv_heads, own, dim]`, rotated: of all computed tokens; the last are those of the queries.
-        keys: gives the restored tokens' rotated keys, `[kv_heads, tokens, dim]`, or those of the first n kv heads.
-        scaling: of the logits, or None for dim ** -0.5.
-        chunks: how the restored tokens are cut.
-        count: how many of them to choose.
-        indexes: gives the indexes of these keys, for selectors that go by such.
+        query: Queries of the last computed tokens, `[heads, queries, dim]`, rotated.
+        own_keys: Keys of all computed tokens, `[kv_heads, own, dim]`, rotated; the last ones belong to the queries.
+        keys: Function that returns the rotated keys of the restored tokens, `[kv_heads, tokens, dim]`: of the first n
+            KV heads, or of all heads for None.
+        scaling: Scale of the logits; None for dim ** -0.5.
+        chunks: Chunks that hold the restored tokens.
+        count: Number of tokens to select.
+        indexes: Function that returns the decode indexes of these keys, for selectors that use them.
     """
 
     query: torch.Tensor
@@ -38,12 +39,13 @@ class SelectionInput:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a selector answers.
+    """Result of a selector.
 
     Args:
-        tokens: int64 `[sets, count]`, each ascending: one set for all kv heads, or one for each.
-        mass: float `[rows, tokens]`, what each restored token gets of the queries' attention, as far as it is known:
-            one row for all kv heads, or one for each.
+        tokens: Selected tokens, int64 `[sets, count]`, ascending in each set: one set for all KV heads, or one per KV
+            head.
+        mass: Attention of the queries to each restored token, as far as known, float `[rows, tokens]`: one row for all
+            KV heads, or one per KV head.
     """
 
     tokens: np.ndarray
@@ -52,14 +54,14 @@ class Selection:
 
 @dataclass(frozen=True)
 class Selector(ABC):
-    """Chooses, once for each period.
+    """Base class of selectors. A selection is made once per period of layers.
 
     Args:
-        period: consecutive layers with full attention that share a choice, made at the first of them.
-        solo_layers: the first layers with full attention, which each choose for themselves before the periods begin.
-        ahead: layers with full attention between a choice and the hidden states that it is predicted from, so that what
-            it is expected to want is fetched meanwhile. 0: nothing is predicted.
-        choose_ahead: whether the predicted queries make the choice itself.
+        period: Number of consecutive full-attention layers that share a selection, made at the first of them.
+        solo_layers: Number of leading full-attention layers that each select for themselves, before the periods begin.
+        ahead: Number of full-attention layers between a selection and the hidden states that it is predicted from, so
+            that the expected blocks are prefetched. 0 disables prediction.
+        choose_ahead: Whether the predicted queries make the selection itself.
     """
 
     period: int = 1
@@ -69,38 +71,39 @@ class Selector(ABC):
 
     @property
     def per_head(self) -> bool:
-        """Whether each kv head chooses among the chunks of its own blocks; else the first one's stand for all."""
+        """Whether each KV head selects among the chunks of its own blocks. If not, all use the first head's chunks."""
         return False
 
     @property
     def index(self) -> tuple[type[DecodeIndex], int] | None:
-        """The kind of index that it chooses by, and the tokens of its chunks; None for stored keys as they are."""
+        """Type of the decode index that the selector uses, and tokens per chunk; None to use the stored keys."""
         return None
 
     @property
     def probe_heads(self) -> int | None:
-        """How many kv heads' keys are looked at first, or None for all: these are fetched ahead."""
+        """Number of KV heads whose keys are read first, and prefetched; None for all."""
         return None
 
     @abstractmethod
     def choose(self, asked: SelectionInput) -> Selection:
-        """The tokens to attend to: as many as asked for."""
+        """Select `asked.count` tokens to attend to."""
 
     def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
-        """Choose for a decoded token.
+        """Reselect for a decoded token.
 
         Args:
-            asked: as many tokens as `held`.
-            held: int64 `[sets, tokens]`, in any order: what was chosen last.
+            asked: Selection request for as many tokens as `held`.
+            held: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
 
         Returns:
-            int64 `[sets, tokens]`, ascending: what is to be held from now on.
+            Tokens of the new selection, int64 `[sets, tokens]`, ascending in each set.
         """
         return self.choose(asked).tokens
 
     def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
-        """For the rows of a batch, in order: as many as asked for, or as few as the selector can do with.
+        """Select for each row of a batch, in order: as many tokens as requested, or as few as the selector can do with.
 
-        They stand side by side, so all rows get as many; one with fewer restored tokens gets all that it has.
+        The rows share one mask, so all rows get the same number of tokens. A row with fewer restored tokens gets all of
+        them.
         """
         return map(self.choose, asked)

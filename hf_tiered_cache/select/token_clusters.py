@@ -1,8 +1,8 @@
-"""RetroInfer's index (Chen et al. 2025, Section 4.2), as a baseline: clusters of single tokens' rotated keys.
+"""Baseline: RetroInfer's index (Chen et al. 2025, Section 4.2), clusters of the rotated keys of single tokens.
 
-It is KVDRIVE's with chunks of one token and without a second stage: the means of chunks would be all keys again. So the
-last cluster is cut by position. Differs from the paper in that what is not chosen is left out of attention, not
-estimated from its centroid (KVDRIVE compares with this variant too, Section 9.1).
+It is KVDRIVE's index with chunks of one token and without a second stage, since means of one-token chunks would be all
+keys. So the last cluster is truncated by position. Differs from the paper: tokens that are not selected are left out of
+attention, not estimated by their centroid (KVDRIVE also compares with this variant, Section 9.1).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenClusterIndex(ClusterIndex):
-    """Clusters of tokens."""
+    """Index of clusters of tokens."""
 
     @classmethod
     def build(

@@ -1,4 +1,4 @@
-"""ContiguousKV's choice (Section 4.2): whole chunks, by the attention of queries in all heads, or in each."""
+"""ContiguousKV's selection (Section 4.2): whole chunks, by the attention of queries in all heads, or in each head."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from .selector import Selection, SelectionInput, Selector
 
 @dataclass(frozen=True)
 class TopChunks(Selector):
-    """The chunks that get most attention.
+    """Selector of the chunks with the most attention.
 
     Args:
-        heads: how many of the kv heads are asked, each with the query heads it serves; None for all.
-        resident: whether it looks at keys in eight bits, of all heads, which stay in memory.
-        queries: so many of the last tokens are asked for; 0 for all.
-        mass: for rows side by side, the share of what all restored tokens get that the chosen chunks hold: no more of
-            them are taken, unless another row needs more; None for as many as asked for.
-        gain: share of a decoded token's attention, which its choice must hold above what was chosen last.
-        per_head: whether each kv head chooses for itself; else one choice serves all.
+        heads: Number of KV heads whose attention counts, each with the query heads it serves; None for all.
+        resident: Whether to use an index of the int8 keys of all heads, which stays in memory.
+        queries: Number of trailing queries that select; 0 for all.
+        mass: Share of the total attention to restored tokens that the selected chunks of a row of a batch must hold. No
+            more chunks are taken, unless another row needs more. None takes as many as requested.
+        gain: Share of a decoded token's attention by which a new selection must exceed the last one to replace it.
+        per_head: Whether each KV head selects for itself; if not, one selection serves all.
     """
 
     heads: int | None = None
@@ -73,6 +73,6 @@ class TopChunks(Selector):
 
 
 def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
-    """The keys of all of these, `[kv_heads, tokens, dim]`."""
+    """Return the keys of all indexes, `[kv_heads, tokens, dim]`."""
     each = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
     return each[0] if len(each) == 1 else torch.cat(each, 1)

@@ -1,4 +1,4 @@
-"""H2O's choice: single tokens, by the attention that the queries of each head pay them (Zhang et al. 2023)."""
+"""H2O's selection: single tokens, by the attention of the queries of each head (Zhang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .selector import Selection, SelectionInput, Selector
 
 @dataclass(frozen=True)
 class TopTokens(Selector):
-    """The tokens that get most attention, for each kv head its own: the query heads it serves vote together."""
+    """Selector of the tokens with the most attention, for each KV head; the query heads of a KV head are summed."""
 
     def choose(self, asked: SelectionInput) -> Selection:
         mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
@@ -21,5 +21,5 @@ class TopTokens(Selector):
 
 
 def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:
-    """For each row of `[rows, tokens]` the `count` largest, of equals the first: int64 `[rows, count]`, ascending."""
+    """Return the `count` largest columns of each row of `[rows, tokens]`, first on ties: int64 ascending."""
     return mass.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values

@@ -1,4 +1,4 @@
-"""Where each layer's keys and values come from: a source for each, one file for each kind."""
+"""Cache layers that provide each layer's keys and values, one file for each kind."""
 
 from __future__ import annotations
 
@@ -24,18 +24,21 @@ __all__ = [
     "sources_for",
 ]
 
-_DummyLayer = getattr(cache_utils, "DummyLayer", ())  # since transformers 5.19: layers that use another's KV
+_DummyLayer = getattr(cache_utils, "DummyLayer", ())  # since transformers 5.19: layers that share another layer's KV
 
 
 def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> list[Any]:
-    """A source for each of the model's layers, of the kind of layer that a `DynamicCache` for it would have.
+    """Create a cache layer for each of the model's layers, of the kinds that a `DynamicCache` would use.
 
     Args:
-        model: a decoder-only causal LM (see `check_causal`).
-        full: makes those of layers with full attention, given their index.
+        model: Decoder-only causal LM (see `check_causal`).
+        full: Creates the cache layer of a layer with full attention, given its index.
+
+    Returns:
+        One cache layer per model layer; transformers' own dummy layer where a layer shares another layer's KV.
 
     Raises:
-        UnsupportedModelError: some layer keeps state that is no KV of single tokens.
+        UnsupportedModelError: A layer keeps state other than KV of single tokens.
     """
     name = type(model).__name__
     config = model.config.get_text_config(decoder=True)
@@ -57,7 +60,7 @@ def sources_for(model: PreTrainedModel, full: Callable[[int], DenseSource]) -> l
 
 
 def kv_sources(layers: Sequence[Any]) -> list[DenseSource]:
-    """The sources among a cache's layers; others have no KV of their own."""
+    """Return the cache layers that hold KV of their own."""
     return [layer for layer in layers if isinstance(layer, DenseSource)]
 
 

@@ -1,4 +1,4 @@
-"""The interface of KV sources: one for each layer, as long as the cache lives."""
+"""Interfaces of cache layers, one per model layer, which live as long as the cache, and of the pass they serve."""
 
 from __future__ import annotations
 
@@ -21,91 +21,100 @@ LayerTensors = tuple[torch.Tensor, torch.Tensor]
 
 
 class Pass(Protocol):
-    """What the sources of one forward pass share."""
+    """State that the cache layers share in one forward pass."""
 
     tap: RotaryTap
 
     def rechoice(self, live: Live) -> Choices:
-        """The choices of the pass, for sources that choose again."""
+        """Return the decode selections of the pass, for cache layers that reselect."""
 
     def to_choose_by(
         self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's own queries and keys of the same tokens, or the predicted ones where these make the choice."""
+        """Return queries and keys of the same tokens to select by: the layer's own, or predicted ones if required."""
 
     def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
-        """The layers whose queries can be predicted now that `layer` has chosen; none where nothing is predicted."""
+        """Yield the layers whose queries can be predicted after `layer` has selected; none without prediction."""
 
 
 class RestoringPass(Pass, Protocol):
-    """A pass that restores something."""
+    """Forward pass that restores stored KV."""
 
     plan: Plan
     prefetch: Prefetch
     selection: SelectiveRestore | None
-    """Chooses what layers hold, where that is a part of what is restored."""
+    """Selection of the restored tokens that layers hold; None if no tokens are selected."""
     streamed: StreamedPrefix | None
-    """All of it, for layers that attend to it without holding it."""
+    """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
-        """The columns that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
+        """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
 
-        Layers that compute the same get one tensor.
+        Layers that compute the same positions share one tensor.
         """
 
     def park(self, layer: int) -> None:
-        """A layer's keys and values were taken in, and wait for its queries to choose the rest."""
+        """Defer a layer: its computed keys and values are appended, and its queries will select the restored ones."""
 
     def unpark(self) -> None:
-        """It has its queries."""
+        """Resume the deferred layer."""
 
     def cannot_select(self) -> UnsupportedModelError:
-        """The model does not show what it attends to."""
+        """Return the error for a model with attention that cannot be observed."""
 
     def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
-        """Which columns from `first` on are neither restored nor computed, and seen by none: bool `[batch, n]`."""
+        """Return a mask of positions from `first` on that are not restored or computed, bool `[batch, n]`, or None.
+
+        No query sees these positions.
+        """
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
-        """The state of a layer's buffer that holds what is restored already, if there is one."""
+        """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
 
     def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
-        """Whether a layer runs for its attention alone, and the state of its buffer is kept for when it is computed."""
+        """Keep the state of a layer's filled buffer if the layer runs only up to its attention now.
+
+        Returns:
+            Whether the state was kept; `take_filled` returns it when the layer is computed.
+        """
 
     def compares(self, layer: int) -> bool:
-        """Whether a layer's stored and computed KV is to be compared now."""
+        """Return whether to compare the stored and computed KV of a layer now."""
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        """A layer's stored and computed KV, `[batch, heads, n, dim]` each, says what is computed from then on."""
+        """Compare stored and computed KV, `[batch, heads, n, dim]` each, to decide what later layers compute."""
 
 
 class KVSource(Protocol):
-    """Where a layer's keys and values come from: computed, restored, or chosen among what is restored.
+    """Cache layer with keys and values that are computed, restored, or selected from restored ones.
 
-    A pass that restores begins with `begin_pass`; of every pass come `append`, from the cache's `update`, and `attend`,
-    from the registered attention function; `end_pass` ends it. The rest is transformers' interface of a cache layer.
+    A pass that restores begins with `begin_pass`. Every pass calls `append`, from the cache's `update`, and `attend`,
+    from the registered attention function. `end_pass` ends a pass that restores. The other methods are those of
+    transformers' `CacheLayerMixin`.
     """
 
     window: int
-    """Of a sliding layer, in tokens; else 0."""
+    """Sliding window in tokens; 0 for full attention."""
 
     def settle(self) -> None:
-        """A pass is about to begin, and has announced nothing yet: what is held may be held otherwise."""
+        """Prepare for a pass, before it announces anything. May compact or offload cached KV."""
 
     def begin_pass(self, restoring: RestoringPass) -> None:
-        """Announce a pass that restores, so that masks are made for what the layer is going to hold."""
+        """Begin a pass that restores, so that masks match what the layer is going to hold."""
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take in what the layer has computed.
+        """Append the keys and values that the layer has computed.
 
         Args:
-            kind: what the model hands over for this layer.
-            pre_rope: keys and values as they are stored.
-            keys: `[batch, kv_heads, n, dim]`, rotated; values likewise.
+            kind: Layout of the tensors that the model passes to the cache for this layer.
+            pre_rope: Keys and values as stored, before rotation.
+            keys: `[batch, kv_heads, n, dim]`, rotated.
+            values: `[batch, kv_heads, n, dim]`.
 
         Returns:
-            What the model takes on: all that the queries may see, unless `attend` says otherwise.
+            Keys and values for the model's attention: all that the queries may see, unless `attend` replaces them.
         """
 
     def attend(
@@ -117,15 +126,19 @@ class KVSource(Protocol):
         mask: torch.Tensor | None,
         scaling: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """What queries attend to, or what they get of it, `[batch, heads, n, dim]`.
+        """Return the keys and values that queries attend to, or the attention output.
 
         Args:
-            forward_pass: which is under way.
+            forward_pass: Current pass.
             query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, as the attention function was given them; values likewise.
-            mask: of the queries and what the masks of the pass were announced.
-            scaling: of the logits; None for dim ** -0.5.
+            keys: `[batch, kv_heads, columns, dim]`, as passed to the attention function.
+            values: Like `keys`.
+            mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
+            scaling: Scale of the logits; None for dim ** -0.5.
+
+        Returns:
+            Keys and values to attend to, or the output, `[batch, heads, n, dim]`, if attention is already computed.
         """
 
     def end_pass(self) -> None:
-        """The pass is over, well or not; `rollback` undoes one that failed."""
+        """End the pass, successful or not. `rollback` undoes a failed pass."""

@@ -1,4 +1,4 @@
-"""Keys and values of one layer, in buffers that grow by doubling."""
+"""Key and value buffers of one layer that grow by doubling."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..store.memory import HUGE_PAGE, aligned_bytes
 
 _HEADROOM = 64
 _LARGEST_GROWTH = 4096
-"""Columns of room that a buffer has beyond what it must hold: at first, and at most, where it doubles."""
+"""Spare positions of a buffer: `_HEADROOM` always, and up to `_LARGEST_GROWTH` more when it doubles."""
 
 
 class KVBuffer:
-    """Columns of keys and values, `[batch, heads, capacity, dim]`.
+    """Buffers of keys and values, `[batch, heads, capacity, dim]`.
 
-    The columns `[start, stop)` of the buffers are held, and the first of these is column `first` of the sequence. New
-    ones are written in place, so decoding copies nothing until a buffer is full and doubles.
+    The buffers hold entries `[start, stop)`, the first of which is position `first` of the sequence. New entries are
+    written in place, so decoding copies nothing until a buffer is full and doubles.
     """
 
     def __init__(self) -> None:
@@ -33,36 +33,38 @@ class KVBuffer:
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """`[batch, key_heads, held, key_dim]`, a view."""
+        """View of the held keys, `[batch, key_heads, held, key_dim]`; None without a buffer."""
         return None if self._keys is None else self._keys.narrow(2, self._start, self.held)
 
     @property
     def values(self) -> torch.Tensor | None:
-        """`[batch, value_heads, held, value_dim]`, a view."""
+        """View of the held values, `[batch, value_heads, held, value_dim]`; None without a buffer."""
         return None if self._values is None else self._values.narrow(2, self._start, self.held)
 
     @property
     def columns(self) -> int:
-        """Columns of the sequence so far, held or not."""
+        """Number of positions of the sequence so far, held or not."""
         return self._first + self._stop - self._start
 
     @property
     def held(self) -> int:
-        """Columns that the buffers hold."""
+        """Number of positions that the buffers hold."""
         return self._stop - self._start
 
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make room for `columns` more columns, of which those before `first` are not kept.
+        """Add `columns` positions to the sequence; the first `first` of them are not held.
 
         Args:
-            like_keys: `[batch, heads, _, dim]`: gives the buffer its shape, dtype and device. like_values likewise.
-            columns: of the sequence.
-            first: above 0 only if nothing held so far is seen any more.
+            like_keys: `[batch, heads, _, dim]`, gives the shape, dtype and device of the key buffer.
+            like_values: Like `like_keys`, for the value buffer.
+            columns: Number of new positions of the sequence.
+            first: Number of leading new positions that are not held. Above 0 only if no
+                later query sees the entries held so far, which are then released.
 
         Returns:
-            Views of the new columns, uninitialised: `[batch, heads, columns - first, dim]` each.
+            Uninitialised views of the new positions, `[batch, heads, columns - first, dim]` each.
         """
         if first:
             self._first = self.columns + first
@@ -78,25 +80,25 @@ class KVBuffer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         held = self.held
         keys, values = _moved(self.keys, like_keys, held, count), _moved(self.values, like_values, held, count)
-        # at once: a Ctrl-C in between would leave the one without the other
+        # one atomic update, so that a Ctrl-C cannot leave one without the other
         self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
         return keys, values
 
     def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is held, of a buffer that holds something."""
+        """Return views of the held keys and values; the buffers must exist."""
         keys, values, held = self._keys, self._values, self._stop - self._start
         assert keys is not None and values is not None
         return keys.narrow(2, self._start, held), values.narrow(2, self._start, held)
 
     def _shrink(self) -> None:
-        """Take no more memory than what is held needs."""
+        """Reallocate the buffers to the size that the held positions need."""
         if self._keys is not None and self._values is not None:
             self._reallocate(self._keys, self._values, 0)
 
     def _without(self, first: int, count: int) -> dict[str, Any]:
-        """The state of this buffer if it held no more the `count` columns behind the first `first` that it holds.
+        """Return the state of this buffer without the `count` entries after its first `first` entries.
 
-        They stay columns of the sequence.
+        The removed entries still count as positions of the sequence.
         """
         keys, values = (
             _moved(torch.cat([held[:, :, :first], held[:, :, first + count :]], dim=2), held, self.held - count, 0)
@@ -106,7 +108,7 @@ class KVBuffer:
         return state | {"_first": self._first + count}
 
     def _select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was."""
+        """Replace row i by the former row `rows[i]`."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = (self._rows_of(buffer, rows) for buffer in (self._keys, self._values))
             self._shared = False
@@ -118,7 +120,7 @@ class KVBuffer:
         return chosen
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it as it is now, for `rollback`: later passes write behind it or elsewhere, never over it."""
+        """Return the current state for `rollback`. Later passes write after it or to other buffers, never over it."""
         return dict(self.__dict__)
 
     def rollback(self, snapshot: dict[str, Any]) -> None:
@@ -127,7 +129,7 @@ class KVBuffer:
 
 
 def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
-    """A buffer with room for `count` more columns than are held, and for as many again while decoding."""
+    """Allocate a buffer for the `columns` held positions, `count` more and spare room, and copy the held positions."""
     room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
     buffer = _empty(like, like.shape[0], room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
     if held is not None and columns:
@@ -136,14 +138,13 @@ def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: i
 
 
 def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """`[rows, heads, columns, dim]`, also in inference mode a tensor that later passes may write to outside of it.
+    """Allocate `[rows, heads, columns, dim]`, not an inference tensor, so that later passes may write to it.
 
-    On the CPU large ones are of huge pages: what is restored is written once, and small pages made that take twice as
-    long.
+    Large tensors on the CPU use huge pages: restored KV is written once, which takes twice as long with small pages.
     """
     shape = rows, like.shape[1], columns, like.shape[3]
     nbytes = prod(shape) * like.element_size()
-    with torch.inference_mode(False):  # views of ours are made in it, too
+    with torch.inference_mode(False):  # this may be called in inference mode
         if like.device.type == "cpu" and nbytes >= HUGE_PAGE:
             return aligned_bytes(nbytes).view(like.dtype).view(shape)
         return torch.empty(shape, dtype=like.dtype, device=like.device)

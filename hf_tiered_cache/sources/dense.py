@@ -1,4 +1,4 @@
-"""Sources of all that a layer's queries may see: with full attention, or within a sliding window."""
+"""Cache layers that hold all KV a layer's queries may see: full attention and sliding window."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .buffer import KVBuffer
 
 
 class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys and values are views here
-    """A layer with full attention: all columns, computed and restored ones.
+    """Cache layer with full attention that holds all computed and restored positions.
 
     Args:
-        index: of the layer.
+        index: Layer index.
     """
 
     is_sliding = False
@@ -31,15 +31,15 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     window = 0
     _pass: RestoringPass | None
     selects = False
-    """Whether its queries may choose what they attend to."""
+    """Whether the layer's queries may select the tokens they attend to."""
 
     @property
     def rechooses(self) -> bool:
-        """Whether they do so again in passes to come."""
+        """Whether the layer reselects in later passes."""
         return self.chosen() is not None
 
     def chosen(self) -> tuple[Live, Sequence[Any]] | None:
-        """What they choose from in passes to come, and what is chosen now, for each row; None for never."""
+        """Return the decode selector and what is selected now in each row; None if the layer never reselects."""
         return None
 
     def __init__(self, index: int) -> None:
@@ -47,7 +47,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         super().__init__()
         self.end_pass()
 
-    # --- a pass
+    # --- interface of a pass
 
     def begin_pass(self, restoring: RestoringPass) -> None:
         """See `KVSource`."""
@@ -66,10 +66,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         """See `KVSource`."""
 
     def _announced(self) -> None:
-        """What was announced to masks is held now."""
-        self._restored = 0  # columns in front of the computed ones, where those are a suffix
-        self._scattered = 0  # all columns of the pass, where they are none, or where a part of them is held
-        self._skipped = 0  # columns of the pass that are not held: before every window, or attended to by none
+        """Reset the sizes announced to masks: the layer holds these positions now, or the pass has ended."""
+        self._restored = 0  # positions before the computed ones, if those are a suffix
+        self._scattered = 0  # all positions of the pass, if they are no suffix or only partly held
+        self._skipped = 0  # positions of the pass that are not held: before every window, or not attended to
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -103,7 +103,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         key_states: torch.Tensor,
         value_states: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Restored and computed columns, side by side."""
+        """Combine restored and computed positions, and return the keys and values that queries may see."""
         plan = restoring.plan
         first = max(0, plan.first_kept(self.window))
         before, filled = self.snapshot(), restoring.take_filled(self.index)
@@ -139,12 +139,12 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             return keys, values
         return self._visible(None)
 
-    # --- what transformers asks of a cache layer
+    # --- transformers' interface of a cache layer
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append `[batch, heads, n, dim]` and return all that the new queries may see."""
+        """Append keys and values, `[batch, heads, n, dim]`, and return all that the new queries may see."""
         count = key_states.shape[2]
         keys, values = super().extend(key_states, value_states, count)
         keys.copy_(key_states)
@@ -154,21 +154,21 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     def extend(
         self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KVBuffer`; in a pass that restores."""
+        """See `KVBuffer`. Used in a pass that restores."""
         views = super().extend(like_keys, like_values, columns, first)
         self._announced()
         return views
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing: buffers are made for the first columns."""
+        """Do nothing: buffers are allocated for the first positions."""
 
     @property
     def is_initialized(self) -> bool:
-        """Whether it has buffers."""
+        """Whether buffers are allocated."""
         return self._keys is not None
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the last `queries` columns may attend to, as `get_mask_sizes` announced it; None for scattered ones."""
+        """Return the KV that the last `queries` positions see, as sized by `get_mask_sizes`; None if scattered."""
         return self._views()
 
     def get_seq_length(self) -> int:
@@ -184,10 +184,10 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             return self.held + self._scattered, self._first
         return self.get_seq_length() + query_length - self._first, self._first
 
-    # --- what generate() does to a cache
+    # --- cache operations of generate()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` columns; a positive number (as in 5.17) is what stays."""
+        """Remove the last `-tokens_to_remove` positions. A positive number (as in 5.17) is the number to keep."""
         if tokens_to_remove > 0:
             tokens_to_remove = min(0, tokens_to_remove - self.columns)
         if self.is_initialized:
@@ -205,7 +205,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Row i becomes what row `indices[i]` was."""
+        """Replace row i by the former row `indices[i]`."""
         self._select(indices)
 
     def reset(self) -> None:
@@ -213,7 +213,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
         self.end_pass()
 
     def fork(self) -> DenseSource:
-        """A source that shares this one's buffers until one of the two writes."""
+        """Return a copy that shares the buffers of this cache layer until one of the two writes."""
         twin = type(self).__new__(type(self))
         twin.__dict__.update(self.__dict__)
         self._shared = twin._shared = self._keys is not None
@@ -221,11 +221,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
 
 class SlidingSource(DenseSource):
-    """A layer whose queries see the last `window` tokens, their own included.
+    """Cache layer with sliding window attention: queries see the last `window` tokens, including their own.
 
     Args:
-        index: of the layer.
-        window: in tokens.
+        index: Layer index.
+        window: Sliding window in tokens.
     """
 
     is_sliding = True
@@ -245,7 +245,7 @@ class SlidingSource(DenseSource):
         return past + query_length, self.get_seq_length() - past
 
     def activate_past_recording(self) -> None:
-        """Keep everything until the next `crop`, which may take tokens back (assisted decoding)."""
+        """Keep all positions until the next `crop`, which may remove tokens (assisted decoding)."""
         self.record_past = True
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,7 +258,7 @@ class SlidingSource(DenseSource):
         return keys, values
 
     def _forget_unseen(self) -> None:
-        """Let go what no later query sees; give the memory back if that is most of it, as after a long prompt."""
+        """Drop positions that no later query sees; shrink the buffers if mostly unused, as after a long prompt."""
         gone = self.held - min(self.columns, self.window - 1)
         if gone > 0:
             self._start, self._first = self._start + gone, self._first + gone
@@ -276,11 +276,13 @@ class SlidingSource(DenseSource):
 
 
 def _put(whole: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
-    """Write `computed`, `[batch, heads, n, dim]`, to some columns of `whole`.
+    """Write computed keys or values to some positions of `whole`.
 
     Args:
-        whole: `[batch, heads, columns, dim]`.
-        columns: int64 `[n]`, or `[batch, n]` for each row its own. One that is given twice is given the same twice.
+        whole: `[batch, heads, columns, dim]`, modified in place.
+        columns: Positions, int64 `[n]`, or `[batch, n]` for different ones per row. A repeated position gets the same
+            values each time.
+        computed: `[batch, heads, n, dim]`.
     """
     if columns.ndim == 1:
         whole.index_copy_(2, columns, computed)

@@ -1,4 +1,4 @@
-"""A source within a budget: its queries attend to chosen ones of the restored columns, and to what was computed."""
+"""Cache layer with a token budget: its queries attend to selected restored positions and to computed ones."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class SelectedSource(DenseSource):
-    """A layer with full attention that holds restored columns of each row: what a budget buys, or fewer.
+    """Cache layer with full attention that holds at most a budget of restored positions of each row.
 
-    Which ones is known when the layer's queries are. So `append` hands computed keys and values back, and `attend`,
-    which the registered attention function asks, puts the chosen ones before them.
+    The selection needs the layer's queries. So `append` returns the computed keys and values, and `attend`, called by
+    the registered attention function, puts the selected positions before them.
     """
 
     selects = True
@@ -35,14 +35,14 @@ class SelectedSource(DenseSource):
         super().__init__(index)
 
     def _begin(self) -> None:
-        self._num_selected = 0  # columns in front that were chosen from among more
+        self._num_selected = 0  # number of leading positions that were selected
         self.spared = 0
-        """So many more columns the budget would have bought: it holds that much less than its mask has."""
+        """Unused budget: mask width minus positions held."""
         self.padding = 0
-        """Columns of left padding of the row that had most when it chose; its mask may begin behind them."""
-        self._live: Live | None = None  # to choose from again
-        self._rows: Sequence[Any] = []  # what was chosen last, for each row
-        self._pre_rope: PreRopeKV | None = None  # of the pass under way
+        """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
+        self._live: Live | None = None  # for reselection
+        self._rows: Sequence[Any] = []  # last selection of each row
+        self._pre_rope: PreRopeKV | None = None  # of the current pass
 
     def chosen(self) -> tuple[Live, Sequence[Any]] | None:
         """See `DenseSource`."""
@@ -114,7 +114,7 @@ class SelectedSource(DenseSource):
             output = restoring.streamed.attend(self.index, query, keys, values, mask, rotate_, scaling, every)
             if selection is not None:
                 selection.index(self.index, every)
-            elif not plan.budget_tokens:  # a piece of a prompt, which is stored and let go
+            elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped
                 return output
         self._num_selected = plan.num_selected
         if selection is not None:
@@ -140,14 +140,14 @@ class SelectedSource(DenseSource):
     def _choose_again(
         self, live: Live, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
     ) -> None:
-        """Let what is chosen for these queries take the columns of what is chosen no more, in place."""
+        """Reselect for these queries: newly selected tokens replace deselected ones in place."""
         keys, values = self._views()
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
             choices = forward_pass.rechoice(live)
             asked, _ = forward_pass.to_choose_by(self.index, query, keys)
             self._rows = choices.follow(self.index, self._rows, asked, keys, values, rotate_, scaling)
-        except RestoreError as error:  # what was chosen before is still there
+        except RestoreError as error:  # the last selection is still held
             if not live.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; from here on what was chosen stays", error)
@@ -157,18 +157,21 @@ class SelectedSource(DenseSource):
             choices.prepare(ahead)
 
     def settle(self) -> None:
-        """See `KVSource`. Computed columns that lie far back are chosen from now on, like restored ones."""
+        """See `KVSource`. Offloads older computed positions, which are then selected like restored ones."""
         if self._live is None:
             return
         first = self._num_selected
         if count := self._live.leaving(self._rows, self.held - first):
             keys, values = (held[:, :, first : first + count] for held in self._views())
             rows = self._live.grown(self._rows, keys, values)
-            # at once: a Ctrl-C in between would leave what is held in two places, or in none
+            # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
             self.__dict__.update(self._without(first, count), _rows=rows)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """One mask serves all layers, so it is for what the budget buys; `patches.attention` cuts what is not there."""
+        """Return the mask size for the full budget, because all layers share one mask.
+
+        `patches.attention` cuts off the positions that this layer does not hold.
+        """
         columns, first = super().get_mask_sizes(query_length)
         return columns + self.spared, first - self.spared
 
@@ -194,7 +197,7 @@ class SelectedSource(DenseSource):
         return twin
 
     def rollback(self, snapshot: dict[str, Any]) -> None:
-        """See `KVBuffer`. What was chosen since then stays, in the buffer where it was: columns were written over."""
+        """See `KVBuffer`. Keeps later selections and their buffers, because these overwrote positions in place."""
         now = self.__dict__.copy()
         super().rollback(snapshot)
         if self._live is not None:
@@ -208,12 +211,12 @@ class SelectedSource(DenseSource):
 
 
 def _forked(rows: Sequence[Any]) -> list[Any]:
-    """Of each row one that goes its own way."""
+    """Return an independent copy of the state of each row."""
     return [held and held.fork() for held in rows]
 
 
 def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:
-    """Gives stored keys the rotation that a layer's own have got."""
+    """Return a function that rotates stored keys as the layer's own keys were rotated."""
 
     def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
         if pre_rope.rotated:

@@ -1,10 +1,10 @@
-"""The store on disk: segment files, their catalogue, quota and integrity. Knows no policy and no model."""
+"""On-disk store: segment files with their catalogue, quota and integrity checks. Independent of policies and models."""
 
 HASH_BYTES = 16
 SCAN_BYTES = 4
 EXACT = "exact"
-"""Provenance of KV that computing its sequence gives."""
+"""Provenance of KV that is identical to a full computation of its sequence."""
 PASSAGE = "passage"
-"""Provenance of KV of a passage that was computed alone."""
+"""Provenance of KV of a passage that was computed on its own."""
 KEY_FILE_VARIABLE = "HF_TIERED_CACHE_KEY_FILE"
-"""The environment variable that names the file of a store's key, for programs that take it on the command line."""
+"""Environment variable with the path of the store's key file, for programs that accept it on the command line."""

@@ -1,13 +1,12 @@
-"""Where segments lie: the one interface of all places. A folder is the first (`folder.py`).
+"""Interface of the places that store segments. The first implementation is a folder (`folder.py`).
 
-A backend keeps bytes under names, whole or not at all. Of what is in them it only asks whether this library wrote it:
-nothing else is deleted or replaced. What makes a store of it stands above: the catalogue, the quota, checksums and
-encryption. A new place, such as a remote tier, is one class
-with these verbs; `tests/test_backend.py` says whether it keeps its word.
+A backend stores bytes under names, atomically. It inspects content only to find out whether this library wrote it, and
+deletes or replaces nothing else. Catalogue, quota, checksums and encryption are implemented on top of it. A new place,
+such as a remote tier, is one class with these methods; `tests/test_backend.py` checks the contract.
 
-Faults are OSErrors, of which three say more: FileNotFoundError means that nothing stands under a name (or no place is
-there at all, see `is_reachable`), FileExistsError that another has taken it, and what `files.is_of_the_process` knows
-that nothing is said about what is stored.
+Faults are OSErrors. FileNotFoundError means that nothing exists under a name (or that the whole place is missing, see
+`is_reachable`). FileExistsError means that the name is taken. Errors that `files.is_of_the_process` recognises say
+nothing about the stored data.
 """
 
 from __future__ import annotations
@@ -24,117 +23,118 @@ if TYPE_CHECKING:
 
 
 class Stored(NamedTuple):
-    """What stands under a name."""
+    """Metadata of the bytes stored under a name."""
 
     version: Hashable
-    """Which bytes these are: another value as soon as others have taken the name."""
+    """Identifier of the content. It changes when other bytes take the name."""
     size: int
-    """How many."""
+    """Number of bytes."""
     nbytes: int
-    """Room that they take."""
+    """Space that they take, in bytes."""
 
 
 HeadLength = Callable[[Stored, bytes], int]
-"""How many bytes stand before a segment's blocks, to be told by its first page (`HEADER_BYTES`, or all there are)."""
+"""Callback that returns the bytes before the blocks, given the first page (`HEADER_BYTES`, or all if shorter)."""
 
 
 class Upload(Protocol):
-    """A segment that is being written. Nobody sees it until it is published."""
+    """A segment that is being written. It is invisible until it is published."""
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Write all of `data`. Raises OSError."""
+        """Write all of `data` at `offset`. Raises OSError."""
 
     def nbytes(self) -> int:
-        """Room that it takes once it is published."""
+        """Return the space that the segment takes once it is published, in bytes."""
 
     def publish(self, replace: bool) -> None:
-        """Give it its name, in one moment: whoever looks finds all of it, or what was there before.
+        """Give the segment its name atomically: readers find either all of it or the previous content.
 
         Args:
-            replace: whether what stands there gives way, if it is own. What is open of it can be read on.
+            replace: whether to replace existing content, if this library wrote it. Open readers can still read it.
 
         Raises:
-            FileExistsError: something stands there, and does not give way: the first writer wins.
-            OSError: it cannot be done; nothing has changed.
+            FileExistsError: the name is taken and its content is not replaced: the first writer wins.
+            OSError: publishing failed; nothing has changed.
         """
 
 
 class SegmentBackend(Protocol):
-    """Segments in one place, shared by any number of processes. All verbs may be called from any thread.
+    """Segments in one place, shared by any number of processes. All methods may be called from any thread.
 
-    Beside segments lie arrays that belong to them (see `beside.py`), under names with a dot: the segment's, and a kind.
-    `names`, `pin` and `pinned` are about segments alone, `beside` is about the others, and the rest about both.
+    Segments can have sidecars: arrays that belong to a segment (see `beside.py`). A sidecar's name is the segment's id,
+    a dot and a kind. `names`, `pin` and `pinned` cover segments only, `beside` covers sidecars only, and all other
+    methods cover both.
     """
 
     place: str
-    """Where that is, for messages: a path or an address."""
+    """Path or address of the place, for messages."""
     reads_with: str
-    """What reads blocks, such as an engine with its settings: what was measured with it holds for it alone."""
+    """Description of what reads blocks, such as an engine with its settings. Measurements are valid only for it."""
     writable: bool
     """Whether anything new can be stored."""
     catalogue: StoreRoot | None
-    """The folder of the catalogue that all who use this place share. None: each has one of its own, in memory."""
+    """Folder of the catalogue that all users of this place share. None: each user has its own, in memory."""
 
     def where(self, segment_id: str) -> str:
-        """Where a segment lies or would lie, for messages and tools: a path or an address."""
+        """Return the path or address of a segment, stored or not, for messages and tools."""
 
     def is_reachable(self) -> bool:
-        """Whether the place is there at all, so that what is not found in it is gone."""
+        """Return whether the place exists, so that a name that is not found in it is gone."""
 
     # --- reading
 
     def names(self) -> list[str]:
-        """The names of all segments. Raises OSError: a list that is not whole is none."""
+        """Return the names of all segments. Raises OSError rather than returning an incomplete list."""
 
     def beside(self) -> dict[str, int]:
-        """The names of all that lies beside segments, and the room that each takes. Raises OSError, as `names` does."""
+        """Return the names of all sidecars, and the bytes that each takes. Raises OSError, as `names` does."""
 
     def find(self, segment_id: str) -> Stored | None:
-        """What stands under a name now, or None. Nothing is opened. Raises OSError."""
+        """Return the metadata of what is stored under a name, or None. Opens nothing. Raises OSError."""
 
     def is_own(self, segment_id: str) -> bool:
-        """Return whether this library wrote what has this name. Raises OSError: that cannot be found out."""
+        """Return whether this library wrote what has this name. Raises OSError if that cannot be determined."""
 
     def unknown(self, known: Collection[str] = ()) -> list[str]:
-        """Return what the library did not write, by path within the place. It is left alone.
+        """List files that the library did not write, by path within the place. They are never changed.
 
         Args:
-            known: segments that were read, and need not be looked at.
+            known: segments that were already read and need no check.
 
         Raises:
             OSError: the place cannot be listed.
         """
 
     def head(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes]:
-        """Read a segment's beginning, all of one version.
+        """Read the beginning of a segment, all from one version.
 
         Args:
-            segment_id: whose.
-            length: is asked how many bytes are wanted; what it raises comes through.
+            segment_id: id of the segment, or name of the sidecar.
+            length: returns the number of bytes to read; its exceptions propagate.
 
         Returns:
-            Which bytes these were, and so many of them: fewer only where the segment ends.
+            Metadata of the version that was read, and its first bytes: fewer than `length` only if the segment ends.
 
         Raises:
-            FormatError: what stands there can be no segment (a folder, a pipe). OSError: it cannot be read.
+            FormatError: the entry cannot be a segment (a folder, a pipe). OSError: it cannot be read.
         """
 
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
-        """Open a segment for reading blocks, and read its beginning, all of one version.
+        """Open a segment for reading blocks, and read its beginning, all from one version.
 
         Returns:
-            What `head` does, and the segment, which stays whole until the last reference to it goes, also when it is
-            deleted or replaced meanwhile.
+            Metadata and bytes as from `head`, and the open file. The file stays complete until its last reference is
+            dropped, even if the segment is deleted or replaced meanwhile.
 
         Raises:
             FormatError, OSError: as `head`.
         """
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        """Read runs of bytes of open segments, in the background.
+        """Read byte ranges of open segments in the background.
 
-        The future keeps the destinations alive, and is resolved only when nothing writes to them any more. It fails
-        with OSError where bytes are missing or cannot be read; its `filename` is the `path` of the file concerned.
+        The future keeps the destinations alive, and resolves only when nothing writes to them any more. It fails with
+        OSError if bytes are missing or cannot be read; the `filename` of the error is the `path` of the file.
 
         Raises:
             StoreClosedError: the backend was closed.
@@ -143,42 +143,42 @@ class SegmentBackend(Protocol):
     # --- writing
 
     def write(self, segment_id: str, nbytes: int) -> AbstractContextManager[Upload]:
-        """Take the room for a segment, so that a full place is seen before anything is written.
+        """Reserve the space for a segment, so that a full place is detected before anything is written.
 
-        What was not published is gone when the context ends, or when somebody cleans up behind a process that died.
+        An upload that was not published is removed when the context ends, or by the next cleanup if its process died.
         Raises OSError.
         """
 
     def delete(self, segment_id: str) -> bool:
-        """Delete what has this name. Returns whether there was something own. Raises OSError: it is still there."""
+        """Delete what the library wrote under this name. Returns whether it existed. Raises OSError if it remains."""
 
     def sync(self) -> None:
-        """Make what was published durable. Raises OSError; what failed is tried again the next time."""
+        """Make everything published durable. Raises OSError; the next call retries what failed."""
 
     def pin(self, segment_id: str, pinned: bool) -> None:
-        """Mark a name, or take the mark away. A mark outlives every catalogue. Raises OSError."""
+        """Add or remove the pin of a segment. Pins outlive every catalogue. Raises OSError."""
 
     def pinned(self) -> set[str]:
-        """The marked names. Raises OSError: what cannot be listed is not to be taken for none."""
+        """Return the pinned names. Raises OSError: if they cannot be listed, no segment may count as unpinned."""
 
-    # --- room
+    # --- space
 
     def usage(self) -> int:
-        """Bytes that lie under no name: what is being written, the catalogue. Raises OSError."""
+        """Return the bytes used by anything but segments and sidecars: uploads, the catalogue. Raises OSError."""
 
     def free(self) -> int | None:
-        """Bytes that the place has left, or None if it has no bound. Raises OSError."""
+        """Return the free bytes of the place, or None if it is unbounded. Raises OSError."""
 
     def clean_up(self, dry_run: bool = False) -> tuple[dict[str, int], bool]:
-        """Delete what dead processes left unfinished. The caller holds the lock.
+        """Delete unfinished files of dead processes. The caller holds the lock.
 
         Returns:
-            What was deleted, or with `dry_run` would be, and the bytes that each takes; and whether some of it had been
-            published, so that a catalogue may lack it.
+            Bytes of each deleted file, or with `dry_run` of each file to be deleted; and whether some of them had been
+            published, so that a catalogue may lack them.
         """
 
     def locked(self) -> AbstractContextManager[None]:
-        """Alone among all who use this place, while room is reckoned and made. Raises StoreBusyError."""
+        """Lock the place exclusively, while space is computed and freed. Raises StoreBusyError."""
 
     def close(self) -> None:
-        """Wait for reads under way, and let threads go."""
+        """Wait for pending reads, and release the threads."""

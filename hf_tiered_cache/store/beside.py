@@ -1,11 +1,11 @@
-"""Arrays kept beside a segment: made from its KV, or from how it was used; renewed, or lost, without harm.
+"""Sidecars: arrays made from a segment's KV or from its use. They can be replaced or lost without harm.
 
-One file for each kind, under the segment's name, a dot and the kind:
+There is one file per kind, named after the segment, a dot and the kind:
 
-    prefix | JSON | digests of blocks | tag, if encrypted | blocks: the arrays one behind the other
+    prefix | JSON | digests of blocks | tag, if encrypted | blocks: the arrays, concatenated
 
-It is bound to the very bytes of the segment that it was made from. Of a store with a key it is encrypted as segments
-are. docs/format.md has it byte by byte.
+A sidecar is bound to the exact bytes of the segment that it was made from. In a store with a key it is encrypted like a
+segment. docs/format.md specifies it byte by byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )
 }
-"""What arrays may be of, by name."""
+"""Supported dtypes of arrays, by name."""
 _PREFIX = struct.Struct(
     "<8sIIQQ"
 )  # magic, version, bytes of the JSON and of the arrays, xxh3-64 of all before the blocks
@@ -54,12 +54,12 @@ _NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
 _MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
 _BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
 _LARGE, _MOST_HOLES = 16 << 20, 16
-"""A file above this size must lie on disk by a sixteenth: a sparse one of a few KiB could take all memory."""
+"""Files above `_LARGE` bytes must take 1/16 of their size on disk: a sparse file of a few KiB could fill all memory."""
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
 
 
 class Kept(NamedTuple):
-    """What `Beside.keep` takes, but for the segment."""
+    """Arguments of `Beside.keep`, except the segment."""
 
     kind: str
     arrays: dict[str, torch.Tensor]
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class _Place:
-    """An array of a file."""
+    """Name, dtype and shape of one array of a file."""
 
     name: str
     dtype: torch.dtype
@@ -81,27 +81,27 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Head:
-    """What stands before the blocks."""
+    """Decoded header of a sidecar: all data before the blocks."""
 
     segment: str
     content: str
-    """Which bytes of the segment it was made from (see `_content_of`)."""
+    """Identifier of the segment's bytes that it was made from (see `_content_of`)."""
     kind: str
     facts: str
-    """What it was made by: JSON with sorted keys."""
+    """Parameters that it was made with, as JSON with sorted keys."""
     arrays: tuple[_Place, ...]
     seal: Seal | None
     digests: np.ndarray
-    """Of its blocks: `DIGEST_DTYPE` `[blocks]`."""
+    """Digests of its blocks, `DIGEST_DTYPE` `[blocks]`."""
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays, each padded."""
+        """Total bytes of all arrays, each padded."""
         return sum(aligned(array.nbytes, _ARRAY_ALIGNMENT) for array in self.arrays)
 
 
 class _Open(NamedTuple):
-    """A file of arrays, open, its head checked."""
+    """An open sidecar with a verified header."""
 
     file: EngineFile
     stored: Stored
@@ -110,14 +110,14 @@ class _Open(NamedTuple):
 
 
 class Beside:
-    """The arrays beside the segments of a store.
+    """Sidecars of the segments of a store.
 
     Args:
-        backend: where they lie.
-        cipher: what they are encrypted with, if they are.
-        counters: where traffic and faults are counted.
-        notices: where faults are said.
-        reserved: takes the room for so many bytes under a name, and spares some segments (see `Publisher.reserved`).
+        backend: stores the sidecars.
+        cipher: encrypts them, if the store has a key.
+        counters: counts traffic and faults.
+        notices: logs faults.
+        reserved: reserves a number of bytes for a name without evicting the given segments (`Publisher.reserved`).
     """
 
     def __init__(
@@ -131,25 +131,25 @@ class Beside:
         self._backend, self._cipher, self._reserved = backend, cipher, reserved
         self._counters, self._notices = counters, notices
 
-    # --- keeping and finding
+    # --- writing and reading
 
     def keep(
         self, reader: SegmentReader, kind: str, arrays: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
     ) -> bool:
-        """Keep arrays beside a segment, in the place of those of this kind that are there.
+        """Write a sidecar of a segment, replacing an existing one of this kind.
 
         Args:
-            reader: the segment that they were made from.
-            kind: what they are: a letter, and then letters, digits or `_`, all small.
-            arrays: dense ones by name, of `DTYPES`.
-            facts: what they were made by, JSON-ready: they are found by the same facts alone. Readable without a key.
+            reader: segment that the arrays were made from.
+            kind: name of the kind: a lowercase letter, followed by lowercase letters, digits or `_`.
+            arrays: dense tensors by name, with dtypes in `DTYPES`.
+            facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
 
         Returns:
-            Whether they are there now. A full disk, the quota, an unwritable place or a lock that is not to be had drop
-            them, counted; they are dropped, too, if the segment has gone or is another now.
+            Whether the sidecar is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop
+            it, which is counted. It is also dropped if the segment was deleted or replaced.
 
         Raises:
-            ValueError: kind, arrays or facts cannot be kept.
+            ValueError: kind, arrays or facts cannot be stored.
         """
         name = f"{reader.id}.{kind}"
         if _NAME.fullmatch(name) is None:
@@ -179,14 +179,16 @@ class Beside:
         return True
 
     def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-        """The arrays of a kind that were kept beside a segment: dense, on the CPU, side by side in one memory.
+        """Return the arrays of one kind of a segment: dense CPU tensors in one shared buffer.
 
         Args:
-            reader: the segment. What was made from others of its name does not count.
-            kind, facts: as they were kept with.
+            reader: the segment. A sidecar that was made from other bytes under the same id is ignored.
+            kind: as passed to `keep`.
+            facts: as passed to `keep`.
 
         Returns:
-            None if there are none: not kept, of other facts, or damaged, of another key or unreadable, which counts.
+            Arrays by name. None if there is no sidecar or its facts differ; also None, and counted, if it is damaged,
+            encrypted with another key or unreadable.
         """
         name = f"{reader.id}.{kind}"
         try:
@@ -196,9 +198,9 @@ class Beside:
             return None
 
     def all_of(self, reader: SegmentReader) -> list[Kept]:
-        """Everything that is kept beside a segment, to `keep` it beside another with the same tokens.
+        """Read all sidecars of a segment, to `keep` them for another segment with the same tokens.
 
-        What cannot be read is left out, and counted.
+        Unreadable sidecars are skipped and counted.
         """
         found = []
         try:
@@ -216,7 +218,7 @@ class Beside:
         return found
 
     def _report(self, name: str, error: Exception) -> None:
-        """Count what could not be read; what is damaged goes, to be made anew."""
+        """Count and log a failed read. A damaged file is deleted, so that it is made again."""
         if isinstance(error, FileNotFoundError):
             return
         damaged = isinstance(error, FormatError | IntegrityError)
@@ -231,13 +233,13 @@ class Beside:
     # --- files
 
     def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
-        """The arrays of a file, if they are these. Raises FormatError, IntegrityError or OSError."""
+        """Return the arrays of a file if content and facts match. Raises FormatError, IntegrityError or OSError."""
         file = self._open(name)
         these = (file.head.content, file.head.facts) == (content, facts)
         return self._arrays(name, file) if these else None
 
     def _open(self, name: str) -> _Open:
-        """Open a file, and check what stands before its blocks. Raises FormatError or OSError."""
+        """Open a file and verify its header. Raises FormatError or OSError."""
         stored, data, file = self._backend.open(name, _length)
         head = _decode_head(data)
         if f"{head.segment}.{head.kind}" != name:
@@ -248,7 +250,7 @@ class Beside:
         return _Open(file, stored, head, guard)
 
     def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
-        """The arrays themselves, checked, and decrypted. Raises IntegrityError or OSError."""
+        """Read, verify and decrypt the arrays. Raises IntegrityError or OSError."""
         file, stored, head, guard = opened
         count, block_bytes = _blocks(head.nbytes)
         data = aligned_bytes(count * block_bytes)  # uint8 [bytes of the arrays, padded]
@@ -263,15 +265,15 @@ class Beside:
         return found
 
     def check(self, name: str) -> int:
-        """Read a file and compare its checksums. Returns its bytes. Raises FormatError, IntegrityError or OSError."""
+        """Verify the checksums of a file. Returns its size. Raises FormatError, IntegrityError or OSError."""
         file = self._open(name)
         self._arrays(name, file)
         return file.stored.size
 
-    # --- looking after them
+    # --- maintenance
 
     def sizes(self) -> dict[str, dict[str, int]]:
-        """The room that each kind takes, segment by segment. Raises OSError."""
+        """Return the bytes that each kind takes, by segment. Raises OSError."""
         found: dict[str, dict[str, int]] = {}
         for name, nbytes in self._backend.beside().items():
             if match := _NAME.fullmatch(name):
@@ -279,11 +281,11 @@ class Beside:
         return found
 
     def by_segment(self) -> dict[str, int]:
-        """The room that all beside each segment takes. Raises OSError."""
+        """Return the bytes that all sidecars of a segment take, by segment. Raises OSError."""
         return {segment: sum(kinds.values()) for segment, kinds in self.sizes().items()}
 
     def remove(self, segments: Collection[str]) -> None:
-        """These segments go. What cannot be deleted is swept later."""
+        """Delete the sidecars of these segments. `sweep` deletes later what cannot be deleted now."""
         with suppress(OSError):
             found = self.sizes() if segments else {}
             for segment in found.keys() & set(segments):
@@ -291,14 +293,14 @@ class Beside:
                     self._delete(f"{segment}.{kind}")
 
     def sweep(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete what belongs to segments that are not there.
+        """Delete sidecars of segments that do not exist.
 
         Returns:
-            What was deleted, or with `dry_run` would be, and the bytes that each takes.
+            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
         """
         removed: dict[str, int] = {}
         with suppress(OSError):
-            found = self.sizes()  # before the segments: one that is stored meanwhile is none that is gone
+            found = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone
             for segment in found.keys() - self._backend.names():
                 for kind, nbytes in found[segment].items():
                     name = f"{segment}.{kind}"
@@ -313,7 +315,7 @@ class Beside:
 
 
 def _content_of(reader: SegmentReader) -> str:
-    """A name for the bytes of a segment: another as soon as one block is another, or is encrypted anew."""
+    """Return an identifier of a segment's bytes. It changes if a block changes or is encrypted again."""
     return f"{reader.header.digests.digest:016x}"
 
 
@@ -322,13 +324,13 @@ def _text(facts: Any) -> str:
 
 
 def _blocks(nbytes: int) -> tuple[int, int]:
-    """How many blocks so many bytes of arrays take, and how large they are."""
+    """Return the number of blocks that `nbytes` of arrays take, and the bytes per block."""
     block_bytes = min(_BLOCK_BYTES, aligned(nbytes, ALIGNMENT))
     return -(-nbytes // max(1, block_bytes)), block_bytes
 
 
 def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Arrays one behind the other, uint8 `[blocks, block bytes]`, with zeros between and behind them."""
+    """Concatenate arrays into uint8 `[blocks, block bytes]`, with zeros as padding between and after them."""
     count, block_bytes = _blocks(nbytes)
     data, offset = torch.zeros(count * block_bytes, dtype=torch.uint8), 0
     for array in arrays:
@@ -338,7 +340,7 @@ def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
     return data.view(count, block_bytes)
 
 
-# --- what stands before the blocks
+# --- header (all data before the blocks)
 
 
 def _head_bytes(json_bytes: int, nbytes: int) -> int:
@@ -346,7 +348,7 @@ def _head_bytes(json_bytes: int, nbytes: int) -> int:
 
 
 def _length(stored: Stored, page: bytes) -> int:
-    """See `HeadLength`. Raises FormatError; OSError where memory might not do."""
+    """Return the length of the header. See `HeadLength`. Raises FormatError, or OSError if memory might not suffice."""
     if len(page) < _PREFIX.size or page[:8] != MAGIC:
         raise FormatError("bad magic, or too short")
     _, version, json_bytes, nbytes, _ = _PREFIX.unpack_from(page)
@@ -363,7 +365,7 @@ def _length(stored: Stored, page: bytes) -> int:
 
 
 def _encode_json(head: _Head) -> bytes:
-    """Raises ValueError: it is too long."""
+    """Encode the JSON of a header. Raises ValueError if it is too long."""
     data = {
         "segment": head.segment,
         "content": head.content,
@@ -387,14 +389,14 @@ def _encode_head(text: bytes, nbytes: int, digests: np.ndarray, guard: Guard) ->
 
 
 def _untagged(data: bytes) -> bytes:
-    """What the tag is over: the head with zeros for checksum and tag."""
+    """Return the data that the tag authenticates: the header with zeros for checksum and tag."""
     blank = bytearray(data[:-TAG_BYTES].ljust(len(data), b"\0"))
     struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
     return bytes(blank)
 
 
 def _decode_head(data: bytes) -> _Head:
-    """Raises FormatError, also where what it says is not what `_encode_head` would have said."""
+    """Decode a header. Raises FormatError, also for content that `_encode_head` would not have written."""
     _, _, json_bytes, nbytes, digest = _PREFIX.unpack_from(data)
     blank = bytearray(data)
     struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)

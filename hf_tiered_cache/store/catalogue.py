@@ -1,7 +1,7 @@
-"""The catalogue: which segments exist and when they were used. SQLite, shared by processes, never the truth.
+"""Catalogue of the segments and their last use: an SQLite database shared by processes. It is never authoritative.
 
-Everything in it but the times of use, and what eviction knows of chunks, can be read again from the segment headers, so
-a lost or damaged catalogue costs a scan and no KV. What it says of a segment counts only where the file says the same.
+Everything in it, except the times of use and the eviction state of chunks, can be read again from the segment headers.
+A lost or damaged catalogue therefore costs a scan and no KV. A row is valid only if the segment file agrees with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 6
 _MOST_PARAMETERS = 500
 _INDEX_BY_KIND = "CREATE INDEX IF NOT EXISTS by_kind ON segments(fingerprint, provenance, key)"
-"""Catalogues of this version had no such index at first, so it is also made when one is opened."""
+"""Index that the first catalogues of this schema version lack; it is therefore also created on opening."""
 _SCHEMA = (
     "DROP TABLE IF EXISTS segments",
     "DROP TABLE IF EXISTS scores",
@@ -51,7 +51,7 @@ _COLUMNS = (
     "label, key, scan"
 )
 _OWN_FIELDS = ("valid_hashes", "created", "expires", "used", "uses", "label")
-"""What the catalogue knows of its own, or nobody finds a segment by."""
+"""Fields that may differ from the file: they are kept only here, or segments are not found by them."""
 _FROM_THE_FUTURE = """UPDATE segments
     SET expires = expires - max(0, created - ?1), created = min(created, ?1), used = ?1 WHERE used > ?1"""
 _T = TypeVar("_T")
@@ -59,35 +59,35 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SegmentRow:
-    """One segment, as the catalogue knows it."""
+    """Catalogue row of one segment."""
 
     id: str
     fingerprint: str
     provenance: str
     first: bytes
-    """The first prefix hash of the chain: under it the segment is found."""
+    """First prefix hash of the chain: the lookup key of the segment."""
     valid_hashes: int
-    """Prefix hashes up to the first block that failed its checksum; all of them in a whole segment."""
+    """Number of prefix hashes before the first block that failed its checksum; all of them in an intact segment."""
     tokens: int
     position: int
     nbytes: int
-    """Bytes the file really takes on disk."""
+    """Bytes that the file actually takes on disk."""
     created: float
     expires: float | None
     used: float
     uses: int
     chain: bytes
-    """All prefix hashes, side by side."""
+    """All prefix hashes, concatenated."""
     label: str = ""
-    """What the user calls it."""
+    """User-defined label."""
     key: str = ""
-    """Which key its file is encrypted with (see `StoreCipher.key_id`), or ""."""
+    """Id of the key that encrypts its file (see `StoreCipher.key_id`), or "" if it is not encrypted."""
     scan: bytes = b""
-    """What a passage is looked for by in prompts (see `SegmentHeader.scan_hashes`)."""
+    """Scan hashes that find a passage in prompts (see `SegmentHeader.scan_hashes`)."""
 
     @classmethod
     def of(cls, header: SegmentHeader, chain: bytes, nbytes: int) -> SegmentRow:
-        """The row of a segment that has just been written or found."""
+        """Create the row of a segment that has just been written or found."""
         return cls(
             id=header.id,
             fingerprint=header.fingerprint,
@@ -108,29 +108,29 @@ class SegmentRow:
         )
 
     def fits(self, header: SegmentHeader, chain: bytes) -> bool:
-        """Whether this is what its file says of it, so that what is found by the row is what is in the file."""
+        """Return whether the row agrees with its file, so that a lookup by the row finds what the file contains."""
         own = SegmentRow.of(header, chain, self.nbytes)
         return self == replace(own, **{name: getattr(self, name) for name in _OWN_FIELDS})
 
     @property
     def hashes(self) -> set[bytes]:
-        """All prefix hashes."""
+        """Set of all prefix hashes."""
         return {self.chain[start : start + HASH_BYTES] for start in range(0, len(self.chain), HASH_BYTES)}
 
     def values(self) -> tuple:
-        """In the order of `_COLUMNS`, which is that of the fields."""
+        """Return the field values in the order of `_COLUMNS`, which is the order of the fields."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
 class Catalogue:
-    """The table of segments of one store.
+    """Table of the segments of one store.
 
     Args:
         files: the store's folder, or None for a catalogue in memory (of a store that cannot be written).
-        read_only: whether it is only looked at. Then nothing is made or mended: what cannot be read is an error.
+        read_only: whether to open an existing catalogue only. Nothing is created or repaired; faults are errors.
 
     Raises:
-        sqlite3.Error: it cannot be opened.
+        sqlite3.Error: the catalogue cannot be opened.
     """
 
     def __init__(self, files: StoreRoot | None, read_only: bool = False) -> None:
@@ -142,11 +142,11 @@ class Catalogue:
 
     @property
     def generation(self) -> int:
-        """How often the database was opened anew: then the files are to be looked at again."""
+        """Number of times the database was reopened. After each, the files must be scanned again."""
         return 0 if self._database is None else self._database.generation
 
     def rebuild(self, generation: int) -> None:
-        """Begin anew with an empty table, unless that was done since `generation`."""
+        """Replace the table by an empty one, unless that was done since `generation`."""
         if self._database is not None:
             self._database.rebuild(generation)
 
@@ -164,7 +164,7 @@ class Catalogue:
     # --- reading
 
     def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `prefix_hashes`."""
+        """Return the usable, unexpired segments whose chain begins with one of `prefix_hashes`."""
         rows: list[SegmentRow] = []
         for i in range(0, len(prefix_hashes), _MOST_PARAMETERS):
             some = prefix_hashes[i : i + _MOST_PARAMETERS]
@@ -174,12 +174,12 @@ class Catalogue:
         return rows
 
     def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
-        """Of the passages that were entered behind this number: their numbers, ascending, ids and scan hashes."""
+        """Return number, id and scan hashes of the passages that were added after this number, in ascending order."""
         query = "SELECT number, id, scan FROM segments WHERE length(scan) > 0 AND number > ? ORDER BY number"
         return self._run(lambda db: db.execute(query, (number,)).fetchall())
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow]:
-        """Those of these segments that are there, and can be used."""
+        """Return the given segments that exist, are usable and have not expired."""
         rows: list[SegmentRow] = []
         for i in range(0, len(ids), _MOST_PARAMETERS):
             some, now = ids[i : i + _MOST_PARAMETERS], time.time()
@@ -192,11 +192,11 @@ class Catalogue:
         return rows[0] if rows else None
 
     def all(self) -> list[SegmentRow]:
-        """Every row, last used last."""
+        """Return all rows, most recently used last."""
         return self._query("ORDER BY used, position DESC")
 
     def by_use(self) -> list[tuple[str, int, float | None]]:
-        """Id, bytes on disk and time of expiry of every segment, last used last."""
+        """Return id, bytes on disk and expiry time of every segment, most recently used last."""
         query = "SELECT id, nbytes, expires FROM segments ORDER BY used, position DESC"
         return self._run(lambda db: db.execute(query).fetchall())
 
@@ -210,19 +210,19 @@ class Catalogue:
         return self._run(lambda db: db.execute("SELECT coalesce(sum(nbytes), 0) FROM segments").fetchone()[0])
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Segments, tokens, bytes on disk, and how many of the segments are encrypted."""
+        """Return the numbers of segments, tokens, bytes on disk and encrypted segments."""
         sums = "coalesce(sum(tokens), 0), coalesce(sum(nbytes), 0), count(nullif(key, ''))"
         query = f"SELECT count(*), {sums} FROM segments"
         return self._run(lambda db: db.execute(query).fetchone())
 
     def models(self) -> dict[str, dict[str, str]]:
-        """Return what the headers of stored segments say of each model, by fingerprint."""
+        """Return the description of each model in the headers of stored segments, by fingerprint."""
         is_stored = "EXISTS (SELECT 1 FROM segments WHERE segments.fingerprint = models.fingerprint)"
         query = f"SELECT fingerprint, facts FROM models WHERE {is_stored}"
         return {name: json.loads(facts) for name, facts in self._run(lambda db: db.execute(query).fetchall())}
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
-        """Return the keys that segments, of one model or of all, are encrypted with; "" if some are not."""
+        """Return the ids of the keys that encrypt segments of one model or of all, with "" if some are unencrypted."""
 
         def collect(db: sqlite3.Connection) -> set[str]:
             fingerprints = _distinct(db, "fingerprint") if fingerprint is None else [fingerprint]
@@ -236,7 +236,7 @@ class Catalogue:
         return self._run(collect)
 
     def provenances(self, fingerprint: str) -> list[str]:
-        """Return how the stored KV of this model came about: "exact", and what says how passages are ranked."""
+        """Return the distinct provenances of the stored KV of this model, such as "exact"."""
         return self._run(lambda db: _distinct(db, "provenance", fingerprint=fingerprint))
 
     # --- writing
@@ -244,18 +244,20 @@ class Catalogue:
     def add(
         self, row: SegmentRow, model: Mapping[str, str] | None = None, publish: Callable[[], None] = lambda: None
     ) -> None:
-        """Enter a segment, and what is known of the model that computed it.
+        """Add a segment and the description of the model that computed it.
 
         Args:
-            publish: gives the segment's file its name. Both happen, or neither: nobody would find a file without a
-                row, or reckon with it.
+            row: row of the segment.
+            model: description of the model, or None to leave the stored one.
+            publish: gives the segment's file its name. Both happen, or neither: a file without a row would not be found
+                or counted.
         """
         self.add_all([(row, model)], publish)
 
     def add_all(
         self, rows: Sequence[tuple[SegmentRow, Mapping[str, str] | None]], publish: Callable[[], None] = lambda: None
     ) -> None:
-        """The same for many at once: every transaction adds to the log."""
+        """Add several segments in one transaction, since every transaction adds to the log. See `add`."""
 
         def enter(db: sqlite3.Connection) -> None:
             with _transaction(db):
@@ -275,7 +277,7 @@ class Catalogue:
         self._run(lambda db: db.executemany("DELETE FROM scores WHERE segment = ?", pairs))
 
     def touch(self, ids: Iterable[str], now: float | None = None) -> None:
-        """Note a use of these segments, unless that would make a log longer that counts against the quota."""
+        """Record a use of these segments. Does nothing while the log, which counts against the quota, is long."""
         if self._database is not None and self._database.is_log_long():
             return
         now = time.time() if now is None else now
@@ -289,21 +291,21 @@ class Catalogue:
         self._run(note)
 
     def set_right_clocks(self) -> None:
-        """What a clock that is ahead has written counts as written now, and lives as long from now on."""
+        """Correct times in the future, written by a clock that was ahead: they become now, with unchanged lifetimes."""
         self._run(lambda db: db.execute(_FROM_THE_FUTURE, (time.time(),)))
 
     def scores(self) -> list[tuple[str, int, bytes]]:
-        """Segment, block group, and what eviction policies know of its chunks (see `ScoreTable`)."""
+        """Return segment, KV cache group and the eviction state of its chunks (see `ScoreTable`)."""
         return self._run(lambda db: db.execute("SELECT segment, lane, row FROM scores").fetchall())
 
     def keep_scores(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
-        """Keep such rows, of segments that are still there."""
+        """Store rows in the form of `scores`, for segments that still exist."""
         query = """INSERT OR REPLACE INTO scores SELECT ?1, ?2, ?3
             WHERE EXISTS (SELECT 1 FROM segments WHERE id = ?1)"""
         self._run(lambda db: db.executemany(query, rows))
 
     def limit(self, segment_id: str, num_hashes: int) -> None:
-        """Note that of this segment only the first `num_hashes` prefix hashes can be used."""
+        """Mark only the first `num_hashes` prefix hashes of this segment as usable."""
         query = "UPDATE segments SET usable_links = min(usable_links, ?) WHERE id = ?"
         self._run(lambda db: db.execute(query, (num_hashes, segment_id)))
 
@@ -318,12 +320,13 @@ class Catalogue:
 def _distinct(db: sqlite3.Connection, column: str, **values: str) -> list[str]:
     """Return the distinct values of a column of the segments, ascending.
 
-    SQLite's own DISTINCT reads every row. This seeks each value in the index `by_kind`, so its time depends on how many
-    values there are.
+    SQLite's own DISTINCT reads every row. This query seeks each value in the index `by_kind`, so its time depends on
+    the number of values.
 
     Args:
+        db: connection to the catalogue.
         column: one of the columns of the index.
-        values: of the columns before it in the index; only rows with these count.
+        values: values of the columns before it in the index; only rows with these values count.
     """
     is_counted = "".join(f"{name} = :{name} AND " for name in values)
     query = f"""WITH RECURSIVE seek(value) AS (
@@ -347,7 +350,7 @@ def _create_tables(db: sqlite3.Connection) -> None:
 
 
 def _create_index(db: sqlite3.Connection) -> None:
-    """Make the index that older catalogues lack. Where that cannot be now, queries are slower, and no different."""
+    """Create the index that older catalogues lack. If that is impossible now, queries are only slower."""
     if not db.execute("SELECT 1 FROM sqlite_master WHERE type = 'index' AND name = 'by_kind'").fetchone():
         try:
             db.execute(_INDEX_BY_KIND)
@@ -358,9 +361,9 @@ def _create_index(db: sqlite3.Connection) -> None:
 
 @contextmanager
 def _transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of the body, or nothing of it."""
+    """Run the body as one transaction: all of it takes effect, or nothing."""
     try:
-        db.execute("BEGIN IMMEDIATE")  # a Ctrl-C right behind it must not leave it open, with all others locked out
+        db.execute("BEGIN IMMEDIATE")  # inside `try`: a Ctrl-C right after it must not leave the transaction open
         yield
         db.execute("COMMIT")
     except BaseException:

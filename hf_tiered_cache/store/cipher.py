@@ -1,8 +1,9 @@
-"""Encryption at rest: AES-256-GCM, a key for each file, the tag of a block in the place of its checksum.
+"""Encryption at rest: AES-256-GCM with one key per file. The tag of a block replaces its checksum.
 
-A store has one secret key. For each file a new key is derived from it and the file's random salt; a block's nonce is
-its number in the file. So no nonce comes twice under one key, and no block opens in another place or file. The head of
-the file stays readable, under a tag that nobody makes without the key. docs/format.md has it byte by byte.
+A store has one secret key. The key of each file is derived from it and from the file's random salt. The nonce of a
+block is its number in the file. So no nonce is used twice with one key, and a block decrypts only in its own place and
+file. The header of the file stays readable, with a tag that cannot be made without the key. docs/format.md specifies
+the format byte by byte.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ KEY_BYTES = 32
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = DIGEST_DTYPE.itemsize
 _PIECE_BYTES = 8 << 20
-"""Bytes of a block group that are encrypted at a time: in memory of their own, since others may still want it."""
+"""Bytes that are encrypted at a time, into a separate buffer: the plaintext may still be in use."""
 
 
 class Plain:
-    """Of stores without a key: blocks lie in files as they are."""
+    """Cipher of a store without a key: blocks are stored as plaintext."""
 
     key_id = ""
 
     def chain_secret(self, salt: str | bytes | None) -> str | bytes | None:
-        """What keys the hashes of tokens."""
+        """Return the secret that keys the token hashes."""
         return salt
 
     def new_seal(self) -> Seal | None:
-        """For a new file."""
+        """Return the encryption parameters of a new file, or None without a key."""
         return None
 
     def guard(self, seal: Seal | None) -> Guard:
-        """What reads and writes the blocks of a file.
+        """Return the guard that checks and converts the blocks of a file.
 
         Raises:
-            OtherKeyError: this store has not its key.
+            OtherKeyError: the file was not written with this store's key.
         """
         if seal is not None:
             raise OtherKeyError("it is encrypted, and the store was opened without a key")
@@ -55,14 +56,14 @@ class Plain:
 
 
 class _Secret:
-    """Holds a key, and is not pickled."""
+    """Base class of objects that hold a key. They cannot be pickled."""
 
     def __reduce__(self) -> Any:
         raise TypeError("a store's key is not pickled; open the store anew, with its key")
 
 
 class Hidden(_Secret):
-    """A secret on its way between functions: tracebacks that show variables show this.
+    """Wrapper of a secret passed between functions: tracebacks that show variables do not show the secret.
 
     Args:
         value: the secret.
@@ -76,13 +77,13 @@ class Hidden(_Secret):
 
 
 class StoreCipher(_Secret, Plain):
-    """Of stores with a key. Nothing that it prints or raises shows the key.
+    """Cipher of a store with a key. The key never appears in its output or errors.
 
     Args:
         key: 32 bytes, or the same as 64 hexadecimal digits or in base64.
 
     Raises:
-        ConfigError: that is no key, or the package `cryptography` is not installed.
+        ConfigError: the key is invalid, or the package `cryptography` is not installed.
     """
 
     def __init__(self, key: bytes | str) -> None:
@@ -92,7 +93,7 @@ class StoreCipher(_Secret, Plain):
             del key  # tracebacks may show variables
         self._library = _Library()
         self.key_id = self._derive(b"key id")[:KEY_ID_BYTES].hex()
-        """Tells keys apart, and nothing about them."""
+        """Id of the key. It distinguishes keys and reveals nothing about them."""
 
     def chain_secret(self, salt: str | bytes | None) -> bytes:
         return self._derive(b"chain\0" + (salt.encode() if isinstance(salt, str) else salt or b""))
@@ -115,11 +116,11 @@ class StoreCipher(_Secret, Plain):
 
 
 class FileCipher(_Secret):
-    """Guards the blocks of one file.
+    """Guard of the blocks of one encrypted file.
 
     Args:
-        library: encrypts.
-        keys: of the blocks and of the tag, `KEY_BYTES` each.
+        library: wrapper of the package `cryptography`.
+        keys: key of the blocks and key of the tag, concatenated, `KEY_BYTES` each.
     """
 
     def __init__(self, library: _Library, keys: bytes) -> None:
@@ -160,10 +161,10 @@ class FileCipher(_Secret):
 
 
 class _Library:
-    """The package `cryptography`, imported when a key is given.
+    """Wrapper of the package `cryptography`, which is imported when a key is given.
 
-    Of its ways to decrypt, a context for each block is the one that works in place with the tag elsewhere (AESGCM wants
-    it behind the block). From version 48 on it lets go of the interpreter's lock.
+    A context per block is its only API that decrypts in place with a separate tag (AESGCM needs the tag after the
+    block). From version 48 on it releases the GIL.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class _Library:
         self._cipher, self._gcm, self._hkdf, self._sha256 = Cipher, modes.GCM, HKDF, SHA256
 
     def expand(self, key: bytes, salt: bytes) -> bytes:
-        """The keys of a file's blocks and of its tag, side by side."""
+        """Derive the key of a file's blocks and the key of its tag, concatenated."""
         return self._hkdf(self._sha256(), 2 * KEY_BYTES, salt, b"hf_tiered_cache file").derive(key)
 
     def encryptor(self, algorithm: Any, number: int) -> Any:
@@ -196,7 +197,7 @@ def _nonce(number: int) -> bytes:
 
 
 def cipher_of(key: bytes | str | None) -> Plain:
-    """What a store with this key, or none, reads and writes with. Raises ConfigError."""
+    """Return the cipher of a store with this key, or without a key. Raises ConfigError."""
     try:
         return Plain() if key is None else StoreCipher(key)
     finally:
@@ -204,7 +205,7 @@ def cipher_of(key: bytes | str | None) -> Plain:
 
 
 def _key_of(key: bytes | str) -> bytes:
-    """Raises ConfigError, which must not show what was given."""
+    """Return the key as 32 bytes. Raises ConfigError, which must not show the given value."""
     found = b""
     if isinstance(key, bytes | bytearray):
         found = bytes(key)
@@ -225,7 +226,7 @@ def _key_of(key: bytes | str) -> bytes:
 
 
 def read_key_file(path: Path | None) -> bytes | None:
-    """The key that a file holds, as bytes or as text; None without a file. Raises ConfigError."""
+    """Read a key from a file, as bytes or as text. Returns None without a file. Raises ConfigError."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Claims a folder as a store: recognises a store by its marker or its files, and refuses links and foreign folders."""
+"""Recognition and creation of store folders, by marker or files. Links and foreign folders are refused."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _MARKER_CONTENT = encode_record({"format": MARKER_FORMAT, "version": MARKER_VERS
 
 
 def claim(tree: FolderTree, make: bool) -> bool:
-    """Mark the folder as a store, and make what it lacks.
+    """Mark the folder as a store, and create the parts that it lacks.
 
-    Where that fails, or it cannot be found out whether the folder is a store, nothing in it is changed.
+    If the folder is refused, or if it cannot be determined whether it is a store, nothing in it is changed.
 
     Args:
         tree: the folder.
-        make: whether the folder becomes a store if it is missing or empty. Else nothing in it is changed.
+        make: whether a missing or empty folder becomes a store. If False, nothing in it is changed.
 
     Returns:
-        Whether the store can be written.
+        Whether the store can be written; False without `make`.
 
     Raises:
-        StoreError: it is no store, and cannot or must not become one; or a part of it is a link.
+        StoreError: the folder is no store, and cannot or must not become one; or a part of it is a link.
     """
     _make_root(tree.path, make)
     try:
@@ -69,7 +69,7 @@ def claim(tree: FolderTree, make: bool) -> bool:
 
 
 def _make_root(path: Path, make: bool) -> None:
-    """Make the folder itself if it is missing. Raises StoreError if it is none, or must not or cannot be made."""
+    """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
     if path.exists() and not path.is_dir():
         raise StoreError(f"{path} is a file; give KVStore the path of a folder")
     if not make and not path.is_dir():
@@ -83,7 +83,7 @@ def _make_root(path: Path, make: bool) -> None:
 
 
 def _check_is_store(tree: FolderTree, make: bool) -> None:
-    """Raise StoreError if the folder is no store, nor to become one. Raises OSError: that cannot be found out."""
+    """Raise StoreError if the folder is no store and must not become one, or OSError if that cannot be determined."""
     names = tree.list_names("")
     is_store = _is_marked(tree, names) or _is_store_without_marker(tree, names) or (make and not names)
     if not (is_store or _is_marked(tree, {MARKER_NAME})):  # another process may have made the store meanwhile
@@ -94,10 +94,10 @@ def _check_is_store(tree: FolderTree, make: bool) -> None:
 
 
 def _is_marked(tree: FolderTree, names: Collection[str]) -> bool:
-    """Return whether the marker is there and whole.
+    """Return whether the marker exists and is complete.
 
     Raises:
-        StoreError: it is of a newer version, or another file has its name.
+        StoreError: the marker has a newer version, or another file has its name.
     """
     if MARKER_NAME not in names:
         return False
@@ -118,10 +118,10 @@ def _is_marked(tree: FolderTree, names: Collection[str]) -> bool:
 
 
 def _is_store_without_marker(tree: FolderTree, names: Collection[str]) -> bool:
-    """Return whether this is a store of a version without markers, or one whose writer was killed early.
+    """Return whether this is a store of a version without markers, or a store with a writer that was killed early.
 
-    The first thing that was made is the marker, or before there were markers the folder of the segments. A store
-    has a segment or a catalogue, or nothing but its own folders and files, which are empty. Raises OSError.
+    The marker is created first; versions without markers created the folder of the segments first. A store has a
+    segment or a catalogue, or only its own folders and files, all of them empty. Raises OSError.
     """
     if set(names) == {MARKER_NAME}:
         return True
@@ -140,7 +140,7 @@ def _is_store_without_marker(tree: FolderTree, names: Collection[str]) -> bool:
 
 
 def _is_empty(tree: FolderTree, name: str) -> bool:
-    """Return whether this is an empty folder or file that a store has."""
+    """Return whether the name is an empty folder or file that belongs to a store."""
     with suppress(OSError, FormatError):
         if name in FOLDERS:
             return not tree.list_names(name)
@@ -149,7 +149,7 @@ def _is_empty(tree: FolderTree, name: str) -> bool:
 
 
 def _check_kinds(tree: FolderTree) -> None:
-    """Raise StoreError if a part of the store is a link, or no file or folder as it should be."""
+    """Raise StoreError if a part of the store is a link, or is not the expected file or folder."""
     for name in (*FOLDERS, *FIXED_FILES):
         with suppress(FileNotFoundError):
             mode = os.stat(name, dir_fd=tree.root_descriptor, follow_symlinks=False).st_mode
@@ -162,7 +162,7 @@ def _check_kinds(tree: FolderTree) -> None:
 
 
 def _mark(tree: FolderTree) -> None:
-    """Write the marker. Several processes write the same bytes. Raises OSError."""
+    """Write the marker. Concurrent processes write the same bytes. Raises OSError."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with open_file(MARKER_NAME, flags, tree.root_descriptor) as file:
         if os.fstat(file.fileno()).st_nlink == 1 and is_blank(read_all(file.fileno(), len(_MARKER_CONTENT), 0)):

@@ -1,9 +1,9 @@
-"""Conversations of a store: a small record of each, and the lock of whoever goes on with one. Knows no KV.
+"""Conversations of a store: a small record of each, and the lock of the process that uses it. Independent of KV.
 
-<root>/conversations/<name>.json   which segments a conversation lies in, and what else is known of it
-<root>/conversations/<name>.lock   held (flock) by the process that goes on with it; says which, and since when
+<root>/conversations/<name>.json   segments of a conversation, and its metadata
+<root>/conversations/<name>.lock   locked (flock) by the process that continues it; holds its process id and start time
 
-The name is a hash of the id. A record can be lost, or be out of date, without harm: segments are found by their tokens.
+The name is a hash of the id. A record can be lost or outdated without harm: segments are found by their tokens.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from .root import StoreRoot
 
 FORMAT_VERSION = 1
 MOST_LETTERS = 200
-"""Of an id."""
+"""Maximum length of an id in characters."""
 _NAME = re.compile("[0-9a-f]{32}")
 
 
 def conversation_name(conversation_id: str) -> str:
-    """32 hexadecimal digits that stand for a conversation's id. Raises ConfigError: it can be none."""
+    """Return 32 hexadecimal digits that identify a conversation's id. Raises ConfigError if the id is invalid."""
     letters = len(conversation_id) if isinstance(conversation_id, str) else 0
     if not 0 < letters <= MOST_LETTERS:
         raise ConfigError(f"a conversation's id is a text of 1 to {MOST_LETTERS} letters, not {conversation_id!r:.80}")
@@ -42,36 +42,36 @@ def conversation_name(conversation_id: str) -> str:
 
 @dataclass(frozen=True)
 class ConversationRecord:
-    """What is kept of a conversation when it is suspended."""
+    """Stored record of a suspended conversation."""
 
     id: str
     fingerprint: str
-    """Of the model that computed it."""
+    """Fingerprint of the model that computed it."""
     provenance: str
-    """How: its segments are found under this one alone."""
+    """Provenance of its KV: its segments are found only under this one."""
     method: str
-    """In words, as `make_method` takes it."""
+    """Textual description of the method, as `make_method` takes it."""
     segments: tuple[str, ...]
-    """In which it lies, in order."""
+    """Ids of its segments, in order."""
     tokens: int
-    """That are stored."""
+    """Number of stored tokens."""
     turns: int
     created: float
     suspended: float
-    """When it was last, in Unix seconds."""
+    """Time of the last suspension, in Unix seconds."""
     nbytes: int
-    """Of its segments on disk, then."""
+    """Bytes of its segments on disk at that time."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """What is known of the model, in words."""
+    """Human-readable description of the model."""
 
     def encode(self) -> bytes:
-        """The file."""
+        """Return the content of the record's file."""
         facts = asdict(self) | {"format": FORMAT_VERSION, "segments": list(self.segments), "model": dict(self.model)}
         return encode_record(facts)
 
     @classmethod
     def decode(cls, data: bytes) -> ConversationRecord:
-        """What a file says. Raises FormatError."""
+        """Decode the content of a file. Raises FormatError."""
         with understood(data, FORMAT_VERSION, "a conversation") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(found, segments=tuple(found.segments), model=dict(found.model))
@@ -88,38 +88,38 @@ class ConversationRecord:
 
 @dataclass(frozen=True)
 class ConversationInfo:
-    """A conversation of a store, as listings show it."""
+    """Listing entry of a conversation of a store."""
 
     id: str
     model: dict[str, str]
-    """What is known of the model that computed it."""
+    """Human-readable description of the model that computed it."""
     fingerprint: str
     method: str
     provenance: str
     turns: int
     tokens: int
-    """That were stored when it was suspended."""
+    """Number of tokens that were stored when it was suspended."""
     tokens_there: int
-    """Of these, those that still are."""
+    """Number of these tokens that are still stored."""
     bytes: int
-    """That its segments take on disk now."""
+    """Bytes that its segments take on disk now."""
     segments: list[str]
     evicted: list[str]
-    """Of its segments, those that are gone."""
+    """Ids of its segments that are no longer stored."""
     created: float
     used: float
-    """When it was last suspended, or taken up."""
+    """Time when it was last suspended or resumed."""
     in_use_by: int | None
-    """The process that goes on with it; 0 where that is not known, None for nobody."""
+    """Id of the process that continues it; 0 if unknown, None if there is none."""
     in_use_since: float | None
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields as a JSON-serializable dict."""
         return asdict(self)
 
 
 class Conversations:
-    """The conversations of a store.
+    """Conversations of a store.
 
     Args:
         files: the store's folder.
@@ -130,24 +130,24 @@ class Conversations:
         self._owned: weakref.WeakSet[Ownership] = weakref.WeakSet()
 
     def ownership(self, conversation_id: str) -> Ownership:
-        """Return an unacquired ownership lock. Raises ConfigError: this can be no id."""
+        """Return an unacquired ownership lock. Raises ConfigError if the id is invalid."""
         ownership = Ownership(conversation_id, self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
         self._owned.add(ownership)
         return ownership
 
     def release_all(self) -> None:
-        """The store is closed: nobody goes on through it."""
+        """Release all ownership locks of this store, when it is closed."""
         for ownership in list(self._owned):
             ownership.release()
 
     def holder(self, conversation_id: str) -> Holder | None:
-        """Who goes on with a conversation, if anybody."""
+        """Return the process that continues a conversation, or None."""
         return holder_of(self._files, conversation_name(conversation_id) + LOCK_SUFFIX)
 
     # --- records
 
     def read(self, conversation_id: str) -> ConversationRecord | None:
-        """A conversation's record, or None where there is none that can be read."""
+        """Return the record of a conversation, or None if there is no readable one."""
         try:
             found = self._read(_record_name(conversation_id))
         except (OSError, FormatError):
@@ -155,7 +155,7 @@ class Conversations:
         return found if found.id == conversation_id else None
 
     def all(self) -> list[ConversationRecord]:
-        """Those that can be read, suspended last at the end."""
+        """Return all readable records, most recently suspended last."""
         found = []
         for name in self._names():
             with suppress(OSError, FormatError):
@@ -165,39 +165,40 @@ class Conversations:
         return sorted(found, key=lambda record: record.suspended)
 
     def listed(self, rows: Iterable[SegmentRow]) -> list[ConversationInfo]:
-        """What is to be said of each, last used last.
+        """Return the listing entries of all conversations, most recently used last.
 
         Args:
-            rows: of all segments that are stored.
+            rows: rows of all stored segments.
         """
         there = {row.id: row for row in rows}
         found = [_describe(record, there, self.holder(record.id)) for record in self.all()]
         return sorted(found, key=lambda info: info.used)
 
     def only_of(self, ids: Collection[str]) -> set[str]:
-        """The segments that these conversations lie in, and no other one."""
+        """Return the segments that belong to these conversations and to no other one."""
         mine, others = set[str](), set[str]()
         for record in self.all():
             (mine if record.id in ids else others).update(record.segments)
         return mine - others
 
     def write(self, record: ConversationRecord, room: Callable[[int], AbstractContextManager[object]]) -> None:
-        """Keep a record in the place of the one before, whole or not at all. To be called by whoever owns it.
+        """Write a record atomically in place of the previous one. The caller owns the conversation.
 
         Args:
-            room: takes care of room for so many bytes, as long as the room is not taken by the file itself.
+            record: the new record.
+            room: reserves the given number of bytes until the file itself takes them.
 
         Raises:
-            OSError: it cannot be written. What `room` raises comes through.
+            OSError: the record cannot be written. Exceptions of `room` propagate.
         """
         self._files.write(CONVERSATION, _record_name(record.id), record.encode(), room)
         self._files.sync(CONVERSATION)
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Forget conversations; their segments stay.
+        """Delete the records of conversations; their segments stay.
 
         Raises:
-            ConversationInUseError: somebody goes on with one; then none is. OSError: one is still there.
+            ConversationInUseError: one is in use; then no record is deleted. OSError: a record could not be deleted.
         """
         with ExitStack() as stack:
             for conversation_id in ids:
@@ -208,14 +209,14 @@ class Conversations:
                 self._files.delete(CONVERSATION, _record_name(conversation_id))
 
     def sweep(self, there: Collection[str], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged, or of which no segment is left, and the locks of dead processes.
+        """Delete records that are damaged or have no segment left, and the locks of dead processes.
 
         Args:
-            there: the segments that are stored.
-            dry_run: whether nothing is deleted.
+            there: ids of all stored segments.
+            dry_run: whether to delete nothing.
 
         Returns:
-            The files of the conversations that went, or would. One that is in use stays.
+            Paths of the deleted records, or with `dry_run` of those to be deleted. Conversations in use are kept.
         """
         removed = []
         for name in self._names():
@@ -261,7 +262,7 @@ class Conversations:
 
 
 def _record_name(conversation_id: str) -> str:
-    """Return the name of a record's file. Raises ConfigError: this can be no id."""
+    """Return the name of a record's file. Raises ConfigError if the id is invalid."""
     return conversation_name(conversation_id) + RECORD_SUFFIX
 
 

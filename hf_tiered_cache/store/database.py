@@ -1,7 +1,7 @@
-"""The catalogue's connection: one for each process, which finds its way back when the file was replaced.
+"""Connection to the catalogue's database: one per process. It reconnects when the file was replaced.
 
-POSIX drops all locks that a process holds on a file when it closes any descriptor of it. So while the database is open,
-nothing in the process may open its files but SQLite; they are only looked at with `stat`.
+POSIX drops all locks that a process holds on a file when it closes any descriptor of that file. While the database is
+open, only SQLite may therefore open its files in this process. Other code may only call `stat` on them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ logger = logging.getLogger("hf_tiered_cache")
 
 _BUSY_SECONDS = 10.0
 _BUSY_SECONDS_AFTERWARDS = 0.2
-"""How long to wait for a lock that another process does not let go of: the first time, and until it was had again."""
-_CHECKED_BYTES = 32 << 20  # databases up to this are checked when opened; of larger ones a failing query must tell
+"""Seconds to wait for a lock: `_BUSY_SECONDS` at first, and this value from a timeout until the next success."""
+_CHECKED_BYTES = 32 << 20  # databases up to this size are checked when opened; damage of larger ones fails a query
 _WAL_PAGES = 32  # small, since the log counts against the quota
 _LOG_BYTES = _WAL_PAGES * 4096
 _MOST_TRIES = 4
@@ -35,19 +35,19 @@ _File = tuple[int, int] | None
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether SQLite found the file to be wrong, rather than locked, full, or not to be read now."""
+    """Return whether SQLite found the file damaged, rather than locked, full or temporarily unreadable."""
     return type(error) is sqlite3.DatabaseError or str(error).startswith("no such table")
 
 
 class Database:
-    """A connection that is used by any number of stores and threads of one process.
+    """A connection that all stores and threads of one process share.
 
     Args:
-        files: the folder that it is in, or None for a database in memory.
-        set_up: makes the tables, if they are not there.
+        files: the folder of the database, or None for a database in memory.
+        set_up: creates the tables if they are missing.
 
     Raises:
-        sqlite3.Error: it cannot be opened.
+        sqlite3.Error: the database cannot be opened.
     """
 
     def __init__(self, files: StoreRoot | None, set_up: _SetUp) -> None:
@@ -61,7 +61,7 @@ class Database:
         self._closed = False
         self.users = 0
         self.generation = 0
-        """How often it was opened anew; rows that this process wrote may be missing since."""
+        """Number of times it was reopened. After each, rows that this process wrote may be missing."""
         self._open()
 
     @classmethod
@@ -73,10 +73,10 @@ class Database:
         release_database(self)
 
     def run(self, action: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Run `action`, and again if the file turns out to have been replaced under it. It must bear that.
+        """Run `action`, and repeat it if the file was replaced meanwhile. The action must be repeatable.
 
         Raises:
-            sqlite3.Error: it failed.
+            sqlite3.Error: the action failed.
         """
         if os.getpid() != self._pid:
             raise sqlite3.OperationalError("it was opened before this process was forked")
@@ -100,14 +100,14 @@ class Database:
             raise sqlite3.OperationalError("it is replaced again and again")
 
     def is_log_long(self) -> bool:
-        """Whether the log grows because somebody is still reading an old state: what need not be written can wait."""
+        """Return whether the log grows because another reader uses an old state. Optional writes can then wait."""
         with suppress(OSError):
             log = None if self._files is None else self._files.find(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
             return log is not None and log.st_size > 3 * _LOG_BYTES // 2
         return False
 
     def rebuild(self, generation: int) -> None:
-        """Begin anew with an empty database, unless that was done since `generation`."""
+        """Replace the database by an empty one, unless that was done since `generation`."""
         if os.getpid() != self._pid:
             raise sqlite3.OperationalError("it was opened before this process was forked")
         with self._lock:
@@ -126,7 +126,7 @@ class Database:
     # --- opening
 
     def _open(self, discard: bool = False) -> sqlite3.Connection:
-        """Connect, for the first time or anew. SQLite deletes no file that has taken the place of the old one."""
+        """Connect or reconnect. SQLite does not delete a file that has replaced the old one."""
         if self._db is not None:
             self.generation += 1
             with suppress(sqlite3.Error):
@@ -154,13 +154,13 @@ class Database:
             raise sqlite3.OperationalError(f"it cannot be opened: {error}") from error
 
     def _check(self, files: StoreRoot) -> None:
-        """Make sure that SQLite gets the library's own files alone. It would follow a link, and overwrite any content.
+        """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
 
-        A file that was opened here before is own, whatever became of its content. One that has a second name, as a
-        backup of hard links gives it, is left to that: a new catalogue is begun.
+        A file that was opened here before counts as own, whatever its content is now. If a file has a second name, such
+        as from a hard-link backup, the database is unlinked here and a new one is created.
 
         Raises:
-            sqlite3.OperationalError: a file is not own.
+            sqlite3.OperationalError: a file was not written by this library.
         """
         opened = None if self._identity is None else self._identity[0]
         linked = False
@@ -179,7 +179,7 @@ class Database:
 
     def _connect_file(self, files: StoreRoot) -> sqlite3.Connection:
         path = files.where(CATALOGUE, CATALOGUE_NAME)
-        if files.find(CATALOGUE, CATALOGUE_NAME) is None:  # for its owner only; SQLite gives the others the same mode
+        if files.find(CATALOGUE, CATALOGUE_NAME) is None:  # with mode 0600, which SQLite gives its other files too
             files.make_empty(CATALOGUE, CATALOGUE_NAME)
         made = files.find(CATALOGUE, CATALOGUE_NAME)
         db = self._connect(str(path))
@@ -193,7 +193,7 @@ class Database:
         self._waits = True
         try:
             size = os.stat(path).st_size if self._files is not None else 0
-            if self._files is not None and not size:  # the first page, by which a catalogue is recognised, comes first
+            if self._files is not None and not size:  # first write the first page: it identifies a catalogue
                 db.execute("PRAGMA synchronous=OFF")
                 self._set_up(db)
             _enter_wal_mode(db)
@@ -206,31 +206,31 @@ class Database:
         return db
 
     def _discard(self, files: StoreRoot) -> None:
-        """Delete the files of the database, which `_check` has seen to be own."""
+        """Delete the files of the database. `_check` has verified that they are the library's own."""
         for name, kind in DATABASE_FILES.items():
             files.delete(kind, name, is_checked=True)
 
-    # --- what stands at the path
+    # --- state of the files
 
     def _identify(self) -> tuple[_File, _File]:
-        """Device and inode of the database and its log."""
+        """Return device and inode of the database, and of its log."""
         assert self._files is not None
         files = self._files.find(CATALOGUE, CATALOGUE_NAME), self._files.find(CATALOGUE_LOG, f"{CATALOGUE_NAME}-wal")
         return _identity_of(files[0]), _identity_of(files[1])
 
     def _in_place(self) -> bool:
-        """Whether the files that are open are still those that others open."""
+        """Return whether the open files are still the ones at the path, which other processes open."""
         if self._files is None or self._identity is None:
             return True
-        with suppress(OSError):  # which says nothing
+        with suppress(OSError):  # an error proves nothing
             now = self._identify()
-            if self._identity[1] is None:  # the log had not been begun
+            if self._identity[1] is None:  # there was no log before
                 self._identity = self._identity[0], now[1]
             return now == self._identity
         return True
 
     def _log_is_lost(self) -> bool:
-        """Whether the log alone was deleted or replaced: then the database is not to be trusted any more."""
+        """Return whether only the log was deleted or replaced. The database can then no longer be trusted."""
         if self._identity is None or self._identity[1] is None:
             return False
         database, log = self._identify()
@@ -248,7 +248,7 @@ def _identity_of(status: os.stat_result | None) -> _File:
 
 
 def _enter_wal_mode(db: sqlite3.Connection) -> None:
-    """Two processes that open a new database at once can see `locked` here, without SQLite's own waiting."""
+    """Enter WAL mode. Retry if it is `locked`: SQLite does not wait when two processes open a new database at once."""
     deadline = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
@@ -264,7 +264,7 @@ def _enter_wal_mode(db: sqlite3.Connection) -> None:
 
 
 def connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
-    """Connect without making or mending anything. Raises sqlite3.Error if the database is not of this version."""
+    """Connect without creating or repairing anything. Raises sqlite3.Error for another version or foreign files."""
     if not has_database(files.where(CATALOGUE, CATALOGUE_NAME)):
         for name, kind in DATABASE_FILES.items():
             if files.find(kind, name) is not None and not files.is_own(kind, name):

@@ -12,19 +12,19 @@ import torch
 import xxhash
 
 DIGEST_DTYPE = np.dtype([("xxh3", "<u8"), ("lin64", "<u8")])
-"""One row of a segment's digest table: 16 bytes a block."""
+"""Row of a segment's digest table: 16 bytes per block."""
 _PIECE_BYTES = 16 << 20
-"""Of blocks whose products are in memory at once, which take as much again."""
+"""Bytes of blocks that are multiplied at a time; the products take as much memory again."""
 
 
 def xxh3(data: memoryview | bytes) -> int:
-    """xxh3-64 of `data`."""
+    """Return the xxh3-64 of `data`."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 @lru_cache(maxsize=32)
 def _weights(words: int, device: torch.device) -> torch.Tensor:
-    """Odd 64-bit constants, splitmix64 of their index: a change of any one word changes the sum."""
+    """Return odd 64-bit constants, splitmix64 of their index: a change of any one word changes the sum."""
     with np.errstate(over="ignore"):
         z = (np.arange(1, words + 1, dtype=np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -34,10 +34,10 @@ def _weights(words: int, device: torch.device) -> torch.Tensor:
 
 
 def lin64(blocks: torch.Tensor) -> torch.Tensor:
-    """Sum of each block's 64-bit words times fixed odd constants, modulo 2^64.
+    """Compute the sum of each block's 64-bit words times fixed odd constants, modulo 2^64.
 
-    Integer arithmetic only, so any device gives the same digest: GPUDirect Storage brings bytes to the GPU that
-    the CPU never sees, and there xxh3 would cost a copy back.
+    It uses only integer arithmetic, so all devices give the same digest. GPUDirect Storage reads bytes into the GPU
+    that the CPU never sees. There, xxh3 would need a copy back to the host.
 
     Args:
         blocks: uint8 `[n, block_bytes]`, block_bytes a multiple of 8.
@@ -51,7 +51,7 @@ def lin64(blocks: torch.Tensor) -> torch.Tensor:
 
 
 class PackedBlocks(NamedTuple):
-    """A block group's blocks, packed on a device that has also computed their lin64."""
+    """Blocks of a KV cache group, packed on a device that has also computed their lin64."""
 
     blocks: torch.Tensor
     """uint8 `[n, block_bytes]` on the CPU."""
@@ -60,15 +60,15 @@ class PackedBlocks(NamedTuple):
 
 
 Group = torch.Tensor | PackedBlocks
-"""A block group's blocks, uint8 `[n, block_bytes]` on the CPU, with or without their lin64."""
+"""Blocks of a KV cache group, uint8 `[n, block_bytes]` on the CPU, with or without their lin64."""
 
 
 def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.ndarray:
-    """Both digests of each block.
+    """Compute both digests of each block.
 
     Args:
         blocks: uint8 `[n, block_bytes]` on the CPU.
-        linear: int64 `[n]`, their lin64 if that is known.
+        linear: int64 `[n]`, their lin64 if it is already known.
 
     Returns:
         `DIGEST_DTYPE` `[n]`.
@@ -80,34 +80,34 @@ def block_digests(blocks: torch.Tensor, linear: np.ndarray | None = None) -> np.
 
 
 class Guard(Protocol):
-    """What stands between a file's blocks and memory: a digest for each block, and for the file's head a tag."""
+    """Converter between a file's blocks and memory, with a digest for each block and a tag for the file's header."""
 
     def seal(
         self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
     ) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
-        """Blocks as they are written, piece by piece, and their digests; each piece is good until the next.
+        """Yield the blocks as they are stored, piece by piece, with their digests. Each piece is valid until the next.
 
         Args:
             first: number of the first block in the file.
-            blocks: uint8 `[n, block_bytes]` on the CPU; left as it is.
-            linear: int64 `[n]`, their lin64 if that is known.
+            blocks: uint8 `[n, block_bytes]` on the CPU; not modified.
+            linear: int64 `[n]`, their lin64 if it is already known.
         """
 
     def open(self, first: int, blocks: torch.Tensor, digests: np.ndarray) -> int | None:
-        """Make what was read what was written, in place. Returns which block is the first that is damaged, or None.
+        """Verify stored blocks, and decrypt them in place. Returns the index of the first damaged block, or None.
 
         Args:
             first: number of the first block in the file.
-            blocks: uint8 `[n, block_bytes]` on the CPU.
-            digests: `DIGEST_DTYPE` `[n]`, as they were written.
+            blocks: uint8 `[n, block_bytes]` on the CPU, as they were read.
+            digests: `DIGEST_DTYPE` `[n]`, the stored digests.
         """
 
     def tag(self, head: bytes) -> bytes:
-        """What proves that who wrote a head had the key."""
+        """Return the tag that proves that the writer of a header had the key; empty if there is no key."""
 
 
 class Checksums:
-    """Guards blocks that are stored as they are, against accidents only."""
+    """Guard of blocks that are stored unencrypted. It detects accidental damage only."""
 
     def seal(
         self, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
@@ -124,15 +124,15 @@ class Checksums:
 
 
 def is_tagged(guard: Guard, head: bytes, tag: bytes) -> bool:
-    """Whether `tag` is the head's, found out in a time that tells nothing."""
+    """Return whether `tag` is the tag of the header, with a comparison in constant time."""
     return hmac.compare_digest(guard.tag(head), tag)
 
 
 def content_of(digests: np.ndarray) -> int:
-    """A name for what a block group contains, from the digests of its blocks, `DIGEST_DTYPE` `[chunks]`."""
+    """Return an identifier of a KV cache group's content, from the digests of its blocks, `DIGEST_DTYPE` `[chunks]`."""
     return xxh3(digests.tobytes())
 
 
 def rows(blocks: torch.Tensor) -> list[memoryview]:
-    """The blocks of a CPU tensor, uint8 `[n, block_bytes]`, as memory without a copy."""
+    """Return the blocks of a CPU tensor, uint8 `[n, block_bytes]`, as memory views without a copy."""
     return [memoryview(row) for row in blocks.numpy()]

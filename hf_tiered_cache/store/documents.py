@@ -1,10 +1,10 @@
-"""Documents of a store: a small record of each label, which says the passages that a text was stored as. Knows no KV.
+"""Documents of a store: a small record per label, which lists the passages of a text. Independent of KV.
 
 <root>/documents/<name>.json
 
-A record names passages by what they hold, so that it stands whatever becomes of their layout. Two labels may name the
-same passage: its KV is stored once, and goes with the last of them. Records are read and written under the store's
-lock by whoever changes them, so that nobody deletes what another has just named. A lost record costs no KV.
+A record identifies passages by their content, so it stays valid if their layout changes. Two labels may share a
+passage: its KV is stored once, and deleted with the last label. Code that changes records reads and writes them under
+the store's lock, so that no process deletes a passage that another one has just added. A lost record costs no KV.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from .root import StoreRoot
 
 FORMAT_VERSION = 1
 MOST_LETTERS = 1000
-"""Of a label."""
+"""Maximum length of a label in characters."""
 _NAME = re.compile("[0-9a-f]{32}")
 
 
 def passage_name(chain: bytes) -> str:
-    """32 hexadecimal digits that stand for a passage's tokens, and who computed them how: of all its prefix hashes."""
+    """Return 32 hexadecimal digits that identify a passage's tokens, model and provenance, from all prefix hashes."""
     return hashlib.blake2b(chain, digest_size=HASH_BYTES).hexdigest()
 
 
 def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
-    """The segments of passages, by the passage's name: one each, but for those that were laid out in two ways."""
+    """Group the segments of passages by passage name: one each, or several if a passage has several layouts."""
     found: dict[str, list[SegmentRow]] = {}
     for row in rows:
-        if row.scan:  # no other segment has that
+        if row.scan:  # only passages have scan hashes
             found.setdefault(passage_name(row.chain), []).append(row)
     return found
 
 
 def check_label(label: str) -> None:
-    """Raises ConfigError: it cannot be a document's."""
+    """Raise ConfigError if the label is invalid."""
     if not isinstance(label, str) or not 0 < len(label) <= MOST_LETTERS:
         raise ConfigError(f"a document's label is a text of 1 to {MOST_LETTERS} letters, not {label!r:.80}")
     try:
@@ -56,38 +56,38 @@ def check_label(label: str) -> None:
 
 @dataclass(frozen=True)
 class DocumentRecord:
-    """What is kept of a label."""
+    """Stored record of a label."""
 
     label: str
     fingerprint: str
-    """Of the model that computed it."""
+    """Fingerprint of the model that computed it."""
     made: str
-    """How: the passages' provenance, and the token that stood before them."""
+    """Provenance of the passages, and the token that preceded them."""
     passages: tuple[str, ...]
-    """By name (see `passage_name`), in the order in which they were given; those that are long enough to be stored."""
+    """Names (see `passage_name`) of the passages that are long enough to be stored, in the order of the text."""
     tokens: int
-    """Of these."""
+    """Number of tokens of these passages."""
     created: float
-    """When the label was first stored, in Unix seconds."""
+    """Time when the label was first stored, in Unix seconds."""
     changed: float
     leaving: tuple[str, ...] = ()
-    """Passages of what stood here before: they are still to be deleted, unless another label names them."""
+    """Names of previous passages that are still to be deleted, unless another label uses them."""
     model: Mapping[str, str] = field(default_factory=dict)
-    """What is known of the model, in words."""
+    """Human-readable description of the model."""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """There is one record of a label, a model and a way of computing."""
+        """Unique key of the record: label, fingerprint and `made`."""
         return self.label, self.fingerprint, self.made
 
     def encode(self) -> bytes:
-        """The file."""
+        """Return the content of the record's file."""
         facts = asdict(self) | {"format": FORMAT_VERSION, "passages": list(self.passages), "model": dict(self.model)}
         return encode_record(facts | {"leaving": list(self.leaving)})
 
     @classmethod
     def decode(cls, data: bytes) -> DocumentRecord:
-        """What a file says. Raises FormatError."""
+        """Decode the content of a file. Raises FormatError."""
         with understood(data, FORMAT_VERSION, "a document") as facts:
             found = cls(**{name: facts[name] for name in cls.__dataclass_fields__})
             found = replace(
@@ -105,38 +105,38 @@ class DocumentRecord:
 
 @dataclass(frozen=True)
 class DocumentInfo:
-    """A document of a store, as listings show it."""
+    """Listing entry of a document of a store."""
 
     label: str
     model: dict[str, str]
-    """What is known of the model that computed it."""
+    """Human-readable description of the model that computed it."""
     fingerprint: str
     made: str
-    """How: the passages' provenance, and the token that stood before them."""
+    """Provenance of the passages, and the token that preceded them."""
     passages: int
-    """That it was stored as."""
+    """Number of passages that it was stored as."""
     tokens: int
-    """Of these."""
+    """Number of tokens of these passages."""
     tokens_there: int
-    """Of these, those that still are."""
+    """Number of these tokens that are still stored."""
     bytes: int
-    """That its passages take on disk now; what other labels name, too, counts in each."""
+    """Bytes that its passages take on disk now; a shared passage counts in each document."""
     segments: list[str]
-    """In which it lies, in order."""
+    """Ids of its segments, in order."""
     evicted: int
-    """Of its passages, how many are gone."""
+    """Number of its passages that are no longer stored."""
     shared: int
-    """Of its passages, how many another label names, too."""
+    """Number of its passages that another label also uses."""
     created: float
     changed: float
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return all fields as a JSON-serializable dict."""
         return asdict(self)
 
 
 class Documents:
-    """The documents of a store.
+    """Documents of a store.
 
     Args:
         files: the store's folder.
@@ -146,7 +146,7 @@ class Documents:
         self._files = files
 
     def read(self, key: tuple[str, str, str]) -> DocumentRecord | None:
-        """A record, or None where there is none that can be read."""
+        """Return a record, or None if there is no readable one."""
         with suppress(OSError, FormatError):
             found = self._read(_record_name(key))
             if found.key == key:
@@ -154,7 +154,7 @@ class Documents:
         return None
 
     def all(self, label: str | None = None) -> list[DocumentRecord]:
-        """Those that can be read, of this label or of all, by label."""
+        """Return the readable records of one label or of all labels, sorted by label."""
         found = []
         for name in self._names():
             with suppress(OSError, FormatError):
@@ -164,11 +164,11 @@ class Documents:
         return sorted(found, key=lambda record: record.key)
 
     def listed(self, rows: Iterable[SegmentRow], label: str | None = None) -> list[DocumentInfo]:
-        """What is to be said of each, by label.
+        """Return the listing entries of documents, sorted by label.
 
         Args:
-            rows: of all segments that are stored.
-            label: of those that are asked for; None for all.
+            rows: rows of all stored segments.
+            label: label of the documents; None for all.
         """
         there, every = by_passage(rows), self.all()
         named: dict[str, int] = {}
@@ -178,7 +178,11 @@ class Documents:
         return [_describe(record, there, named) for record in every if label in (None, record.label)]
 
     def only_of(self, gone: Iterable[DocumentRecord], names: Iterable[str]) -> set[str]:
-        """Those of these passages that no record names but the ones that go.
+        """Return the given passages that no record uses, except the records to be deleted.
+
+        Args:
+            gone: records to be deleted.
+            names: names of passages.
 
         Raises:
             NewerFormatError: there is a record that this version cannot read. OSError: one cannot be read now.
@@ -189,7 +193,7 @@ class Documents:
         return left
 
     def _spare(self, keys: Collection[tuple[str, str, str]], left: set[str]) -> None:
-        """Take the passages of all records but these out of `left`. Raises as `only_of`."""
+        """Remove from `left` the passages of all records except those with `keys`. Raises as `only_of`."""
         for name in self._files.names(DOCUMENT) if left else ():
             try:
                 record = self._read(name)
@@ -201,13 +205,14 @@ class Documents:
                 left.difference_update(record.passages)
 
     def write(self, records: Sequence[DocumentRecord], room: Callable[[int], AbstractContextManager[object]]) -> None:
-        """Keep records in the place of those before, each whole or not at all, and durable. Under the store's lock.
+        """Write records in place of the previous ones, each atomically, and durably. The caller holds the store's lock.
 
         Args:
-            room: takes care of room for so many bytes, as long as the room is not taken by the file itself.
+            records: the new records.
+            room: reserves the given number of bytes until the file itself takes them.
 
         Raises:
-            OSError: one cannot be written. What `room` raises comes through.
+            OSError: a record cannot be written. Exceptions of `room` propagate.
         """
         for record in records:
             self._files.write(DOCUMENT, _record_name(record.key), record.encode(), room)
@@ -215,19 +220,19 @@ class Documents:
             self._files.sync(DOCUMENT)
 
     def forget(self, records: Iterable[DocumentRecord]) -> None:
-        """Delete records; their passages stay. Under the store's lock. Raises OSError."""
+        """Delete records; their passages stay. The caller holds the store's lock. Raises OSError."""
         for record in records:
             self._files.delete(DOCUMENT, _record_name(record.key))
 
     def sweep(self, rows: Iterable[SegmentRow], dry_run: bool = False) -> list[str]:
-        """Delete records that are damaged, or of which nothing is left. Under the store's lock.
+        """Delete records that are damaged or have no passage left. The caller holds the store's lock.
 
         Args:
-            rows: of all segments that are stored.
-            dry_run: whether nothing is deleted.
+            rows: rows of all stored segments.
+            dry_run: whether to delete nothing.
 
         Returns:
-            The files of the documents that went, or would.
+            Paths of the deleted records, or with `dry_run` of those to be deleted.
         """
         there, removed = by_passage(rows).keys(), []
         for name in self._names():
@@ -267,7 +272,7 @@ def changed(
     tokens: int,
     model: Mapping[str, str],
 ) -> DocumentRecord:
-    """The record of a label that is stored now as these passages, in the place of what was there `before`."""
+    """Create the record of a label that is now stored as these passages, in place of the record `before`."""
     now = time.time()
     leaving: set[str] = set() if before is None else {*before.passages, *before.leaving} - set(passages)
     created = now if before is None else before.created
@@ -298,7 +303,7 @@ def _describe(
 
 
 def _usable(row: SegmentRow) -> int:
-    """How many of its tokens can be restored."""
+    """Return the number of tokens of a segment that can be restored."""
     if row.expires is not None and row.expires <= time.time():
         return 0
     return row.tokens * row.valid_hashes // (len(row.chain) // HASH_BYTES)

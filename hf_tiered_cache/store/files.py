@@ -1,4 +1,4 @@
-"""Calls of the file system that differ between platforms, or need to be made with care."""
+"""File system calls that differ between platforms or need special care."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from ..errors import FormatError
 _NO_DESCRIPTORS = frozenset({errno.EMFILE, errno.ENFILE})
 _OF_THE_PROCESS = _NO_DESCRIPTORS | {
     *(errno.ENOMEM, errno.ENOBUFS, errno.EINTR, errno.EAGAIN, errno.EACCES, errno.EPERM, errno.ETIMEDOUT),
-    errno.EFAULT,  # it is the memory that cannot be read into
+    errno.EFAULT,  # the destination memory is at fault
 }
 
 
 def out_of_descriptors(error: BaseException) -> bool:
+    """Return whether an error means that no file descriptors are left."""
     return isinstance(error, OSError) and error.errno in _NO_DESCRIPTORS
 
 
 def is_of_the_process(error: BaseException) -> bool:
-    """Whether a fault is this process's, or this moment's, and says nothing of the file that was to be read."""
+    """Return whether an error comes from this process or is temporary, and says nothing about the file to be read."""
     if isinstance(error, OSError):
         return error.errno in _OF_THE_PROCESS
     return isinstance(error, MemoryError | RuntimeError)
 
 
 def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = None) -> FileIO:
-    """Open a file, no folder, new ones for their owner only. It is closed when the last reference goes, if not before.
+    """Open a file, not a folder. New files get mode 0600. It is closed with its last reference at the latest.
 
-    In one call of C code: a Ctrl-C between `os.open` and what keeps its result would lose the descriptor.
+    This is one call of C code: a Ctrl-C between `os.open` and the use of its result would leak the descriptor.
 
     Args:
         path: absolute, or relative to `folder`.
@@ -48,16 +49,18 @@ def open_file(path: str | os.PathLike[str], flags: int, folder: int | None = Non
 def open_regular(
     path: str | os.PathLike[str], flags: int = os.O_RDONLY, folder: int | None = None
 ) -> Iterator[tuple[int, os.stat_result]]:
-    """Open a regular file. Links are not followed, and pipes and devices not opened: that may wait or do something.
+    """Open a regular file. Links are not followed. Pipes and devices are not opened: that may block or have effects.
 
     Args:
-        path, flags, folder: as for `open_file`.
+        path: as for `open_file`.
+        flags: as for `open_file`.
+        folder: as for `open_file`.
 
     Yields:
         Descriptor and status.
 
     Raises:
-        FormatError: it is no regular file. OSError: it cannot be opened.
+        FormatError: it is not a regular file. OSError: it cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
         raise FormatError(f"{os.path.basename(path)} is no regular file")
@@ -66,7 +69,7 @@ def open_regular(
 
 
 def read_all(fd: int, nbytes: int, offset: int) -> bytes:
-    """`nbytes`, in as many calls as it takes; fewer only where the file ends."""
+    """Read `nbytes` at `offset`, in as many calls as needed. Returns fewer bytes only if the file ends."""
     pieces = []
     while nbytes and (piece := os.pread(fd, nbytes, offset)):
         pieces.append(piece)
@@ -75,14 +78,14 @@ def read_all(fd: int, nbytes: int, offset: int) -> bytes:
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all of `data`, in as many calls as it takes."""
+    """Write all of `data` at `offset`, in as many calls as needed."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
 
 
 def allocate(fd: int, nbytes: int) -> None:
-    """Take the room now, so that a full disk is seen before anything is written."""
+    """Allocate disk space for a file, so that a full disk is detected before anything is written."""
     try:
         os.posix_fallocate(fd, 0, nbytes)
     except (AttributeError, OSError) as error:  # no such call on this platform, or for this file system
@@ -93,4 +96,4 @@ def allocate(fd: int, nbytes: int) -> None:
 
 def fsync(fd: int, data_only: bool = False) -> None:
     """Make an open file, or the names in an open folder, durable."""
-    (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has but the one
+    (getattr(os, "fdatasync", os.fsync) if data_only else os.fsync)(fd)  # macOS has no fdatasync

@@ -1,7 +1,7 @@
 """Segments as files in a folder of a POSIX file system: the first backend.
 
-<root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>          segments never to evict
-<root>/beside/<id>.<kind> arrays that belong to these    <root>/catalogue.sqlite   rebuilt from headers if lost
+<root>/segments/<id>.kv   immutable segment files        <root>/pins/<id>          segments excluded from eviction
+<root>/beside/<id>.<kind> sidecars of the segments       <root>/catalogue.sqlite   rebuilt from headers if lost
 <root>/tmp/               files being written            <root>/conversations/     see conversations.py
 <root>/documents/         see documents.py               <root>/hf_tiered_cache.json  marks the folder as a store
 """
@@ -46,22 +46,22 @@ from .tree import nbytes_of
 logger = logging.getLogger("hf_tiered_cache")
 
 _LOCK_SECONDS = 30.0
-"""How long to wait for the store's lock, which nobody needs for more than a moment; once in vain, then no longer than
-`_LOCK_SECONDS_AFTERWARDS` until it was had again."""
+"""Seconds to wait for the store's lock, which is normally held only briefly. After a timeout the limit is
+`_LOCK_SECONDS_AFTERWARDS` until the lock is acquired again."""
 _LOCK_SECONDS_AFTERWARDS = 1.0
 _OPENINGS = 100
-"""Of a file that is replaced each time between two calls."""
+"""Maximum number of attempts to open a file that is replaced between two calls each time."""
 _MOST_UNSYNCED = 1000
-"""Files that may wait to be made durable."""
+"""Maximum number of files that wait to be made durable."""
 _UNNAMED = (*FIXED_FILES.values(), CALIBRATIONS, TEMPORARY, TEMPORARY_LOCK, CONVERSATION, CONVERSATION_LOCK, DOCUMENT)
-"""Kinds of files that are neither segments nor sidecars, and take room."""
+"""Kinds of files that take space and are neither segments nor sidecars."""
 
 
 class FolderBackend:
-    """See `SegmentBackend`.
+    """Implementation of `SegmentBackend` with a folder.
 
     Args:
-        root: the folder; made, for its owner only, if missing.
+        root: the folder; created with mode 0700 if missing.
         engine: reads blocks; closed with the backend.
 
     Raises:
@@ -74,7 +74,7 @@ class FolderBackend:
         self.catalogue: StoreRoot | None = self.files
         self.engine, self.reads_with = engine, engine.describe()
         self._lock_seconds = _LOCK_SECONDS
-        self._lock = threading.RLock()  # of what is still to be made durable
+        self._lock = threading.RLock()  # guards `_unsynced`, the files to be made durable
         self._unsynced: dict[str, None] = {}
 
     def path(self, segment_id: str) -> Path:
@@ -94,10 +94,10 @@ class FolderBackend:
 
     def beside(self) -> dict[str, int]:
         found = {}
-        with suppress(FileNotFoundError):  # a store of an older version that cannot be written
+        with suppress(FileNotFoundError):  # a read-only store of an older version
             for name in self.files.names(SIDECAR):
                 stored = self.find(name)
-                if stored is not None:  # else deleted meanwhile
+                if stored is not None:  # otherwise deleted meanwhile
                     found[name] = stored.nbytes
         return found
 
@@ -121,10 +121,10 @@ class FolderBackend:
     def open(self, segment_id: str, length: HeadLength) -> tuple[Stored, bytes, EngineFile]:
         path = self.where(segment_id)
         for _ in range(_OPENINGS):
-            with self.files.open(*_file_of(segment_id)) as (fd, status):  # no other file takes its inode meanwhile
+            with self.files.open(*_file_of(segment_id)) as (fd, status):  # its inode is not reused while it is open
                 stored, head = _head(fd, status, length)
                 file = self.engine.open(path)
-                with suppress(FileNotFoundError):  # engines open by path: it must have led to the same file
+                with suppress(FileNotFoundError):  # engines open by path: check that it is the same file
                     if _stored(os.stat(path, follow_symlinks=False)).version == stored.version:
                         return stored, head, file
         raise OSError(errno.EAGAIN, "it is replaced again and again", path)
@@ -154,7 +154,7 @@ class FolderBackend:
         return self.files.delete(*_file_of(segment_id))
 
     def sync(self) -> None:
-        """See `SegmentBackend`. Data first, then the names."""
+        """See `SegmentBackend`. Syncs file data first, then folders."""
         with self._lock:
             waiting, self._unsynced = list(self._unsynced), {}
         kinds, done = {_file_of(name)[0].folder: name for name in waiting}, 0
@@ -167,7 +167,7 @@ class FolderBackend:
                 self.files.sync(_file_of(name)[0])
         except OSError:
             with self._lock:
-                # a folder's own is asked for with any of its files
+                # retrying any file of a folder also syncs the folder
                 self._unsynced = dict.fromkeys([*waiting[done:], *kinds.values()]) | self._unsynced
             raise
 
@@ -187,7 +187,7 @@ class FolderBackend:
         status = self.files.find(PIN, name)
         return status is not None and S_ISREG(status.st_mode) and not status.st_size
 
-    # --- room
+    # --- space
 
     def usage(self) -> int:
         return self.files.nbytes(*_UNNAMED)
@@ -209,7 +209,7 @@ class FolderBackend:
         return orphans, published
 
     def _remove_orphan(self, name: str, dry_run: bool, orphans: dict[str, int]) -> bool:
-        """Delete a temporary file whose lock is free. Returns whether it has a segment's name, too, which it keeps."""
+        """Delete a temporary file if its lock is free. Returns whether it was also published; that name is kept."""
         files, lock_name = self.files, name + LOCK_SUFFIX
         status = files.find(TEMPORARY, name)
         if files.is_locked(TEMPORARY_LOCK, lock_name) or (status is not None and not files.is_own(TEMPORARY, name)):
@@ -228,7 +228,7 @@ class FolderBackend:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        if not self.writable:  # nothing can be changed, so nothing has to be kept from others
+        if not self.writable:  # nothing can be changed, so no lock is needed
             yield
             return
         with ExitStack() as stack:
@@ -249,7 +249,7 @@ class FolderBackend:
 
 
 class FolderUpload:
-    """See `Upload`. A temporary file, open for writing."""
+    """Implementation of `Upload` with a temporary file that is open for writing."""
 
     def __init__(self, files: StoreRoot, temporary: Temporary, segment_id: str) -> None:
         self.path, self.published = files.where(TEMPORARY, temporary.name), False
@@ -267,12 +267,12 @@ class FolderUpload:
 
 
 def _file_of(segment_id: str) -> tuple[FileKind, str]:
-    """Return the kind and the name of the file of a segment, or of a sidecar."""
+    """Return kind and name of the file of a segment or sidecar."""
     return (SIDECAR, segment_id) if "." in segment_id else (SEGMENT, f"{segment_id}{SEGMENT_SUFFIX}")
 
 
 def head_of_file(path: Path, length: HeadLength) -> tuple[Stored, bytes]:
-    """Read the beginning of a segment's file anywhere. See `SegmentBackend.head`."""
+    """Read the beginning of a segment file at any path. See `SegmentBackend.head`."""
     with open_regular(path) as (fd, status):
         return _head(fd, status, length)
 

@@ -1,9 +1,9 @@
-"""The segment file, byte by byte. docs/format.md specifies it on one page; this module is its only reader and writer.
+"""Encoder and decoder of segment files, the only one. docs/format.md specifies the format.
 
     header page | hash chain | digest table | scan hashes, and order of tokens, if any | blocks, group after group
 
-Every section starts on a 4 KiB boundary, and every byte of the file is under a checksum. Of an encrypted file only the
-blocks are (see cipher.py); what stands before them is under a tag, too.
+Every section starts on a 4 KiB boundary, and a checksum covers every byte of the file. In an encrypted file only the
+blocks are encrypted (see cipher.py); a tag also authenticates the data before them.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from .kinds import SEGMENT_MAGIC
 
 MAGIC = SEGMENT_MAGIC
 FORMAT_VERSION = 8
-"""Files have the lowest version that can say what is in them, so that older programs read what they can."""
+"""Newest version. Each file gets the lowest version that supports its content, so that older programs can read it."""
 _PAIRS_VERSION, _TABLES_VERSION, _CODED_VERSION, _ENCRYPTED_VERSION = 7, 6, 5, 4
 _RANKED_VERSION, _ORDERED_VERSION, _PLAIN_VERSION = 3, 2, 1
 CIPHER = "aes-256-gcm"
 KEY_ID_BYTES, SALT_BYTES, TAG_BYTES = 8, 16, 32
 HEADER_BYTES = ALIGNMENT
-_NUMBER_BYTES = 4  # of a slot, of the number of a table, of an importance
+_NUMBER_BYTES = 4  # of an entry of the sections order, tables and importance
 _SECTIONS = ("chain", "digests", "scan", "order", "tables", "importance", "blocks")
 _OPTIONAL = ("scan", "order", "tables", "importance")
 _MOST_TOKENS, _MOST_POSITION, _MOST_SECONDS = 1 << 28, 1 << 48, 1e12
-_MOST_BRACKETS = 1000  # a layout has a few, and one for each kind of layer
+_MOST_BRACKETS = 1000  # a valid layout has a few, and one for each kind of layer
 _PREFIX = struct.Struct("<8sIIQ")  # magic, version, length of the JSON, xxh3-64 of the page with this field zero
 
 
 @dataclass(frozen=True)
 class Section:
-    """A run of bytes in the file and, but for the blocks, its xxh3-64 (padding included)."""
+    """Byte range of the file and, except for the blocks, its xxh3-64 (padding included)."""
 
     offset: int
     nbytes: int
@@ -53,12 +53,12 @@ class Section:
 
 @dataclass(frozen=True)
 class Seal:
-    """How a file is encrypted."""
+    """Encryption parameters of a file."""
 
     key_id: str
-    """Of the store's key: 16 hexadecimal digits."""
+    """Id of the store's key: 16 hexadecimal digits."""
     salt: bytes
-    """Of this file: with the store's key it gives the file's."""
+    """Salt of this file: the file's key is derived from it and the store's key."""
 
     def to_json(self) -> dict[str, str]:
         return {"name": CIPHER, "key": self.key_id, "salt": self.salt.hex()}
@@ -72,26 +72,26 @@ class Seal:
 
 @dataclass(frozen=True)
 class SegmentHeader:
-    """The first page of a segment: enough to find, check and read it without the catalogue."""
+    """Content of the first page of a segment: sufficient to find, check and read it without the catalogue."""
 
     id: str
     fingerprint: str
     shape: SegmentShape
     parent: bytes
-    """The prefix hash before the first token; the chain's root for the first segment of a sequence."""
+    """Prefix hash before the first token; the chain's root for the first segment of a sequence."""
     position: int
     """Position of the first token in the sequence it was computed in."""
     created: float
     provenance: str = EXACT
     expires: float | None = None
     model: Mapping[str, str] = field(default_factory=dict)
-    """Who computed it, in words: `name`, `class`, `dtype` and such. The fingerprint alone decides what is served."""
+    """Description of the model for people, such as `name`, `class` and `dtype`. Only the fingerprint permits reuse."""
     label: str = ""
-    """What the user calls it."""
+    """User-defined label."""
     seal: Seal | None = None
-    """How it is encrypted, if it is."""
+    """Encryption parameters; None if the file is not encrypted."""
     scan_hashes: bytes = b""
-    """Of a passage: for each prefix hash what its tokens are looked for by in prompts, `SCAN_BYTES` each."""
+    """Scan hashes of a passage, `SCAN_BYTES` per prefix hash. They find its tokens in prompts."""
     chain: Section = Section(0, 0)
     digests: Section = Section(0, 0)
     scan: Section = Section(0, 0)
@@ -109,32 +109,38 @@ _BEHIND = "behind"
 
 
 def passage_provenance(lead: int) -> str:
-    """Return the provenance of passages that are computed behind so many tokens (see `Passages`), before its codec."""
+    """Return the provenance, without codec, of passages that are computed after `lead` tokens (see `Passages`)."""
     return PASSAGE if lead <= 1 else f"{PASSAGE} {_BEHIND} {lead}"
 
 
 def is_passage(provenance: str) -> bool:
-    """Return whether KV of this provenance is a passage's: computed to be restored wherever it stands."""
+    """Return whether KV of this provenance belongs to a passage, which is restored at any position."""
     return provenance.partition(" ")[0] == PASSAGE
 
 
 def is_behind_text(provenance: str) -> bool:
-    """Return whether KV of this provenance is that of passages behind text, which is exact nowhere."""
+    """Return whether KV of this provenance belongs to passages computed after other text. Such KV is never exact."""
     return provenance.startswith(f"{PASSAGE} {_BEHIND} ")
 
 
 def end_of_chain(prefix_hashes: Sequence[bytes], provenance: str) -> bytes:
-    """What names all prefix hashes of a segment: the last one, which covers those before it. A passage's do not."""
+    """Return a hash of all prefix hashes of a segment.
+
+    It is the last one, which covers those before it. The hashes of a passage are independent, so all are hashed.
+    """
     if not is_passage(provenance):
         return prefix_hashes[-1]
     return hashlib.blake2b(b"".join(prefix_hashes), digest_size=HASH_BYTES).digest()
 
 
 def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str) -> str:
-    """The name of a segment between two prefix hashes of a chain: what it holds, how it is cut and made.
+    """Return the id of a segment, a hash of its tokens, geometry, provenance and token tables.
 
     Args:
-        last: see `end_of_chain`.
+        parent: prefix hash before the first token.
+        last: hash of all prefix hashes (see `end_of_chain`).
+        shape: shape of the segment, with geometry and token tables.
+        provenance: provenance of the KV.
     """
     name = hashlib.blake2b(digest_size=HASH_BYTES)
     for item in (parent, last, repr(shape.geometry.to_json()).encode(), provenance.encode()):
@@ -145,7 +151,7 @@ def segment_id(parent: bytes, last: bytes, shape: SegmentShape, provenance: str)
 
 
 def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
-    """Order, or tables if an order does not say it all, and importance; without padding."""
+    """Return the sections of the token tables, unpadded: order, or tables if an order does not suffice; importance."""
     if (tables := shape.tables) is None:
         return {}
     if (by_layer := tables.as_layers(shape.block_groups, len(shape.layout.layers))) is not None:
@@ -159,18 +165,18 @@ def _sections_of_tables(shape: SegmentShape) -> dict[str, bytes]:
 
 
 def _optional_sections(header: SegmentHeader) -> dict[str, bytes]:
-    """The sections that some segments have, without padding."""
+    """Return the sections that only some segments have, without padding."""
     scan = {"scan": header.scan_hashes} if header.scan_hashes else {}
     return scan | _sections_of_tables(header.shape)
 
 
 def lay_out(header: SegmentHeader, num_hashes: int) -> SegmentHeader:
-    """`header` with the offsets of its sections, which follow from its shape and the number of prefix hashes."""
+    """Return `header` with the offsets of its sections, computed from its shape and the number of prefix hashes."""
     return _lay_out(header, num_hashes, {name: len(data) for name, data in _optional_sections(header).items()})
 
 
 def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int]) -> SegmentHeader:
-    """The same with the bytes of what says where tokens lie, which a decoded header's shape does not have yet."""
+    """Compute section offsets from given sizes of the optional sections, which a decoded header's shape lacks."""
     nbytes = {
         "chain": num_hashes * HASH_BYTES,
         "digests": header.shape.block_count * DIGEST_DTYPE.itemsize,
@@ -186,13 +192,13 @@ def _lay_out(header: SegmentHeader, num_hashes: int, of_tables: Mapping[str, int
 
 
 def encode_head(header: SegmentHeader, prefix_hashes: list[bytes], digests: np.ndarray, guard: Guard) -> bytes:
-    """Everything before the blocks: header page, chain, digests, and what says where tokens lie, each padded to 4 KiB.
+    """Encode all data before the blocks: header page, chain, digests and optional sections, each padded to 4 KiB.
 
     Args:
-        header: as `lay_out` returned it.
+        header: header as returned by `lay_out`.
         prefix_hashes: the segment's prefix hashes, `HASH_BYTES` each.
-        digests: `DIGEST_DTYPE` `[blocks]`, block group after block group.
-        guard: of the blocks; makes the tag, if there is to be one.
+        digests: `DIGEST_DTYPE` `[blocks]`, one KV cache group after the other.
+        guard: guard of the blocks; computes the tag if the file is encrypted.
     """
     data = {"chain": b"".join(prefix_hashes), "digests": digests.tobytes(), **_optional_sections(header)}
     found = {}
@@ -213,7 +219,10 @@ def _tag_bytes(header: SegmentHeader) -> int:
 
 
 def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, bytes]:
-    """What the tag of a file is over, and the tag: the page with zeros for checksum and tag, and what follows it."""
+    """Return the data that the tag authenticates, and the tag.
+
+    The data is the page, with zeros for checksum and tag, and the sections before the blocks.
+    """
     end = HEADER_BYTES - _tag_bytes(header)
     blank = bytearray(page[:end].ljust(HEADER_BYTES, b"\0"))
     struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
@@ -221,7 +230,7 @@ def tagged(header: SegmentHeader, page: bytes, tables: bytes) -> tuple[bytes, by
 
 
 def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
-    """The header page, with zeros for checksum and tag."""
+    """Encode the header page, with zeros for checksum and tag."""
     _check_provenance(header)
     data: dict[str, Any] = {
         "id": header.id,
@@ -248,8 +257,8 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
 
 
 def _with_names(data: dict[str, Any], header: SegmentHeader, room: int) -> bytes:
-    """The header's JSON with label and model, the longest of them cut until it fits."""
-    names = {"": header.label, **header.model}  # the label has no name
+    """Encode the header's JSON with label and model description; their longest texts are cut until it fits `room`."""
+    names = {"": header.label, **header.model}  # "" is the key of the label
     while True:
         said = {"label": names.get(""), "model": {name: value for name, value in names.items() if name}}
         text = _encode_json(data | {name: value for name, value in said.items() if value})
@@ -282,7 +291,7 @@ def _version(header: SegmentHeader) -> int:
 
 
 def sections(header: SegmentHeader) -> dict[str, Section]:
-    """The sections by name, in the order of the file; those that a segment does without are left out."""
+    """Return the sections by name, in the order of the file, without absent optional sections."""
     every = {name: getattr(header, name) for name in _SECTIONS}
     return {name: section for name, section in every.items() if section.nbytes or name not in _OPTIONAL}
 
@@ -292,13 +301,13 @@ def _extents(header: SegmentHeader) -> dict[str, tuple[int, int]]:
 
 
 def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
-    """Read the first page of a file.
+    """Decode the first page of a file.
 
     Returns:
         The header and the number of prefix hashes in the chain.
 
     Raises:
-        NewerFormatError: the file was written by a later format.
+        NewerFormatError: the file has a newer format version.
         FormatError: the page is damaged or of another kind.
     """
     if len(page) < HEADER_BYTES or page[:8] != MAGIC:
@@ -321,7 +330,10 @@ def decode_header(page: bytes) -> tuple[SegmentHeader, int]:
 
 
 def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
-    """What lies where follows from the shape. With token tables, which are not read yet, it is this or less."""
+    """Raise FormatError if the sections do not follow from the shape.
+
+    Token tables are not read yet. With them, the sizes computed from the shape are upper bounds.
+    """
     shape, groups = header.shape, len(header.shape.block_groups)
     most = {
         "scan": SCAN_BYTES * num_hashes,
@@ -341,7 +353,7 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
 
 
 def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
-    """Header and number of prefix hashes from the page's JSON. Whatever exception that raises, the JSON is to blame."""
+    """Decode header and number of prefix hashes from the page's JSON. Any exception means that the JSON is invalid."""
     if len(re.findall(rb"[\[{]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", text))) > _MOST_BRACKETS:
         raise FormatError("the header is nested too deeply")
     data = json.loads(text)
@@ -374,7 +386,10 @@ def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
 
 
 def _check_provenance(header: SegmentHeader) -> None:
-    """What has lost bits, to a codec or by merging, is nowhere taken for what was computed, whoever wrote the file."""
+    """Raise FormatError if the provenance does not match the codec, or if merged layers claim to be exact.
+
+    Lossy KV must never be used as exact KV, whichever program wrote the file.
+    """
     if (codec := header.shape.geometry.codec) != (said := codec_in(header.provenance)):
         raise FormatError(f"blocks are stored as {codec}, and the provenance {header.provenance!r} says {said}")
     if header.shape.geometry.pairs and header.provenance == coded_provenance(EXACT, codec):
@@ -388,7 +403,7 @@ def _whole(value: Any, least: int, most: int) -> int:
 
 
 def _seconds(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # NaN neither
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
         raise FormatError(f"{value!r} is no time")
     return float(value)
 
@@ -408,11 +423,11 @@ def _hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
 def decode_tables(
     header: SegmentHeader, num_hashes: int, data: bytes
 ) -> tuple[SegmentHeader, bytes, tuple[np.ndarray, ...]]:
-    """Read what stands between the header page and the blocks.
+    """Decode the data between the header page and the blocks.
 
     Returns:
-        The header, whose shape now knows which tokens lie where; the chain's prefix hashes side by side; and of each
-        block group the digests, `DIGEST_DTYPE` `[chunks]`.
+        The header with scan hashes, and with token tables in its shape; the prefix hashes of the chain, concatenated;
+        and the digests of each KV cache group, `DIGEST_DTYPE` `[chunks]`.
     """
     found = {}
     for name, section in sections(header).items():
@@ -433,7 +448,7 @@ def decode_tables(
 
 
 def _tables(shape: SegmentShape, found: Mapping[str, bytes]) -> TokenTables | None:
-    """What says where tokens lie, if something does."""
+    """Decode the token tables. Returns None if there are none, and all tokens are in order."""
     tokens, groups = shape.tokens, shape.block_groups
     importance = np.frombuffer(found["importance"], "<f4", tokens) if "importance" in found else None
     if "order" in found:

@@ -1,4 +1,4 @@
-"""The store's index: the catalogue of what is stored, kept in line with the backend whatever fails."""
+"""Index of the store: the catalogue of stored segments, kept consistent with the backend despite failures."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .notices import Notices
 from .segment import read_head
 
 _MENDING_SECONDS = 10.0
-"""How long to do without a catalogue that is damaged again, or cannot be opened, before it is tried again."""
+"""Seconds between two attempts to rebuild a damaged catalogue, or to open one that could not be opened."""
 _SCANNING_SECONDS = 1.0
-"""How long to leave segments alone that could not be read or entered."""
+"""Seconds before segments that could not be read or added are tried again."""
 _AT_ONCE = 256
-"""Segments that are entered in one transaction."""
+"""Segments that are added in one transaction."""
 _FAULTS = (sqlite3.Error, OverflowError, MemoryError)
 _T = TypeVar("_T")
 _Default = TypeVar("_Default")
@@ -30,29 +30,29 @@ _Row = tuple[SegmentRow, Mapping[str, str]]
 
 
 class Index:
-    """What is stored, and what is known of it.
+    """Index of the stored segments and their metadata.
 
     Args:
-        backend: where it lies.
-        counters: where faults are counted.
-        notices: where they are said.
+        backend: backend that stores the segments.
+        counters: counters for errors.
+        notices: logger of warnings about errors.
     """
 
     def __init__(self, backend: SegmentBackend, counters: Counters, notices: Notices) -> None:
         self._backend, self._counters, self._notices = backend, counters, notices
         self.unlisted: list[str] = []
-        """Names in the backend that stand for no segment (damaged, or of a newer format), or could not be read yet."""
-        self._unread = False  # whether some of these may be whole
-        self._untold = False  # and the catalogue could not be told
+        """Names in the backend without a catalogue row: damaged, of a newer format, or not readable yet."""
+        self._unread = False  # whether some unlisted names may be valid segments
+        self._untold = False  # whether the catalogue could not be read or updated
         self._scanned = 0.0
         self._mending = threading.Lock()
         self._mended = self._opened = -_MENDING_SECONDS
-        self._in_line = 0  # the generation of the catalogue that the segments were compared with
+        self._in_line = 0  # the catalogue generation that was last synchronized with the backend
         self.catalogue = self._open_catalogue()
         try:
             with self._mending:
                 self.scan()
-        except BaseException:  # Ctrl-C: nobody is going to close it
+        except BaseException:  # Ctrl-C: the caller gets no object to close
             self.catalogue.close()
             raise
 
@@ -67,9 +67,12 @@ class Index:
         return Catalogue(None)
 
     def is_shared(self) -> bool:
-        """Whether others see what is entered. A catalogue that could not be opened is tried again now and then."""
+        """Return whether other processes see added segments.
+
+        A catalogue that could not be opened is tried again every `_MENDING_SECONDS`.
+        """
         if self._backend.catalogue is None:
-            return True  # they look for themselves
+            return True  # other processes list the backend themselves
         in_vain = not self.catalogue.is_shared and self._backend.writable
         if in_vain and time.monotonic() - self._opened >= _MENDING_SECONDS:
             found = self._open_catalogue()
@@ -79,7 +82,7 @@ class Index:
         return self.catalogue.is_shared
 
     def listed_bytes(self) -> int | None:
-        """Bytes on disk of the segments that the catalogue lists; None where it may lack some, as a new one does."""
+        """Return the bytes on disk of all listed segments, or None if the catalogue may be incomplete, e.g. new."""
         before = self._in_line
         listed = self.ask(Catalogue.total_bytes, None)
         whole = self.catalogue.is_shared and before == self._in_line == self.catalogue.generation
@@ -88,68 +91,68 @@ class Index:
     def close(self) -> None:
         self.catalogue.close()
 
-    # --- what it says; where the catalogue fails, nothing
+    # --- queries; they return the default if the catalogue fails
 
     def rows(self) -> list[SegmentRow]:
-        """Every segment, last used last."""
+        """Return the rows of all segments, most recently used last."""
         return self.ask(Catalogue.all, [])
 
     def row(self, segment_id: str) -> SegmentRow | None:
         return self.ask(lambda c: c.get(segment_id), None)
 
     def beginning_with(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `prefix_hashes`."""
+        """Return the usable, unexpired segments with one of `prefix_hashes` as first prefix hash."""
         return self.ask(lambda c: c.beginning_with(prefix_hashes), [])
 
     @property
     def generation(self) -> tuple[int, int]:
-        """Another value as soon as numbers of passages begin anew."""
+        """Identifier of the catalogue generation. It changes when the numbering of passages restarts."""
         return id(self.catalogue), self.catalogue.generation
 
     def passages_since(self, number: int) -> list[tuple[int, str, bytes]]:
-        """What has come since of passages (see `Catalogue.passages_since`)."""
+        """Return the passages added after `number` (see `Catalogue.passages_since`)."""
         return self.ask(lambda c: c.passages_since(number), [])
 
     def live(self, ids: Sequence[str]) -> list[SegmentRow] | None:
-        """Those of these segments that are there, and can be used; None if that cannot be said."""
+        """Return the rows of the given segments that exist and are usable, or None if the catalogue fails."""
         return self.ask(lambda c: c.live(ids), None)
 
     def models(self) -> dict[str, dict[str, str]]:
-        """For each fingerprint of which segments are stored what is known of the model."""
+        """Return the metadata of each model with stored segments, by fingerprint."""
         return self.ask(Catalogue.models, {})
 
     def keys(self, fingerprint: str | None = None) -> set[str]:
-        """The keys that segments, of one model or of all, are encrypted with; "" if some are not."""
+        """Return the ids of the keys that encrypt segments of one or all models; "" stands for unencrypted ones."""
         return self.ask(lambda c: c.keys(fingerprint), set())
 
     def provenances(self, fingerprint: str) -> list[str]:
-        """How the stored KV of this model came about."""
+        """Return the provenances of the stored KV of a model."""
         return self.ask(lambda c: c.provenances(fingerprint), [])
 
     def scores(self) -> list[tuple[str, int, bytes]]:
-        """What eviction policies know of chunks (see `Catalogue.scores`)."""
+        """Return the eviction scores of chunks (see `Catalogue.scores`)."""
         return self.ask(Catalogue.scores, [])
 
-    # --- what it is told
+    # --- updates
 
     def remove(self, ids: Sequence[str]) -> None:
-        """These segments are gone."""
+        """Remove the rows of deleted segments."""
         self.ask(lambda c: c.remove(ids), None)
 
     def touch(self, ids: Iterable[str]) -> None:
-        """Note a use of these segments, for LRU eviction."""
+        """Record a use of the segments, for LRU eviction."""
         self.ask(lambda c: c.touch(ids), None)
         self.catch_up()
 
     def keep_scores(self, rows: Sequence[tuple[str, int, bytes]]) -> None:
-        """Keep what eviction policies know of chunks."""
+        """Store the eviction scores of chunks."""
         if rows:
             self.ask(lambda c: c.keep_scores(rows), None)
 
     # --- segments and rows
 
     def scan(self) -> None:
-        """Bring the catalogue in line with the backend: read heads it lacks, drop rows whose segment is gone."""
+        """Synchronize the catalogue with the backend: add segments without a row, and remove rows without a segment."""
         generation = self.catalogue.generation
         unknown: set[str] | None = None
         known = self.ask(Catalogue.ids, unknown)
@@ -174,13 +177,17 @@ class Index:
         self._in_line = generation
 
     def catch_up(self) -> None:
-        """Try again what could not be read, or not be entered."""
+        """Scan again if segments could not be read or added, at most every `_SCANNING_SECONDS`."""
         if self._unread and time.monotonic() - self._scanned >= _SCANNING_SECONDS:
             with self._mending:
                 self.scan()
 
     def adopt(self, ids: Sequence[str]) -> list[str]:
-        """Enter segments that the catalogue does not know. Returns those that are none, or could not be entered."""
+        """Add segments that the catalogue does not list.
+
+        Returns:
+            Ids that are not valid segments, or could not be added.
+        """
         left: list[str] = []
         for first in range(0, len(ids), _AT_ONCE):
             some = {segment_id: self._read(segment_id) for segment_id in ids[first : first + _AT_ONCE]}
@@ -203,7 +210,7 @@ class Index:
             return False
 
     def _read(self, segment_id: str) -> _Row | None:
-        """The row of a segment, or None (counted, and said) if it is none that can be read."""
+        """Read the row of a segment. Returns None, with a counter and a warning, if it is not readable."""
         where = self._backend.where(segment_id)
         try:
             header, chain, _, nbytes, *_ = read_head(partial(self._backend.head, segment_id))
@@ -228,9 +235,14 @@ class Index:
     # --- faults
 
     def ask(self, action: Callable[[Catalogue], _T], default: _Default) -> _T | _Default:
-        """Run `action` on the catalogue; `default` if that fails. A damaged or lost one is rebuilt, once, on the way.
+        """Run `action` on the catalogue, and return `default` if it fails.
 
-        SQLite's faults never come out of this, nor does it enter itself: what a scan asks is asked without a scan.
+        A damaged catalogue is rebuilt, and a replaced one is synchronized with the backend. Then `action` is run once
+        more. SQLite errors are never raised. Calls made during a scan do not start another scan.
+
+        Args:
+            action: function of the catalogue.
+            default: result if `action` fails.
         """
         answer: _T | _Default = default
         for again in (True, False):
@@ -249,7 +261,7 @@ class Index:
         return answer
 
     def _compare(self) -> bool:
-        """The catalogue is another one than before: enter what is stored. Returns whether this thread has done it."""
+        """Scan after the catalogue was replaced. Returns False if a scan is already running."""
         if not self._mending.acquire(blocking=False):
             return False
         try:
@@ -259,7 +271,7 @@ class Index:
         return True
 
     def _rebuild(self, catalogue: Catalogue, generation: int) -> bool:
-        """The same for one that is damaged."""
+        """Rebuild a damaged catalogue and scan. Returns False if that fails, or is under way, or was tried recently."""
         if time.monotonic() - self._mended < _MENDING_SECONDS or not self._mending.acquire(blocking=False):
             return False
         try:

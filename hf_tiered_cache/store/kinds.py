@@ -1,7 +1,7 @@
-"""The kinds of files that a store consists of: where each is kept, how it is named, and how its content is recognised.
+"""File kinds of a store: the folder, name pattern and content check of each.
 
-This is the whitelist of `root.py`. A file is the store's own if it is a regular file with a name and a content of one
-kind. What is empty or holds only zeros, as a power cut leaves it, counts as own under a name of the store's.
+This is the whitelist of `root.py`. A file belongs to the store if it is a regular file, and its name and content match
+one kind. A file with a matching name that is empty or holds only zeros, e.g. after a power failure, also belongs to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 PAGE_BYTES = 4096
 RECORD_BYTES = 16 << 20
-"""Largest record that is read."""
+"""Maximum size of a record that is read."""
 SEGMENT_MAGIC = b"HFTCKV\r\n"
-"""First bytes of a segment. CR LF shows that a file was sent through a text filter."""
+"""First bytes of a segment. The CR LF reveals line ending conversion by a text-mode transfer."""
 SIDECAR_MAGIC = b"HFTCBS\r\n"
 SEGMENT_SUFFIX, RECORD_SUFFIX, LOCK_SUFFIX = ".kv", ".json", ".lock"
 CATALOGUE_NAME = "catalogue.sqlite"
@@ -27,7 +27,7 @@ CALIBRATIONS_NAME = "calibrations.json"
 MARKER_FORMAT = "hf_tiered_cache store"
 MARKER_VERSION = 1
 RECORD_BEGINNING = b'{\n "'
-"""First bytes of every record, which `encode_record` writes."""
+"""First bytes of every record that `encode_record` writes."""
 _WAL_MAGIC = b"\x37\x7f\x06\x82", b"\x37\x7f\x06\x83"
 _JOURNAL_MAGIC = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 _SHM_VERSION = (3_007_000).to_bytes(4, sys.byteorder)
@@ -40,9 +40,9 @@ class FileKind:
 
     Args:
         folder: subfolder of the store, or "" for the store's root.
-        names: pattern of the whole name.
-        recognises: says whether a name and the beginning of a content are of this kind.
-        most_bytes: length of the beginning that `recognises` needs.
+        names: pattern of the whole file name.
+        recognises: function that returns whether a name and the first bytes of the content match this kind.
+        most_bytes: number of first bytes that `recognises` needs.
     """
 
     folder: str
@@ -52,31 +52,35 @@ class FileKind:
 
     @property
     def is_record(self) -> bool:
-        """Whether `recognises` needs the whole content."""
+        """True if `recognises` needs the whole content."""
         return self.most_bytes == RECORD_BYTES
 
     def is_own(self, name: str, beginning: bytes) -> bool:
-        """Return whether a regular file of this name and with this beginning was written by the library."""
+        """Return whether the library wrote the regular file with this name and these first bytes."""
         return is_blank(beginning) or self.recognises(name, beginning)
 
 
 def name_of(text: str) -> str:
-    """Return 32 hexadecimal digits that stand for a text. Raises UnicodeEncodeError."""
+    """Return the hash of a text as 32 hexadecimal digits.
+
+    Raises:
+        UnicodeEncodeError: the text cannot be encoded as UTF-8.
+    """
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def is_blank(beginning: bytes) -> bool:
-    """Return whether a file holds nothing: no bytes, or zeros."""
+    """Return whether a file is empty or holds only zeros."""
     return not beginning.strip(b"\0")
 
 
 def encode_record(facts: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a record, in the one form that `RECORD_BEGINNING` recognises."""
+    """Return the JSON of a record, formatted to begin with `RECORD_BEGINNING`."""
     return (json.dumps(facts, indent=1) + "\n").encode()
 
 
 def json_object(beginning: bytes) -> dict[str, Any]:
-    """Return a JSON object, or an empty one where there is none."""
+    """Parse a JSON object. Returns an empty dict if the bytes are not a JSON object."""
     try:
         facts = json.loads(beginning)
     except (ValueError, RecursionError):
@@ -85,12 +89,12 @@ def json_object(beginning: bytes) -> dict[str, Any]:
 
 
 def _is_container(name: str, beginning: bytes) -> bool:
-    """A damaged magic is made up for by the id, which stands in the header page, too."""
+    """Return whether this is a segment or sidecar: by its magic or, if that is damaged, by the id in its first page."""
     return _has_magic(beginning) or name[:32].encode() in beginning
 
 
 def _is_temporary(name: str, beginning: bytes) -> bool:
-    """Content is written from the second page on, and the first page last: until then it is blank."""
+    """Return whether this is a temporary file. The first page is written last, so an unfinished file starts blank."""
     return _has_magic(beginning) or beginning.startswith(RECORD_BEGINNING)
 
 
@@ -136,7 +140,7 @@ def _is_marker(name: str, beginning: bytes) -> bool:
 
 
 def _is_database(name: str, beginning: bytes) -> bool:
-    """A catalogue has its schema in the first page; a database without any table holds nothing."""
+    """Return whether this is a catalogue, with its schema in the first page, or an SQLite database without tables."""
     has_no_cells = beginning.startswith(b"SQLite format 3\0") and beginning[103:105] in (b"", b"\0\0")
     return has_no_cells or SCHEMA_MARK in beginning
 
@@ -154,7 +158,7 @@ def _is_shared_memory(name: str, beginning: bytes) -> bool:
 
 
 def _is_lock(name: str, beginning: bytes) -> bool:
-    """Nothing reads, writes or deletes the locks of the store and its catalogue, whatever they contain."""
+    """Return True: the content of the locks of the store and its catalogue is never read, written or deleted."""
     return True
 
 
@@ -167,7 +171,7 @@ def _kind(folder: str, names: str, recognises: Callable[[str, bytes], bool], mos
 
 
 SCHEMA_MARK = b"usable_links INTEGER NOT NULL"
-"""A part of the catalogue's schema since its first version, which SQLite keeps as text."""
+"""Part of the catalogue's schema in all versions. SQLite stores the schema as text."""
 _HEX = "[0-9a-f]{32}"
 _DATABASE = re.escape(CATALOGUE_NAME)
 
@@ -194,11 +198,11 @@ DATABASE_FILES = {
     f"{CATALOGUE_NAME}-journal": CATALOGUE_JOURNAL,
     CATALOGUE_NAME: CATALOGUE,
 }
-"""Files that SQLite writes, the log first: nobody may find it next to a new database."""
+"""Files that SQLite writes. The log is deleted first, so that it never exists next to a new database."""
 FIXED_FILES = {"lock": LOCK, f"{CATALOGUE_NAME}{LOCK_SUFFIX}": CATALOGUE_LOCK, MARKER_NAME: MARKER} | DATABASE_FILES
-"""Files of the root that are written in place or opened by path. One that is no regular file is refused at once."""
+"""Files in the root that are written in place or opened by path. They must be regular files."""
 FOLDERS = ("segments", "beside", "tmp", "pins", "conversations", "documents")
-"""Subfolders, in the order in which they are made."""
+"""Subfolders, in order of creation."""
 KINDS = (
     *(SEGMENT, SIDECAR, TEMPORARY, TEMPORARY_LOCK, PIN, CONVERSATION, CONVERSATION_LOCK, DOCUMENT),
     *(CALIBRATIONS, *FIXED_FILES.values()),
@@ -206,7 +210,7 @@ KINDS = (
 
 
 def kind_of(folder: str, name: str) -> FileKind | None:
-    """Return the kind of file that has such a name in a subfolder, if there is one."""
+    """Return the kind that matches a file name in a subfolder, or None."""
     for kind in KINDS:
         if kind.folder == folder and kind.names.fullmatch(name):
             return kind

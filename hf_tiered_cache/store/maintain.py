@@ -1,4 +1,4 @@
-"""Looking after a store: verify every byte, collect garbage."""
+"""Maintenance of a store: verification of all checksums, and garbage collection."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ _WINDOW_BYTES = 16 << 20
 
 @dataclass
 class VerifyReport:
-    """What `verify` found. `bad` names all that is damaged and says why; `removed` are those of them that are gone.
+    """Result of `verify`.
 
-    Arrays beside a segment have its name, a dot and their kind.
+    `bad` maps damaged or unreadable segments and sidecars to the reason, and `removed` lists those that were deleted.
+    A sidecar is named after its segment, followed by a dot and its kind.
     """
 
     segments: int = 0
     blocks: int = 0
     nbytes: int = 0
     beside: int = 0
-    """Files with arrays that belong to segments."""
+    """Number of sidecar files."""
     bad: dict[str, str] = field(default_factory=dict)
     removed: list[str] = field(default_factory=list)
     unread: int = 0
-    """Segments besides, that are of another key than the store's, or only one of the two has a key."""
+    """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
     unknown: list[str] = field(default_factory=list)
-    """Files in the store's folder that this library did not write. They are left alone, and are no damage."""
+    """Files in the store's folder that this library did not write. They are ignored, and do not count as damaged."""
 
     @property
     def ok(self) -> bool:
-        """Whether all that is there is whole."""
+        """True if no damaged files are left."""
         return len(self.bad) == len(self.removed)
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,37 +59,37 @@ class VerifyReport:
 
 @dataclass
 class GcReport:
-    """What `gc` deleted."""
+    """Result of `gc`."""
 
     expired: int = 0
     damaged: int = 0
     temporary_bytes: int = 0
-    """What dead writers left unfinished, and what lay beside segments that are gone."""
+    """Bytes of unfinished files of dead writers, and of sidecars without a segment."""
     evicted: int = 0
     conversations: int = 0
-    """Those of which nothing is left."""
+    """Number of conversations without remaining segments."""
     documents: int = 0
-    """The same of labels."""
+    """Number of labels without remaining segments."""
     deleted: dict[str, str] = field(default_factory=dict)
-    """The files that these are, with what lies beside segments left out, and why each was deleted."""
+    """Reason of the deletion by path. Sidecars that were deleted with their segment are left out."""
     unknown: list[str] = field(default_factory=list)
-    """Files in the store's folder that this library did not write. They are left alone."""
+    """Files in the store's folder that this library did not write. They are ignored."""
 
     def as_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
 
 def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False) -> VerifyReport:
-    """Read every segment, and what lies beside it, from disk and compare every checksum.
+    """Read all segments and sidecars from disk, and verify every checksum.
 
     Args:
-        store: nothing in it is changed, unless it is to be repaired.
+        store: store to verify. It is not changed unless `repair` is set.
         progress: whether to show a progress bar.
-        repair: whether what is damaged is removed, to be computed and stored again when it is next asked for.
-            What failed to read for another reason than damage stays.
+        repair: whether to delete damaged files. Their KV is computed and stored again at the next request. Files that
+            could not be read for another reason are kept.
 
     Raises:
-        StoreError: the folder cannot be listed.
+        StoreError: the folder cannot be listed, or `repair` is set and the store is not writable.
     """
     report, backend = VerifyReport(), store.backend
     if repair:
@@ -116,7 +117,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
                 report.nbytes += nbytes
                 bar.update(nbytes)
         except (NotOursError, FileNotFoundError) as error:
-            report.segments -= 1  # not ours to judge, or evicted meanwhile
+            report.segments -= 1  # of another key or a newer format, or evicted meanwhile
             report.unread += isinstance(error, OtherKeyError)
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[segment_id] = str(error)
@@ -128,7 +129,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
             report.nbytes += store.beside.check(name)
             report.beside += 1
         except (NotOursError, FileNotFoundError):
-            pass  # as its segment, which says so
+            pass  # counted with its segment
         except (FormatError, IntegrityError, OSError) as error:
             report.beside += 1
             report.bad[name] = str(error)
@@ -138,7 +139,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
 
 
 def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
-    """Read all blocks, window by window; yields the bytes and blocks of each."""
+    """Read all blocks in windows of `_WINDOW_BYTES`. Yields the bytes and number of blocks of each window."""
     for index, block_group in enumerate(reader.shape.block_groups):
         step = max(1, _WINDOW_BYTES // block_group.block_bytes)
         chunks = reader.shape.chunks_in(block_group)
@@ -152,14 +153,14 @@ def _read_all(reader: SegmentReader) -> Iterator[tuple[int, int]]:
 
 
 def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
-    """Delete what no request can use: expired and damaged segments, files of dead writers, what is over the quota.
+    """Delete expired and damaged segments, and unfinished files of dead writers, and evict segments above the quota.
 
     Args:
-        store: is brought in line with its files first.
-        dry_run: whether nothing is deleted; the report says what would be.
+        store: store to clean up. Its catalogue is first synchronized with its files.
+        dry_run: if True, report what would be deleted, without deleting it.
 
     Raises:
-        StoreError: it is not to be found out what is pinned, or another process does not let go of the store's lock.
+        StoreError: the pins cannot be listed, the store is not writable, or another process holds its lock.
     """
     report = GcReport()
     if not dry_run:
@@ -206,7 +207,7 @@ def _files(store: SegmentStore, ids: Iterable[str], reason: str) -> dict[str, st
 
 
 def _is_damaged(store: SegmentStore, segment_id: str) -> bool:
-    """Return whether this is a segment that can never be read, rather than not by this version or not now."""
+    """Return whether a segment is permanently unreadable, as opposed to a newer format or a temporary read error."""
     try:
         if not store.backend.is_own(segment_id):
             return False

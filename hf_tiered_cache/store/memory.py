@@ -1,4 +1,4 @@
-"""Memory that direct I/O can write to, fast."""
+"""Allocation of aligned and page-locked memory for direct I/O."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _notices = Notices()
 
 
 def aligned_bytes(nbytes: int, *, pin: bool = False, device: torch.device | str = "cpu") -> torch.Tensor:
-    """Uninitialised memory, uint8 `[nbytes]`, that begins on a 4 KiB boundary.
+    """Allocate uninitialised memory, uint8 `[nbytes]`, that starts on a 4 KiB boundary.
 
-    Large host memory is of huge pages as far as whole ones go, and begins with one: a direct read pins every page it
-    writes to, and with pages of 4 KiB that took half of the time of a read at 5 GB/s. It takes no more than `nbytes`.
+    Large host memory starts on a huge page boundary, and uses huge pages for its whole multiples of 2 MiB. A direct
+    read pins every page that it writes to: with 4 KiB pages, pinning took half of the time of a read at 5 GB/s. No more
+    than `nbytes` of memory are used.
 
     Args:
-        nbytes: how many.
-        pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously. Where CUDA refuses, the
-            memory is ordinary: copies take longer, and are correct.
-        device: where.
+        nbytes: size in bytes.
+        pin: whether to page-lock host memory, so that a GPU can copy from it asynchronously. If CUDA refuses, the
+            memory is pageable: copies are slower, but correct.
+        device: device of the memory.
     """
-    with torch.inference_mode(False):  # threads that are not in the caller's inference mode write to it too
+    with torch.inference_mode(False):  # threads outside the caller's inference mode also write to the tensor
         return _aligned_bytes(nbytes, pin, torch.device(device))
 
 
@@ -46,9 +47,9 @@ def _aligned_bytes(nbytes: int, pin: bool, device: torch.device) -> torch.Tensor
 
 
 def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """Return the page-locked memory that `allocate` gets, or None where CUDA refuses it. Says so once.
+    """Return the page-locked memory from `allocate`, or None, with one warning, if CUDA refuses to lock it.
 
-    CUDA refuses in a child that was forked after its parent had used it, and where no more pages may be locked.
+    CUDA refuses in a child that was forked after its parent used CUDA, and when no more pages may be locked.
     """
     try:
         return allocate()
@@ -59,20 +60,20 @@ def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
 
 
 def _huge_pages(nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
-    # a mapping begins with a huge page where its size is a multiple of theirs, or by luck: the last may not be used
+    # a mapping is sure to be aligned to huge pages only if its size is a multiple of them, so one more page is mapped
     pages = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     start = -memory.data_ptr() % HUGE_PAGE
-    with suppress(OSError):  # a kernel without huge pages
+    with suppress(OSError):  # the kernel has no huge pages
         pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // HUGE_PAGE * HUGE_PAGE)
     return pages, memory[start : start + nbytes]
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """The same as `aligned_bytes`, page-locked, for memory that is kept: no PyTorch allocator knows of it.
+    """Allocate page-locked memory like `aligned_bytes`, but outside PyTorch's allocators, for long-lived buffers.
 
-    It is of huge pages where `aligned_bytes` would be. The caller keeps it until the GPU has done all copies. Where
-    CUDA refuses to lock it, it is what `aligned_bytes` gets.
+    Huge pages are used under the same conditions as in `aligned_bytes`. The caller must keep the memory until the GPU
+    has finished all copies. If CUDA refuses to lock the pages, the result of `aligned_bytes` is returned.
     """
     if nbytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with torch.inference_mode(False):
@@ -84,14 +85,14 @@ def page_locked(nbytes: int) -> torch.Tensor:
 
 
 def _register(pointer: int, nbytes: int) -> bool:
-    """Lock pages in memory for every GPU of the process. Returns False where CUDA refuses."""
+    """Page-lock memory for all GPUs of the process. Returns False if CUDA refuses."""
     portable = 1  # cudaHostRegisterPortable
     try:
         return int(torch.cuda.cudart().cudaHostRegister(pointer, nbytes, portable)) == 0
-    except RuntimeError:  # CUDA cannot be used at all, as in a child forked after its parent had used it
+    except RuntimeError:  # CUDA is not usable, e.g. in a child forked after its parent used CUDA
         return False
 
 
 def _unregister(pointer: int, pid: int) -> None:
-    if os.getpid() == pid:  # a forked child has none of its parent's CUDA
+    if os.getpid() == pid:  # a forked child has no CUDA context of its parent
         torch.cuda.cudart().cudaHostUnregister(pointer)

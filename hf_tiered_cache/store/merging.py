@@ -1,4 +1,4 @@
-"""A conversation's segments become one that takes less room: layers in pairs, and no front (Krul, Section 6.1)."""
+"""Merge of a conversation's segments into a smaller one: paired layers, no recomputed prefix (Krul, Section 6.1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .relayout import BlocksOf, join_segments, pair_angles
 from .segment import SegmentReader
 
 Admit = Callable[[tuple[str, int, int], torch.Tensor], None]
-"""Is given blocks that were written, uint8 `[chunks, block_bytes]`, and the name that `SegmentReader.owner` has."""
+"""Callback for written blocks. Takes the `SegmentReader.owner` name and the blocks, uint8 `[chunks, block_bytes]`."""
 
 
 def merge_segments(
@@ -29,23 +29,27 @@ def merge_segments(
     blocks_of: BlocksOf = SegmentReader.blocks,
     admit: Admit = lambda owner, blocks: None,
 ) -> str | None:
-    """Make one segment of a chain of them, which stay.
+    """Merge a chain of segments into one new segment.
+
+    The old segments are kept. If one of them is pinned, the new segment is pinned, too.
 
     Args:
-        disk: where they lie.
-        readers: of the segments, each of which goes on where the one before ends.
-        geometry: of the new one, with its pairs.
-        stored_from: for each layer the first token that it keeps. One that a segment lacks must not be asked for.
-        share: of the tokens that a pair shares the share that stays unmerged: those of the largest angles.
-        toward: how far the shared direction lies from the first layer's to the second's.
-        blocks_of: gives the blocks of these segments.
-        admit: is given each block group of the new one. That may still come to nothing.
+        disk: store of the segments.
+        readers: readers of the segments. Each segment continues the one before it.
+        geometry: geometry of the new segment, with its layer pairs. Its codec is replaced by the old segments' codec.
+        stored_from: for each layer, the first token that is stored. The old segments must hold all tokens from there.
+        share: share of a pair's common tokens that stay unmerged: the tokens with the largest angles.
+        toward: interpolation weight of the shared direction: 0 for the first layer's direction, 1 for the second's.
+        blocks_of: function that returns the blocks of an old segment.
+        admit: callback for each KV cache group of the new segment. The segment may still fail to be stored.
 
     Returns:
-        The new one's id. None where there was no room, or they lie as they should.
+        Id of the new segment. None if there was no room, or the segment already has this layout.
 
     Raises:
-        ValueError: see `join_segments`. IntegrityError, OSError: a segment cannot be read.
+        ValueError: see `join_segments`.
+        IntegrityError: a block of a segment fails its checksum.
+        OSError: a segment cannot be read.
     """
     first, tokens, apart = readers[0].header, tokens_of(readers), {}
     for pair in geometry.pairs:
@@ -69,6 +73,6 @@ def merge_segments(
 
 
 def tokens_of(readers: Sequence[SegmentReader]) -> int:
-    """How many tokens a chain of segments has."""
+    """Return the number of tokens of a chain of segments."""
     first, last = readers[0].header, readers[-1].header
     return last.position + last.shape.tokens - first.position

@@ -1,6 +1,6 @@
-"""The lock of a conversation: one cache of one process goes on with it. It ends with its holder's life.
+"""Ownership lock of a conversation: only one cache of one process may continue it. The lock ends with its process.
 
-Closing the file is all that frees the lock, and a forked child that closes its copy frees nothing.
+Only closing the file releases the lock. A forked child that closes its copy of the file does not release it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ logger = logging.getLogger("hf_tiered_cache")
 
 _NOT_WRITABLE = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT})
 _ATTEMPTS, _PAUSE_SECONDS, _PATIENCE_SECONDS = 5, 0.01, 1.0
-"""Who lists conversations shares a lock for a moment, and `gc` has it for one: that is no owner."""
+"""Retries of a lock. Listing conversations and `gc` hold it for a moment, without being owners."""
 
 
 class Holder(NamedTuple):
-    """The process that goes on with a conversation, and since when, in Unix seconds; None where it did not say."""
+    """Process that owns a conversation, and since when, in Unix seconds. None if the lock file does not state it."""
 
     pid: int | None
     since: float | None
 
 
 class Ownership:
-    """The right to go on with a conversation, of which there is one among all processes.
+    """Exclusive right, among all processes, to continue a conversation.
 
-    It lasts until `release`, until another of this process takes it over, or as long as this object and the process.
+    Ownership lasts until `release`, until another object of this process takes it over, or until this object is garbage
+    collected or the process ends.
 
     Args:
-        conversation_id: which one.
-        files: the store's folder.
-        name: of its lock.
+        conversation_id: id of the conversation.
+        files: folder of the store.
+        name: file name of the conversation's lock.
     """
 
     def __init__(self, conversation_id: str, files: StoreRoot, name: str) -> None:
@@ -49,17 +50,17 @@ class Ownership:
         self._path = files.where(CONVERSATION_LOCK, name)
         self.held = False
         self.since = 0.0
-        self._file: FileIO | None = None  # closing it frees the lock; None where files cannot be locked
+        self._file: FileIO | None = None  # closing the file releases the lock; None if files cannot be locked
         self._pid = os.getpid()
 
     def take(self, over: bool) -> None:
-        """Have it from now on.
+        """Acquire ownership of the conversation.
 
         Args:
-            over: whether it is taken from another one of this process.
+            over: whether to take it over from another owner in this process.
 
         Raises:
-            ConversationInUseError: another one has it.
+            ConversationInUseError: another owner has it.
         """
         with ownerships() as known:
             current: Ownership | None = known.get(self._path)
@@ -73,7 +74,7 @@ class Ownership:
             self.held, self.since, self._pid = True, time.time(), os.getpid()
 
     def release(self) -> None:
-        """Let it go. A forked child's does nothing to its parent's."""
+        """Release ownership. In a forked child, this does not affect the parent's ownership."""
         with ownerships() as known:
             if not self.held:
                 return
@@ -81,7 +82,7 @@ class Ownership:
             if self._pid == os.getpid():
                 known.pop(self._path, None)
                 if file is not None:
-                    with suppress(OSError):  # else it lies about until the next one takes it, or `gc`
+                    with suppress(OSError):  # then the file remains until the next owner or `gc` deletes it
                         self._files.delete(CONVERSATION_LOCK, self._name)
             if file is not None:
                 file.close()
@@ -89,7 +90,7 @@ class Ownership:
     def _lock(self) -> FileIO | None:
         try:
             file = lock_patiently(self._files, self._name)
-        except OSError as error:  # a folder that cannot be written stores nothing, so nothing can be lost
+        except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
                 logger.warning("%s cannot be locked, so another process may go on with it, too: %s", self._path, error)
             return None
@@ -99,19 +100,19 @@ class Ownership:
         try:
             said = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
             self._files.rewrite(file, CONVERSATION_LOCK, self._name, said)
-        except OSError as error:  # then it does not say who has it
+        except OSError as error:  # then the lock file does not state its owner
             logger.warning("%s is locked, and does not say by whom: %s", self._path, error)
         return file
 
 
 def lock_patiently(files: StoreRoot, name: str) -> FileIO | None:
-    """Lock a conversation for as long as the file is open. Whoever only looks at the lock holds it for a moment.
+    """Lock a conversation until the file is closed. Retries, since listing conversations also locks it for a moment.
 
     Returns:
-        The file, or None if another has the lock.
+        The locked file, or None if another process or thread has the lock.
 
     Raises:
-        OSError: it cannot be locked.
+        OSError: the file cannot be locked.
     """
     refused, deadline = 0, time.monotonic() + _PATIENCE_SECONDS
     while refused < _ATTEMPTS and time.monotonic() < deadline:
@@ -124,7 +125,7 @@ def lock_patiently(files: StoreRoot, name: str) -> FileIO | None:
 
 
 def holder_of(files: StoreRoot, name: str) -> Holder | None:
-    """Return who has a lock, if anybody."""
+    """Return the holder of a lock, or None if it is free."""
     return _read_holder(files, name) if files.is_locked(CONVERSATION_LOCK, name) else None
 
 

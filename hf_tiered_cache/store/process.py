@@ -1,6 +1,6 @@
-"""Holds the open files of all stores of this process: descriptors are limited, and locks on files lost, by process.
+"""Open files of all stores of this process: file descriptors are limited, and POSIX file locks are lost, per process.
 
-This is the one state that no store owns. It begins anew in a forked child, which must not touch its parent's.
+This is the only state that is shared by all stores. A forked child starts with empty state and never uses its parent's.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _MOST_OPEN_SEGMENTS = 256
 class _Process:
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.lock = threading.RLock()  # of the segments; finalizers enter it too
-        self.opening = threading.RLock()  # of the databases
+        self.lock = threading.RLock()  # for `segments`; finalizers acquire it too
+        self.opening = threading.RLock()  # for `databases`
         self.databases: dict[Path, Database] = {}
-        self.owning = threading.RLock()  # of the conversations
+        self.owning = threading.RLock()  # for `conversations`
         self.conversations: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
         self.segments: OrderedDict[tuple[object, str], SegmentReader] = OrderedDict()
 
 
 _ours = _Process()
-_parents: list[_Process] = []  # kept, so that a child closes nothing of theirs
+_parents: list[_Process] = []  # kept, so that a forked child does not close its parent's files
 
 
 def _process() -> _Process:
@@ -47,7 +47,7 @@ def _process() -> _Process:
 
 
 def shared_database(path: Path, open_it: Callable[[], Database]) -> Database:
-    """The database at a resolved path: opened once, and closed by the last who uses it."""
+    """Return the shared database at a resolved path, opened on first use. Release it with `release_database`."""
     process = _process()
     with process.opening:
         database = process.databases.get(path)
@@ -58,35 +58,35 @@ def shared_database(path: Path, open_it: Callable[[], Database]) -> Database:
 
 
 def has_database(path: Path) -> bool:
-    """Return whether this process has the database at a path open. Then only SQLite may open its files."""
+    """Return whether this process has opened the database at a path. If so, only SQLite may open its files."""
     return path in _process().databases
 
 
 def release_database(database: Database) -> None:
-    """One user less."""
+    """Release a shared database. The last user closes it."""
     process = _process()
     with process.opening:
         database.users -= 1
         ours = [path for path, each in process.databases.items() if each is database]
-        if ours and not database.users:  # else it is the parent's
+        if ours and not database.users:  # otherwise it is the parent's
             del process.databases[ours[0]]
             database.close()
 
 
 @contextmanager
 def ownerships() -> Iterator[MutableMapping[Path, Ownership]]:
-    """The conversations that this process goes on with, by the path of their lock, for this thread alone."""
+    """Yield the conversations that this process owns, by lock path, while holding the lock on them."""
     process = _process()
     with process.owning:
         yield process.conversations
 
 
 class OpenSegments:
-    """The segments that a store keeps open. The bound is the process's, and the least recently used go first."""
+    """Open segments of a store. Their number is limited per process, and the least recently used are closed first."""
 
     def __init__(self) -> None:
         self._store = object()
-        # no __del__, which would meet modules that are gone when the interpreter ends
+        # no __del__: modules may already be unloaded when the interpreter exits
         weakref.finalize(self, _close_segments, self._store).atexit = False
 
     def __contains__(self, segment_id: str) -> bool:
@@ -120,7 +120,11 @@ class OpenSegments:
         _close_segments(self._store)
 
     def close_others(self, but: int = 0) -> None:
-        """Let go of all segments of the process but the last used; those that are being read stay open till then."""
+        """Close the least recently used segments of the process. Segments being read stay open until the read ends.
+
+        Args:
+            but: number of segments that stay open.
+        """
         process = _process()
         with process.lock:
             while len(process.segments) > but:
@@ -135,6 +139,6 @@ def _close_segments(store: object) -> None:
 
 
 def most_open_segments() -> int:
-    """A quarter of the descriptors that the process may have, so that the others can do their work."""
+    """Return the maximum number of open segments: at most a quarter of the process's file descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST_OPEN_SEGMENTS if soft < 0 else max(1, min(_MOST_OPEN_SEGMENTS, soft // 4))

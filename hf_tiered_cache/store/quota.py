@@ -1,4 +1,4 @@
-"""Room: quota with watermarks, a free-space floor, and who goes first. Arithmetic; `disk.py` counts and deletes."""
+"""Quota with watermarks, free-space floor and eviction order. `disk.py` measures usage and deletes segments."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from itertools import accumulate
 from ..errors import ConfigError
 
 CATALOGUE_GROWTH = 256 << 10
-"""Room left within the quota for the catalogue and its log to grow until the next reckoning."""
+"""Bytes reserved within the quota for growth of the catalogue and its log until usage is measured again."""
 Use = tuple[str, int, float | None]
-"""A segment's id, the bytes it takes, and when it expires."""
+"""Id of a segment, its size in bytes, and its expiry in Unix seconds, or None."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How much of the disk a store may take.
+    """Limits of the disk space that a store may use.
 
     Args:
-        quota: bytes of the store's folder that are never exceeded, or None.
-        high: share of the quota at which eviction begins.
-        low: share of the quota to which it goes on.
-        floor: bytes that stay free on the file system, whatever the quota says.
+        quota: maximum size of the store's folder in bytes, or None for no quota.
+        high: share of the quota above which eviction starts.
+        low: share of the quota down to which it evicts.
+        floor: bytes that always stay free on the file system.
     """
 
     quota: int | None = None
@@ -37,18 +37,18 @@ class Limits:
             raise ConfigError(f"disk_quota must not be negative: {self.quota}")
 
     def shortfall(self, nbytes: int, used: int, free: int | None) -> tuple[int, int]:
-        """What is to be evicted before `nbytes` more are written.
+        """Return the number of bytes to evict before `nbytes` more are written.
 
         Args:
-            nbytes: that are to be written.
-            used: bytes that the store takes; of no account without a quota.
-            free: bytes that the disk has left, or None if it has no bound.
+            nbytes: bytes to write.
+            used: bytes that the store uses; ignored without a quota.
+            free: free bytes on the disk, or None if unlimited.
 
         Returns:
-            Bytes that must go, and bytes that should; nothing where these are not above 0.
+            Bytes that must be evicted, and bytes that should be. Values that are not positive mean no eviction.
         """
         needed = 0 if free is None else nbytes + self.floor - free
-        wanted = needed + nbytes if needed > 0 else needed  # somewhat more, so that not every write evicts
+        wanted = needed + nbytes if needed > 0 else needed  # room for two such writes, so that not every write evicts
         if self.quota is not None:
             needed = max(needed, used + nbytes - self.quota)
             if used + nbytes > self.quota * self.high:
@@ -56,24 +56,24 @@ class Limits:
         return needed, wanted
 
     def overflow(self, used: int) -> int:
-        """What of `used` bytes is to be evicted, to be under the quota with room to spare; 0 if it is."""
+        """Return the bytes to evict to get down to the low watermark; 0 if `used` is not above the high watermark."""
         over = self.quota is not None and used > self.quota * self.high
         return used - int(self.quota * self.low) if self.quota is not None and over else 0
 
 
 def victims(uses: Sequence[Use], nbytes: int, spared: Collection[str], now: float) -> list[tuple[str, int]]:
-    """Which segments go until `nbytes` are freed: expired ones first, then the least recently used.
+    """Select segments to evict until `nbytes` are freed: expired ones first, then the least recently used.
 
     Args:
-        uses: all segments, last used last, and of two the deeper first.
-        nbytes: how many.
-        spared: these stay.
-        now: in Unix seconds.
+        uses: all segments, most recently used last; with equal times, the segment at the larger position first.
+        nbytes: bytes to free.
+        spared: ids of segments that are not evicted.
+        now: current time in Unix seconds.
 
     Returns:
-        Ids and bytes.
+        Ids and sizes in bytes of the selected segments.
     """
     rows = [row for row in uses if row[0] not in spared]
-    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # else as they were
+    rows.sort(key=lambda row: row[2] is None or row[2] > now)  # a stable sort: the order of use is kept
     freed = accumulate((size for _, size, _ in rows), initial=0)
     return [(segment_id, size) for (segment_id, size, _), before in zip(rows, freed, strict=False) if before < nbytes]

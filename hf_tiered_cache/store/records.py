@@ -1,4 +1,4 @@
-"""Small JSON files that say what a store's segments are to its users: written whole or not at all, believed little."""
+"""Small JSON files with user-level metadata of segments. They are written atomically, and validated when read."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 from ..errors import FormatError, NewerFormatError
 
 _UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, RecursionError)
-"""What reading JSON of any content may raise."""
+"""Exceptions raised when decoding invalid JSON records."""
 
 
 @contextmanager
 def understood(data: bytes, newest: int, what: str) -> Iterator[dict[str, Any]]:
-    """What a record's JSON says, for a body that makes something of it.
+    """Yield the parsed JSON of a record, and convert decoding errors of the body to FormatError.
 
     Args:
-        newest: the newest format that this version knows.
-        what: that it should be a record of, as "a document".
+        data: content of the record file.
+        newest: newest record format that this version reads.
+        what: expected subject of the record, for the error message, such as "a document".
 
     Raises:
-        FormatError: it is none, or the body could make nothing of it. NewerFormatError: it is of a newer format.
+        FormatError: the data is not such a record, or the body failed to decode it.
+        NewerFormatError: the record has a newer format.
     """
     try:
         facts = json.loads(data)
@@ -35,5 +37,5 @@ def understood(data: bytes, newest: int, what: str) -> Iterator[dict[str, Any]]:
 
 
 def are_moments(*values: object) -> bool:
-    """Whether these may be times, in seconds since 1970."""
+    """Return whether all values are valid Unix times in seconds."""
     return all(type(value) in (int, float) and 0 <= value < 1e12 for value in values)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Laying segments out anew, without the model: in another geometry, several as one, layers merged in pairs."""
+"""Conversion of stored segments without the model: change the geometry, join segments, merge pairs of layers."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from .format import HASH_BYTES, SegmentHeader, end_of_chain, segment_id
 from .segment import SegmentReader
 
 _SOON = 4
-"""What one of the next so many block groups is made of stays in memory; what a later one is made of is read again."""
+"""Number of next KV cache groups that keep their source blocks in memory. Later groups read them again."""
 _RUN = 2048
-"""Tokens that are merged at a time: merging takes several times their bytes."""
+"""Tokens that are merged at once. Merging needs several times the memory of their KV."""
 Fields = tuple[torch.Tensor, ...]
-"""Of keys or values as they are coded, `[heads, tokens, field's dim]` each."""
+"""Encoded fields of keys or values, `[heads, tokens, field's dim]` each."""
 BlocksOf = Callable[[SegmentReader, int], torch.Tensor]
-"""Gives all blocks of a segment's block group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+"""Function that returns all blocks of a segment's KV cache group, uint8 `[chunks, block_bytes]`.
+
+It raises IntegrityError or OSError.
+"""
 Made = tuple[SegmentHeader, list[bytes], Iterator[torch.Tensor]]
-"""What `SegmentStore.publish` takes: header, prefix hashes, and each block group's blocks, made when asked for."""
+"""Arguments of `SegmentStore.publish`: header, prefix hashes, and a lazy iterator over the KV cache groups' blocks."""
 
 
 def relayout_segment(reader: SegmentReader, geometry: Geometry, tables: TokenTables | None = None) -> Made:
-    """The same tokens in another geometry, or in other slots. See `join_segments`."""
+    """Convert a segment to another geometry or other token tables. See `join_segments`."""
     return join_segments([reader], geometry, tables)
 
 
@@ -39,25 +42,28 @@ def join_segments(
     blocks_of: BlocksOf = SegmentReader.blocks,
     toward: float = TOWARD,
 ) -> Made:
-    """One segment of several that follow one another.
+    """Join consecutive segments into one.
 
-    Blocks keep their codec: what lies in them is moved, and nothing is lost on the way. Another codec would be another
-    provenance, whose chain takes the tokens to hash. A pair of layers of the new geometry is merged where it was not,
-    and moved where it was; layers that are in a pair no more, or in another, are what the old pair decodes to. No more
-    than a few block groups are in memory at a time.
+    The codec is kept, and encoded values are copied without loss. Another codec would mean another provenance, and its
+    hash chain can only be computed from the tokens. Layers that are a pair in the new geometry only are merged, and
+    existing pairs are copied. Layers that leave their pair, or change to another, get the values that the old pair
+    decodes to. Only a few KV cache groups are in memory at a time.
 
     Args:
-        readers: each goes on where the one before ends, or inside it, which is then cut there. Expiry, label and the
-            model's names are the last one's.
-        geometry: of the new segment.
-        tables: of its block groups (see `TokenTables.by_pairs`). None: all tokens in order.
-        blocks_of: gives their blocks.
-        toward: see `codecs.pairs.merge`, for what is merged now.
+        readers: readers of the segments. Each segment continues the one before at its end, or inside it; then the one
+            before is cut there. Expiry, label and model names are those of the last segment.
+        geometry: geometry of the new segment. Its codec is replaced by the old segments' codec.
+        tables: token tables of the new segment (see `TokenTables.by_pairs`). None: all tokens in order.
+        blocks_of: function that returns the blocks of an old segment.
+        toward: interpolation weight for newly merged pairs (see `codecs.pairs.merge`).
+
+    Returns:
+        Header, prefix hashes, and a lazy iterator over the blocks of each KV cache group.
 
     Raises:
-        ValueError: they do not follow one another, or differ in model, layout or provenance; or the new segment is to
-            hold what is in none of them.
-        FormatError: these pairs, or tables, are none.
+        ValueError: the segments are not consecutive, differ in model, layout or provenance, or lack tokens that the new
+            segment is to hold.
+        FormatError: the pairs or tables are invalid.
     """
     first, last = readers[0].header, readers[-1].header
     pieces, prefix_hashes = _chain(readers)
@@ -76,16 +82,16 @@ def pair_angles(
     tokens: np.ndarray,
     blocks_of: BlocksOf = SegmentReader.blocks,
 ) -> torch.Tensor:
-    """The angles between what two layers hold of a chain's tokens, in radians.
+    """Compute the angles between two layers' keys, and values, of a chain's tokens, in radians.
 
     Args:
-        readers: see `join_segments`.
-        pair: the layers, both with full attention.
-        tokens: int64 `[n]`, ascending, counted from the chain's first.
-        blocks_of: gives their blocks.
+        readers: consecutive segments (see `join_segments`).
+        pair: the two layers, both with full attention.
+        tokens: int64 `[n]`, ascending, relative to the chain's first token.
+        blocks_of: function that returns the blocks of a segment.
 
     Returns:
-        float32 `[heads of keys and of values, n]`.
+        float32 `[key heads + value heads, n]`.
     """
     pieces, hashes = _chain(readers)
     cut = readers[0].shape
@@ -103,7 +109,7 @@ def pair_angles(
 
 @dataclass(frozen=True)
 class _Piece:
-    """The first `count` tokens of a segment, which are those from `at` on of the new one."""
+    """First `count` tokens of a segment, which become the tokens from `at` on of the new segment."""
 
     reader: SegmentReader
     at: int
@@ -111,7 +117,11 @@ class _Piece:
 
 
 def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]:
-    """Segments one behind the other, and their prefix hashes. Raises ValueError if they are no such."""
+    """Return the pieces of consecutive segments, and their prefix hashes.
+
+    Raises:
+        ValueError: the segments are not consecutive, or differ in model, layout or provenance.
+    """
     pieces: list[_Piece] = []
     hashes: list[bytes] = []
     first = readers[0].header
@@ -133,7 +143,7 @@ def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]
 
 
 def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
-    """Which segment lacks tokens that one of this shape is to hold, and where; None if none does."""
+    """Return a text that names a segment and layer without the tokens that `shape` is to hold, or None."""
     shape.check_tables()
     for piece in pieces:
         if piece.reader.shape.whole:
@@ -148,28 +158,28 @@ def _lacking(pieces: Sequence[_Piece], shape: SegmentShape) -> str | None:
 
 
 def _inside(piece: _Piece, tokens: np.ndarray) -> np.ndarray:
-    """Those of the new segment's tokens that a piece holds, counted in its segment."""
+    """Select the tokens of the new segment that a piece holds, and return them relative to the piece's segment."""
     return tokens[(tokens >= piece.at) & (tokens < piece.at + piece.count)] - piece.at
 
 
 class _Join:
-    """Makes block groups of a shape from segments.
+    """Builder of a new segment's KV cache groups from old segments.
 
     Args:
-        pieces: of these segments.
-        shape: of the new segment.
-        blocks_of: gives the blocks of these segments.
-        toward: how what is merged now is.
+        pieces: pieces of the old segments.
+        shape: shape of the new segment.
+        blocks_of: function that returns the blocks of an old segment.
+        toward: interpolation weight for newly merged pairs.
     """
 
     def __init__(
         self, pieces: Sequence[_Piece], shape: SegmentShape, blocks_of: BlocksOf, toward: float = TOWARD
     ) -> None:
         self._pieces, self._shape, self._blocks_of, self._toward = pieces, shape, blocks_of, toward
-        self._read: dict[tuple[int, int], torch.Tensor] = {}  # blocks of a piece's block group
+        self._read: dict[tuple[int, int], torch.Tensor] = {}  # blocks by piece and KV cache group
 
     def block_groups(self) -> Iterator[torch.Tensor]:
-        """One after the other."""
+        """Yield the blocks of each KV cache group, uint8 `[chunks, block_bytes]`, in order."""
         shape = self._shape
         for number, group in enumerate(shape.block_groups):
             blocks = torch.zeros(shape.chunks_in(group), group.block_bytes, dtype=torch.uint8)
@@ -183,7 +193,7 @@ class _Join:
                     del self._read[piece, index]
 
     def _alone(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
-        """Each part's fields, as they are coded."""
+        """Yield the encoded fields of each part of an unmerged KV cache group."""
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for part in group.parts:
             found = self._empty(part)
@@ -193,11 +203,14 @@ class _Join:
             yield part, found
 
     def _merged(self, group: BlockGroup) -> Iterator[tuple[Part, Fields]]:
-        """The same of two layers. What they share already is moved, so that it does not change time and again."""
+        """Yield the encoded fields of each part of a merged KV cache group.
+
+        Tokens that the pair shares already are copied, so that repeated conversions do not change them.
+        """
         codec, tokens = self._shape.codec_of(group), self._shape.tokens_by_slot(group)
         for pair in zip(group.parts[::2], group.parts[1::2], strict=True):
             found = [self._empty(part) for part in pair]
-            shared = np.zeros(self._shape.tokens, np.int64)  # how many heads of a token are merged already
+            shared = np.zeros(self._shape.tokens, np.int64)  # number of heads that are already merged, by token
             moved = [
                 [s for s in self._sources(part, tokens) if s.group.merged and s.group.layers == group.layers]
                 for part in pair
@@ -216,7 +229,7 @@ class _Join:
             yield from zip(pair, map(tuple, found), strict=True)
 
     def numbers(self, part: Part, tokens: np.ndarray) -> torch.Tensor:
-        """What ascending tokens of a part decode to, `[heads, n, dim]`."""
+        """Decode the given tokens of a part, int64 `[n]`, ascending, to `[heads, n, dim]`."""
         found = torch.empty(part.heads, len(tokens), part.dim, dtype=self._shape.layout.dtype)
         for source in self._sources(part, tokens):
             at = np.searchsorted(tokens, source.to_tokens)
@@ -227,7 +240,7 @@ class _Join:
         return tuple(torch.zeros(part.heads, self._shape.tokens, slot.dim, dtype=slot.dtype) for slot in part.fields)
 
     def _sources(self, wanted: Part, tokens: np.ndarray) -> Iterator[_Source]:
-        """Where these tokens of a part come from."""
+        """Yield the sources of the given tokens of a part in the old segments."""
         stop = wanted.first_head + wanted.heads
         for number, piece in enumerate(self._pieces):
             shape, mine = piece.reader.shape, _inside(piece, tokens)
@@ -242,7 +255,7 @@ class _Join:
                         yield _Source(shape, group, part, blocks, heads, to_heads, held, held + piece.at)
 
     def _blocks(self, piece: int, group: BlockGroup) -> torch.Tensor:
-        """All blocks of a block group, uint8 `[chunks, block_bytes]`, as long as they are needed."""
+        """Return all blocks of a piece's KV cache group, uint8 `[chunks, block_bytes]`. Cached while needed."""
         if (piece, group.index) not in self._read:
             self._read[piece, group.index] = self._blocks_of(self._pieces[piece].reader, group.index)
         return self._read[piece, group.index]
@@ -250,7 +263,7 @@ class _Join:
 
 @dataclass(frozen=True, eq=False)
 class _Source:
-    """Some tokens of some heads of a part, in a block group of an old segment, and where they go."""
+    """Tokens and heads of a part in a KV cache group of an old segment, and their target in the new one."""
 
     shape: SegmentShape
     group: BlockGroup
@@ -262,23 +275,23 @@ class _Source:
     to_tokens: np.ndarray  # int64 [n]
 
     def fields(self) -> Fields:
-        """As they are coded, `[heads, n, field's dim]`."""
+        """Return the encoded fields, `[heads, n, field's dim]` each."""
         slots = self.shape.slot_of_token(self.group, self.tokens)
         chunk, inside = map(torch.from_numpy, np.divmod(slots, self.shape.geometry.chunk_tokens))
         views = self.shape.field_views(self.blocks, self.part)  # [chunks, heads, chunk_tokens, field's dim] each
         return tuple(view[chunk, self.heads, inside].transpose(0, 1) for view in views)
 
     def decode(self, fields: Fields) -> torch.Tensor:
-        """`[heads, n, dim]`, in the layout's dtype."""
+        """Decode fields to `[heads, n, dim]` in the layout's dtype."""
         return self.shape.codec_of(self.group).decode(fields, self.shape.layout.dtype)
 
     def put(self, targets: Fields, fields: Fields) -> None:
-        """Into tensors of all heads and tokens of the new part."""
+        """Copy fields into the fields of all heads and tokens of the new part."""
         _put(targets, self.to_heads, self.to_tokens, fields)
 
 
 def _put(targets: Fields, heads: slice, tokens: np.ndarray, fields: Fields) -> None:
-    """Copy tensors, `[heads, n, ...]` each, to some heads and tokens of others."""
+    """Copy tensors, `[heads, n, ...]` each, to the given heads and tokens of the target tensors."""
     columns = torch.from_numpy(tokens)
     for target, field in zip(targets, fields, strict=True):
         target[heads].index_copy_(1, columns, field)

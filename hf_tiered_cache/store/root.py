@@ -1,8 +1,8 @@
-"""The folder of a store: the one way to its files.
+"""Folder of a store. All access to its files is through this module.
 
 Every access is relative to descriptors of the store's folder and its subfolders (`tree.py`). Links are not followed.
-What is deleted or replaced has to be a file of a kind (see `kinds.py`): by its name, and by its content. Whatever else
-is in the folder is left as it is, and listed by `unknown`.
+Only files of a known kind (see `kinds.py`), by both name and content, are deleted or replaced. All other files in the
+folder are left unchanged, and are listed by `unknown`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ _HAS_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class Temporary(NamedTuple):
-    """A file that is being written."""
+    """Temporary file that is being written."""
 
     file: FileIO
     name: str
 
 
 class StoreRoot(FolderTree):
-    """The folder of a store.
+    """Folder of a store.
 
     Args:
-        path: of the folder. It may be a link, and is resolved once.
-        make: whether the folder becomes a store if it is missing or empty. Else nothing in it is changed.
+        path: path of the folder. It may be a link, and is resolved once.
+        make: whether to create a store if the folder is missing or empty. If False, nothing in it is changed.
 
     Raises:
-        StoreError: it is no store, and cannot or must not become one; or a part of it is a link.
+        StoreError: the folder is not a store, and cannot or must not become one; or a part of it is a link.
     """
 
     def __init__(self, path: str | os.PathLike[str], make: bool = True) -> None:
@@ -57,7 +57,11 @@ class StoreRoot(FolderTree):
             raise
 
     def again(self) -> StoreRoot:
-        """Open the folder once more, with descriptors of its own. Raises OSError."""
+        """Open the folder a second time, with separate descriptors.
+
+        Raises:
+            OSError: the folder cannot be opened, or another folder has replaced it.
+        """
         other = StoreRoot.__new__(StoreRoot)
         FolderTree.__init__(other, self.path)
         other.writable = self.writable
@@ -70,10 +74,15 @@ class StoreRoot(FolderTree):
 
     @contextmanager
     def temporary(self, nbytes: int) -> Iterator[Temporary]:
-        """Make a file of this size that has no name of its kind yet. It is gone in the end, unless it was published.
+        """Create a temporary file of the given size. It is deleted at the end, unless it was published.
 
-        A lock next to it is held meanwhile: a temporary file whose lock is free belongs to a process that has died.
-        Raises OSError.
+        The temporary file has a lock file, which is locked in the meantime. If the lock is free, its process has died.
+
+        Args:
+            nbytes: bytes to allocate on the disk.
+
+        Raises:
+            OSError: the file cannot be created, allocated or locked.
         """
         name = f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
         folder = self.folder_descriptor(TEMPORARY.folder, make=True)
@@ -89,18 +98,20 @@ class StoreRoot(FolderTree):
             yield Temporary(file, name)
 
     def publish(self, temporary: str, kind: FileKind, name: str, replace: bool) -> None:
-        """Give a temporary file its name, in one moment.
+        """Give a temporary file its final name, atomically.
 
         Args:
-            temporary: the name that it has.
-            kind, name: what it becomes.
-            replace: whether an own file of this name gives way.
+            temporary: name of the temporary file.
+            kind: kind of the new file.
+            name: name of the new file.
+            replace: whether to replace an existing file of the store with this name.
 
         Raises:
-            FileExistsError: there is a file that does not give way. OSError: nothing has changed.
+            FileExistsError: a file with this name exists, and is not to be replaced.
+            OSError: the file cannot be renamed; nothing has changed.
         """
         source, target = self.folder_descriptor(TEMPORARY.folder), self.folder_descriptor(kind.folder, make=True)
-        if not replace:  # unlike a rename, a link never takes the place of a file: the first writer wins
+        if not replace:  # unlike a rename, a link never replaces a file: the first writer wins
             try:
                 return os.link(temporary, name, src_dir_fd=source, dst_dir_fd=target, follow_symlinks=False)
             except OSError as error:
@@ -120,13 +131,16 @@ class StoreRoot(FolderTree):
         content: bytes,
         room: Callable[[int], AbstractContextManager[object]] | None = None,
     ) -> None:
-        """Write a small file, whole or not at all, in place of the one before. Durable but for its name (see `sync`).
+        """Write or replace a small file atomically. Its data is durable; call `sync` to make its name durable.
 
         Args:
-            room: takes care of room for so many bytes, as long as the room is not taken by the file itself.
+            kind: kind of the file.
+            name: name of the file.
+            content: content of the file.
+            room: context manager that reserves the given number of bytes until the file is allocated.
 
         Raises:
-            OSError: it cannot be written. What `room` raises comes through.
+            OSError: the file cannot be written. Exceptions of `room` are passed on.
         """
         with ExitStack() as stack:
             with ExitStack() as reserved:
@@ -138,7 +152,12 @@ class StoreRoot(FolderTree):
             self.publish(temporary.name, kind, name, replace=True)
 
     def make_empty(self, kind: FileKind, name: str) -> None:
-        """Make an empty file, unless there is one of our own. Raises OSError."""
+        """Create an empty file, unless the store already has it.
+
+        Raises:
+            FileExistsError: a file with this name exists that the library did not write.
+            OSError: the file cannot be created.
+        """
         try:
             folder = self.folder_descriptor(kind.folder, make=True)
             open_file(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, folder).close()
@@ -150,13 +169,15 @@ class StoreRoot(FolderTree):
         """Delete a file that the library wrote.
 
         Args:
-            is_checked: whether the caller knows that the library wrote it.
+            kind: kind of the file.
+            name: name of the file.
+            is_checked: whether the caller has already checked that the library wrote it.
 
         Returns:
-            Whether there was one.
+            True if a file was deleted.
 
         Raises:
-            OSError: it is still there.
+            OSError: the file could not be deleted.
         """
         if not (is_checked or self.is_own(kind, name)):
             return False
@@ -167,7 +188,15 @@ class StoreRoot(FolderTree):
         return True
 
     def sync(self, kind: FileKind, name: str | None = None) -> None:
-        """Make a file's data durable, or without a name the names of all files of a kind. Raises OSError."""
+        """Make a file's data durable.
+
+        Args:
+            kind: kind of the file.
+            name: name of the file. None: make the names of all files of this kind durable.
+
+        Raises:
+            OSError: the file or folder cannot be synchronized.
+        """
         if name is None:
             fsync(self.folder_descriptor(kind.folder))
         else:
@@ -177,13 +206,13 @@ class StoreRoot(FolderTree):
     # --- locks
 
     def lock(self, kind: FileKind, name: str) -> FileIO | None:
-        """Lock a file, made if missing, for as long as it is open. Its content is left as it is.
+        """Lock a file until it is closed. A missing file is created; existing content is not changed.
 
         Returns:
-            The file, or None if another process or thread has the lock.
+            The locked file, or None if another process or thread has the lock.
 
         Raises:
-            OSError: it cannot be locked, or is no regular file.
+            OSError: it cannot be locked, or is not a regular file.
         """
         folder = self.folder_descriptor(kind.folder, make=True)
         for _ in range(_ATTEMPTS):
@@ -195,14 +224,24 @@ class StoreRoot(FolderTree):
                 file = stack.enter_context(open_file(name, flags, folder))
                 if not try_flock(file, fcntl.LOCK_EX):
                     return None
-                if _has_name(file, folder, name):  # else whoever had the lock has deleted the file
+                if _has_name(file, folder, name):  # otherwise the previous holder of the lock has deleted the file
                     stack.pop_all()
                     return file
         return None
 
     @contextmanager
     def locked(self, kind: FileKind, name: str, seconds: float) -> Iterator[None]:
-        """Hold a lock, waiting for it so long. Raises TimeoutError: it was not free. OSError: it cannot be locked."""
+        """Hold a lock while the body runs.
+
+        Args:
+            kind: kind of the lock file.
+            name: name of the lock file.
+            seconds: maximum time to wait for the lock.
+
+        Raises:
+            TimeoutError: the lock was not free in time.
+            OSError: the file cannot be locked.
+        """
         deadline = time.monotonic() + seconds
         while (file := self.lock(kind, name)) is None:
             if time.monotonic() >= deadline:
@@ -212,7 +251,7 @@ class StoreRoot(FolderTree):
             yield
 
     def is_locked(self, kind: FileKind, name: str) -> bool:
-        """Return whether somebody has the lock. Nothing is made."""
+        """Return whether the lock is held. A missing lock file is not created."""
         try:
             with self.open(kind, name) as (fd, _):
                 return not try_flock(fd, fcntl.LOCK_SH)
@@ -220,7 +259,11 @@ class StoreRoot(FolderTree):
             return False
 
     def rewrite(self, file: FileIO, kind: FileKind, name: str, content: bytes) -> None:
-        """Write to a locked file in place. Raises OSError: it cannot be, or it is not the library's alone."""
+        """Replace the content of a locked file in place.
+
+        Raises:
+            OSError: the file cannot be written, has a second hard link, or was not written by the library.
+        """
         fd = file.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
             raise FileExistsError(errno.EEXIST, "this library did not write it", str(self.where(kind, name)))
@@ -234,7 +277,11 @@ class StoreRoot(FolderTree):
 
 
 def try_flock(file: FileIO | int, kind: int) -> bool:
-    """Lock an open file, if the lock is free. Raises OSError: there are no locks."""
+    """Lock an open file without waiting. Returns False if the lock is not free.
+
+    Raises:
+        OSError: the file system does not support locks.
+    """
     try:
         fcntl.flock(file if isinstance(file, int) else file.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -251,7 +298,7 @@ def _has_name(file: FileIO, folder: int, name: str) -> bool:
 
 
 def _forget(folder: int, name: str, file: FileIO) -> None:
-    """Delete a file that is open here, or leave it to the next who cleans up."""
+    """Delete an open file, if it still has this name. Errors are ignored: a later clean-up deletes it."""
     with suppress(OSError):
         if _has_name(file, folder, name):
             os.unlink(name, dir_fd=folder)

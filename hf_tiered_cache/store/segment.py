@@ -1,4 +1,4 @@
-"""An open segment: its header, tables and file, and checked reads of its blocks."""
+"""Reader of a segment: its header, tables and file, and verified reads of its blocks."""
 
 from __future__ import annotations
 
@@ -20,37 +20,40 @@ from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, t
 from .memory import aligned_bytes
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16
-"""Of tables above this size a sixteenth must lie on disk: a sparse file of a few KiB could take all memory."""
+"""Tables above this size must have 1/16 of their bytes on disk: a small sparse file could use all memory."""
 _NO_KEY = Plain()
 BlockRun = tuple[int, torch.Tensor]
-"""First chunk of a run, and where its blocks go: uint8 `[n, block_bytes]`, contiguous."""
+"""First chunk of a run, and the destination of its blocks: uint8 `[n, block_bytes]`, contiguous."""
 
 
 class Head(NamedTuple):
-    """What stands before a segment's blocks."""
+    """Content of a segment file before its blocks."""
 
     header: SegmentHeader
     chain: bytes
-    """Its prefix hashes side by side."""
+    """Concatenated prefix hashes."""
     digests: tuple[np.ndarray, ...]
-    """Of each block group `DIGEST_DTYPE` `[chunks]`."""
+    """Digests of each KV cache group's blocks, `DIGEST_DTYPE` `[chunks]`."""
     nbytes: int
-    """What the segment takes on disk."""
+    """Size of the segment on disk in bytes."""
     version: Hashable
-    """Which bytes they were that have been read (see `Stored`)."""
+    """Version of the file that was read (see `Stored`)."""
     guard: Guard | None
-    """Of the blocks, if these are to be read."""
+    """Guard of the blocks, or None if no cipher was given."""
 
 
 def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain | None = None) -> Head:
-    """Read and check everything before the blocks.
+    """Read and check all content before the blocks.
 
     Args:
-        fetch: reads a segment's beginning: a backend's `head`, of one segment.
-        cipher: the store's, if the blocks are to be read, too. Without it the head is believed to whoever wrote it.
+        fetch: function that reads the beginning of the segment: a backend's `head` for one segment.
+        cipher: cipher of the store, if the blocks are to be read. Without it, the authenticity of the head is not
+            checked.
 
     Raises:
-        OtherKeyError: it is another key's. FormatError: it is damaged or cut short. OSError: it cannot be read.
+        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
+        FormatError: the segment is damaged or truncated.
+        OSError: the segment cannot be read.
     """
     decoded: list[tuple[SegmentHeader, int, Guard | None]] = []
 
@@ -60,7 +63,7 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
         if stored.size < header.file_bytes:
             raise FormatError(f"it is cut short: {stored.size} of {header.file_bytes} bytes")
         tables = header.blocks.offset - HEADER_BYTES
-        if tables > _LARGE_TABLES and tables > _MOST_HOLES * stored.nbytes:  # some places reckon late: no proof
+        if tables > _LARGE_TABLES and tables > _MOST_HOLES * stored.nbytes:  # not damage: `nbytes` may be outdated
             raise OSError(errno.EFBIG, f"tables of {tables} bytes in a file that takes {stored.nbytes}")
         return header.blocks.offset
 
@@ -74,17 +77,18 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
 
 
 class SegmentReader:
-    """A segment opened for reading. What is open stays whole even when another process deletes it.
+    """Segment opened for reading. It stays readable even if another process deletes it.
 
     Args:
-        backend: where it lies.
-        segment_id: under which name.
-        verify: whether the blocks' checksums are compared. Those of encrypted ones always are.
-        cipher: the store's.
+        backend: backend that stores the segment.
+        segment_id: id of the segment.
+        verify: whether to verify the checksums of blocks. Encrypted blocks are always verified.
+        cipher: cipher of the store.
 
     Raises:
-        OtherKeyError: it is another key's. FormatError: it is damaged, cut short, or another segment's. OSError: it
-            cannot be read.
+        OtherKeyError: the segment is encrypted with another key, or only one of segment and store has a key.
+        FormatError: the segment is damaged or truncated, or has another id.
+        OSError: the segment cannot be read.
     """
 
     def __init__(self, backend: SegmentBackend, segment_id: str, verify: bool, cipher: Plain = _NO_KEY) -> None:
@@ -102,18 +106,18 @@ class SegmentReader:
             raise FormatError(f"{segment_id} calls itself {self.id}")
         self.backend, self._file, self._version = backend, opened[0], head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
-        self._contents = [content_of(table) for table in self.digests]  # of each block group
+        self._contents = [content_of(table) for table in self.digests]  # content hash of each KV cache group
         self.gone = False
-        """Whether the store has let it go: it can be read to the end, and nobody will find it again."""
+        """True if the store has dropped the segment. It stays readable, but is not found again."""
 
     def caused(self, error: BaseException) -> bool:
-        """Whether this is the segment whose blocks could not be read, or failed their check."""
+        """Return whether an error was raised by reading or verifying blocks of this segment."""
         if isinstance(error, IntegrityError):
             return error.version == self._version
         return isinstance(error, OSError) and error.filename == self._file.path
 
     def is_current(self) -> bool:
-        """Whether what stands under its name is still what is open here."""
+        """Return whether the backend still stores this version of the segment."""
         try:
             found = self.backend.find(self.id)
         except OSError:
@@ -121,26 +125,26 @@ class SegmentReader:
         return found is not None and found.version == self._version
 
     def owner(self, block_group: int) -> tuple[str, int, int]:
-        """The name that memory keeps a block group's blocks under: with what they contain, not the id alone."""
+        """Return the key of a KV cache group's blocks in memory. It includes a content hash, not only the id."""
         return self.id, block_group, self._contents[block_group]
 
     def key_owner(self, layer: int, made: str) -> tuple[str, int, int, str]:
-        """The same for what is made of the keys of a layer, in whichever block groups they lie."""
+        """Return the memory key of the data `made` from a layer's keys, independent of KV cache groups."""
         return self.id, layer, self.header.digests.digest, made
 
     def ops(self, block_group: int, runs: Sequence[BlockRun]) -> list[ReadOp]:
-        """The reads that bring runs of blocks of one block group."""
+        """Return the read operations for runs of blocks of one KV cache group."""
         block_bytes = self.shape.block_groups[block_group].block_bytes
         start = self.header.blocks.offset + self.shape.group_offsets[block_group]
         return [ReadOp(self._file, start + first * block_bytes, blocks.view(-1)) for first, blocks in runs]
 
     @property
     def verifies(self) -> bool:
-        """Whether blocks are compared with their digests."""
+        """True if blocks are compared with their digests."""
         return self._guard is not None
 
     def damaged(self, block_group: int, chunk: int) -> IntegrityError:
-        """What to raise of a block that is not what was written."""
+        """Return the error to raise for a damaged block."""
         return IntegrityError(
             f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
             valid_hashes=self.shape.first_token(self.shape.block_groups[block_group], chunk) // HASH_TOKENS,
@@ -148,27 +152,40 @@ class SegmentReader:
         )
 
     def open_blocks(self, block_group: int, runs: Sequence[BlockRun]) -> None:
-        """Check what was read, and decrypt it where it is. Raises IntegrityError."""
+        """Verify runs of blocks that were read, and decrypt them in place.
+
+        Raises:
+            IntegrityError: a block fails its checksum.
+        """
         for first, blocks in runs:
             self._open(block_group, first, blocks)
 
     def read(self, block_group: int, runs: Sequence[BlockRun]) -> Future[ReadReport]:
-        """Read runs of blocks of one block group, and check every block. See `read_batch`."""
+        """Read runs of blocks of one KV cache group, and verify every block. See `read_batch`."""
         return read_batch([(self, block_group, runs)])
 
     def blocks(self, block_group: int) -> torch.Tensor:
-        """Read all blocks of one block group, uint8 `[chunks, block_bytes]`. Raises IntegrityError or OSError."""
+        """Read all blocks of one KV cache group, uint8 `[chunks, block_bytes]`.
+
+        Raises:
+            IntegrityError: a block fails its checksum.
+            OSError: the blocks cannot be read.
+        """
         blocks = self.room_for(block_group)
         self.read(block_group, [(0, blocks)]).result()
         return blocks
 
     def room_for(self, block_group: int) -> torch.Tensor:
-        """Memory for all blocks of one block group, uint8 `[chunks, block_bytes]`."""
+        """Allocate memory for all blocks of one KV cache group, uint8 `[chunks, block_bytes]`."""
         group = self.shape.block_groups[block_group]
         return aligned_bytes(self.shape.chunks_in(group) * group.block_bytes).view(-1, group.block_bytes)
 
     def _open(self, block_group: int, first: int, blocks: torch.Tensor) -> None:
-        """Check blocks, and decrypt them where they are. Raises IntegrityError naming the first bad chunk."""
+        """Verify blocks, and decrypt them in place.
+
+        Raises:
+            IntegrityError: a block fails its checksum. It names the first bad chunk.
+        """
         if self._guard is None:
             return
         expected = self.digests[block_group][first : first + blocks.shape[0]]
@@ -178,19 +195,19 @@ class SegmentReader:
 
 
 Asked = tuple[SegmentReader, int, Sequence[BlockRun]]
-"""A segment, the number of a block group, and runs of its blocks."""
+"""A segment, the number of a KV cache group, and runs of its blocks."""
 
 
 def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[ReadReport]:
-    """Read runs of blocks of block groups of segments, in one submission, and check every block that the CPU sees.
+    """Read runs of blocks of several segments in one submission, and verify all blocks read to CPU memory.
 
     Args:
-        asked: segments of one store, each with the number of a block group, and the runs of its blocks.
-        unseen: likewise, with runs in device memory: these are read too, and left to the caller to check.
+        asked: segments of one store, each with the number of a KV cache group, and the runs of its blocks.
+        unseen: the same for runs in device memory. These are read as well, and the caller verifies them.
 
     Returns:
-        A future that fails with IntegrityError or OSError (see `SegmentReader.caused`), and not before nothing writes
-        to the destinations any more.
+        A future that fails with IntegrityError or OSError (see `SegmentReader.caused`). It is resolved only when all
+        writes to the destinations have ended.
     """
     checked: Future[ReadReport] = Future()
     checked.set_running_or_notify_cancel()
@@ -201,7 +218,7 @@ def read_batch(asked: Sequence[Asked], unseen: Sequence[Asked] = ()) -> Future[R
             for reader, block_group, runs in asked:
                 reader.open_blocks(block_group, runs)
         except BaseException as error:
-            checked.set_exception(error.with_traceback(None))  # its frames hold the future, and what was read into
+            checked.set_exception(error.with_traceback(None))  # its frames refer to the future and the destinations
         else:
             checked.set_result(report)
 

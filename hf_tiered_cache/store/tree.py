@@ -1,7 +1,7 @@
-"""The folder of a store and its subfolders, read through descriptors.
+"""Read access to the folder of a store and its subfolders through descriptors.
 
-Every access is relative to a descriptor. Links are not followed.
-Only missing subfolders are made here: `root.py` writes files.
+Every access is relative to a descriptor. Links are not followed. This module creates missing subfolders, but no files:
+`root.py` writes files.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class FolderTree:
-    """A folder and its subfolders, whether or not it is a store.
+    """Folder and its subfolders. The folder need not be a store.
 
     Args:
-        path: resolved path of the folder. It is opened when it is first needed.
+        path: resolved path of the folder. It is opened on first use.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._descriptors: list[int] = []  # closed together, since any thread may be using one
+        self._descriptors: list[int] = []  # all closed together, since other threads may be using them
         self._folders: dict[str, tuple[tuple[int, int], int]] = {}
         self._opening = threading.Lock()
         self._closing = weakref.finalize(self, _close, self._descriptors)
         self._closing.atexit = False
 
     def close(self) -> None:
-        """Close the folders."""
+        """Close all descriptors."""
         self._folders.clear()
         self._closing()
 
@@ -48,20 +48,29 @@ class FolderTree:
 
     @property
     def root_descriptor(self) -> int:
-        """Descriptor of the folder. Raises OSError: it is closed, or cannot be opened."""
+        """Descriptor of the folder.
+
+        Raises:
+            OSError: the folder is closed, or cannot be opened.
+        """
         if not self._closing.alive:
             raise OSError(errno.EBADF, "the store is closed", str(self.path))
         if not self._descriptors:
             with self._opening:
                 if not self._descriptors:
-                    self._descriptors.extend(map(os.open, [self.path], [_FOLDER_FLAGS]))  # in C: no Ctrl-C loses it
+                    self._descriptors.extend(map(os.open, [self.path], [_FOLDER_FLAGS]))  # in C: Ctrl-C leaks none
         return self._descriptors[0]
 
     def folder_descriptor(self, name: str, make: bool = False) -> int:
-        """Return the descriptor of a subfolder, "" for the root. One that was replaced is opened anew.
+        """Return the descriptor of a subfolder. A subfolder that was replaced is opened again.
+
+        Args:
+            name: name of the subfolder, or "" for the root.
+            make: whether to create a missing subfolder.
 
         Raises:
-            NotADirectoryError: it is a link, or no folder. OSError: it is missing, or cannot be opened.
+            NotADirectoryError: it is a link, or not a folder.
+            OSError: it is missing, or cannot be opened.
         """
         if not name:
             return self.root_descriptor
@@ -91,28 +100,29 @@ class FolderTree:
         return set(os.listdir(self.folder_descriptor(folder)))
 
     def is_reachable(self) -> bool:
-        """Return whether the folder is where it was, so that what is not found in it is gone."""
+        """Return whether the folder is still at its path. If so, files that are not found in it were deleted."""
         with suppress(OSError):
             is_here = os.path.samestat(os.stat(self.path), os.fstat(self.root_descriptor))
             return is_here and self.folder_descriptor(SEGMENT.folder) >= 0
         return False
 
-    # --- looking
+    # --- files
 
     def where(self, kind: FileKind, name: str) -> Path:
         """Return the path of a file, for messages."""
         return self.path / kind.folder / name
 
     def names(self, kind: FileKind) -> list[str]:
-        """Return the names of this kind, whatever their content, sorted.
+        """Return the sorted names of all files of a kind, regardless of their content.
 
         Raises:
-            OSError: they cannot all be listed. FileNotFoundError: the subfolder is missing.
+            FileNotFoundError: the subfolder is missing.
+            OSError: the subfolder cannot be listed.
         """
         return sorted(filter(kind.names.fullmatch, self.list_names(kind.folder)))
 
     def find(self, kind: FileKind, name: str) -> os.stat_result | None:
-        """Return the status of what has this name, without following a link; None if there is nothing."""
+        """Return the status of a file, without following a link, or None if it does not exist."""
         try:
             return os.stat(name, dir_fd=self.folder_descriptor(kind.folder), follow_symlinks=False)
         except FileNotFoundError:
@@ -125,24 +135,33 @@ class FolderTree:
         return open_regular(name, flags, self.folder_descriptor(kind.folder))
 
     def read(self, kind: FileKind, name: str) -> bytes:
-        """Read the beginning of a file, which is all of a record. Raises OSError or FormatError."""
+        """Read the first bytes of a file; a record is read completely.
+
+        Raises:
+            FormatError: it is not a regular file, or the record is too large.
+            OSError: it cannot be read.
+        """
         with self.open(kind, name) as (fd, status):
             if kind.is_record and status.st_size > kind.most_bytes:
                 raise FormatError(f"a record of {status.st_size} bytes")
             return read_all(fd, min(status.st_size, kind.most_bytes), 0)
 
     def is_own(self, kind: FileKind, name: str) -> bool:
-        """Return whether there is a file that the library wrote. Raises OSError: that cannot be found out."""
+        """Return whether a file exists and was written by the library.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
         try:
             return kind.names.fullmatch(name) is not None and kind.is_own(name, self.read(kind, name))
         except (FormatError, FileNotFoundError):
             return False
 
     def unknown(self, is_known: Callable[[FileKind, str], bool] = lambda kind, name: False) -> list[str]:
-        """Return what the library did not write, relative to the folder, sorted. It is never changed.
+        """Return the sorted relative paths of all files that the library did not write.
 
         Args:
-            is_known: says which files need not be read.
+            is_known: function that returns whether a file is known to be the library's, and need not be read.
 
         Raises:
             OSError: a folder cannot be listed.
@@ -154,13 +173,17 @@ class FolderTree:
                     kind = kind_of(folder, name)
                     if kind is not None and (is_known(kind, name) or (is_open and name in DATABASE_FILES)):
                         continue
-                    with suppress(OSError):  # nothing can be said of it now
+                    with suppress(OSError):  # not readable now, so not listed
                         if kind is None or not (self.is_own(kind, name) or self.find(kind, name) is None):
                             unknown.append(os.path.join(folder, name))
         return sorted(unknown)
 
     def nbytes(self, *kinds: FileKind) -> int:
-        """Return the room that all files of these kinds take. Raises OSError."""
+        """Return the size on disk of all files of the given kinds in bytes.
+
+        Raises:
+            OSError: a folder cannot be listed.
+        """
         total = 0
         for folder in {kind.folder for kind in kinds}:
             with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""The writer thread: segments are packed, written and published behind the request that computed them."""
+"""Writer thread: packs, writes and publishes segments in the background of the requests that computed them."""
 
 from __future__ import annotations
 
@@ -24,30 +24,35 @@ from .publish import Written
 logger = logging.getLogger("hf_tiered_cache")
 
 _PATIENCE_SECONDS = 10.0
-"""How long a request waits for a writer that gets nothing done."""
+"""Seconds that a request waits for a writer that makes no progress."""
 _MOST_PATIENCE_SECONDS = 60.0
-"""The same for `flush` and `close`."""
+"""Seconds that `flush` and `close` wait for a writer that makes no progress."""
 _POLL_SECONDS = 0.005
 
 
 @dataclass(frozen=True, eq=False)
 class KeptOnDevice:
-    """Memory of GPUs that pending segments keep alive, together: the rows of a batch lie in the same tensors."""
+    """GPU memory that several pending segments keep alive: the rows of a batch share the same tensors."""
 
     nbytes: int
 
 
 @dataclass(eq=False)
 class PendingSegment:
-    """A segment that is still to be written.
+    """Segment that is still to be written.
 
     Args:
-        block_groups: packs one block group after the other, when the writer asks for it; each is good until the next.
-        ancestors: segments it continues.
-        refused: is called if there turns out to be no room for it.
-        written: is told of each block group.
-        on_device: what it keeps alive, if its KV lies on a GPU.
-        confirmed: is asked before the segment becomes visible, whether its KV is what its name says.
+        header: header of the segment, without its sections.
+        prefix_hashes: prefix hashes of the segment.
+        block_groups: function that returns an iterator which packs one KV cache group at a time. Each item is valid
+            until the next one is requested.
+        ancestors: ids of the segments that this segment continues.
+        refused: callback if the segment is not stored.
+        written: callback for each KV cache group.
+        on_device: GPU memory that the segment keeps alive, if its KV is on a GPU.
+        confirmed: function that is called before publication. It returns False if the model's weights have changed
+            since the KV was computed.
+        done: one-shot event that is set when the segment was written or dropped.
     """
 
     header: SegmentHeader
@@ -62,7 +67,7 @@ class PendingSegment:
 
     @property
     def nbytes(self) -> int:
-        """Memory that its KV takes while it waits: as the model computed it, or as it is laid out, if that is more."""
+        """Bytes of its KV in the queue: as computed by the model or as packed into blocks, whichever is larger."""
         shape = self.header.shape
         return max(shape.blocks_bytes, shape.tokens * shape.layout.bytes_per_token)
 
@@ -71,16 +76,16 @@ Action = Callable[[], object]
 
 
 class Writer:
-    """Writes pending segments one after the other, in a thread of its own.
+    """Background thread that writes pending segments one at a time.
 
     Args:
-        store: where they go.
-        queue_bytes: of segments that may wait. When there are more, `submit` waits, as long as something gets done;
-            what cannot wait, and has no room, is dropped. A segment that is larger waits for an empty queue.
-        device_bytes: of these in the memory of GPUs. Where more is wanted, what waits is brought down to the host,
-            before the next block group is written.
-        seal: is called when the writer is to end, to queue what is left; again until it does not return False.
-        close: is called when all is written.
+        store: store to write to.
+        queue_bytes: maximum size in bytes of the queued segments. When the queue is full, `submit` waits while the
+            writer makes progress, or drops the segment. A larger segment waits until the queue is empty.
+        device_bytes: maximum GPU memory in bytes that queued segments keep alive. If more is needed, queued segments
+            are copied to host memory before the next KV cache group is written.
+        seal: called when the writer is to end, to queue remaining segments. It is repeated while it returns False.
+        close: called when all segments are written.
     """
 
     def __init__(
@@ -92,33 +97,37 @@ class Writer:
         close: Action = lambda: None,
     ) -> None:
         self._store, self._seal, self._close = store, seal, close
-        # finalizers put things in at any moment and in any thread: this queue may be entered again
+        # SimpleQueue is reentrant: finalizers call `put` at any time and in any thread
         self._queue: queue.SimpleQueue[PendingSegment | Action | None] = queue.SimpleQueue()
         self._lock = threading.RLock()
         self._queue_bytes = queue_bytes
         self._waiting_bytes = 0
         self._most_on_devices, self._on_devices = device_bytes, Counter[KeptOnDevice]()
-        self._waiting: list[PendingSegment] = []  # in the order of the queue, without the one that is being written
-        self._short = False  # whether somebody waits for memory of a GPU
+        self._waiting: list[PendingSegment] = []  # in queue order, without the segment that is being written
+        self._short = False  # whether a thread waits for GPU memory
         self._pending: dict[bytes, PendingSegment] = {}
         self._closed = False
         self._ended = Latch()
-        self._steps = 0  # that the writer has done, so that who waits sees whether it is stuck
+        self._steps = 0  # number of completed steps, by which waiting threads detect progress
         self._stuck = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="hf-tiered-writer", daemon=True)
         try:
             self._thread.start()
-        except BaseException:  # Ctrl-C, when it runs already
+        except BaseException:  # Ctrl-C after the thread has started
             self._queue.put(None)
             raise
         weakref.finalize(self._thread, _end_with_the_interpreter, self._queue, self._ended, self._pid)
 
     def submit(self, pending: PendingSegment, wait: bool = True) -> None:
-        """Queue a segment. With `wait`, not before there is room in the queue; one that gets none is dropped.
+        """Queue a segment. It is dropped, with a warning, if the queue has no room.
+
+        Args:
+            pending: segment to write.
+            wait: whether to wait for room in the queue while the writer makes progress.
 
         Raises:
-            StoreClosedError: the writer was closed.
+            StoreClosedError: the writer was closed, or this process was forked after the store was opened.
         """
         if os.getpid() != self._pid:
             raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it anew")
@@ -137,7 +146,7 @@ class Writer:
                 self._short = not self._has_device_room(pending)
             if self._short and self._is_here():
                 self._relieve()
-                wait = True  # which this thread does not: it looks once more
+                wait = True  # in the writer thread, `_wait` only checks again
             if not wait or not self._wait(lambda: self._closed or self._has_room(pending)):
                 break
         self._store.counters.add("dropped_writes")
@@ -150,12 +159,12 @@ class Writer:
 
     @property
     def queued_bytes(self) -> int:
-        """Of segments that are not written yet."""
+        """Size in bytes of the segments that are not written yet."""
         return self._waiting_bytes
 
     @property
     def queued_device_bytes(self) -> int:
-        """What these keep alive in the memory of GPUs."""
+        """GPU memory in bytes that queued segments keep alive."""
         with self._lock:
             return sum(memory.nbytes for memory in self._on_devices)
 
@@ -171,37 +180,37 @@ class Writer:
         return threading.current_thread() is self._thread
 
     def _relieve(self) -> None:
-        """Bring what waits down from GPUs, in the writer's thread, where it is the one that has the time."""
+        """Copy KV of queued segments to host memory. Runs in the writer thread, so requests are not delayed."""
         self._short = False
         for pending in list(self._waiting):
             if pending.on_device is not None:
-                with suppress(Exception):  # it fails once more when its turn comes, and is counted then
+                with suppress(Exception):  # it fails again, and is counted, when it is written
                     pending.block_groups = partial(iter, _kept(pending.block_groups()))
                     self._leave_device(pending)
                 self._progress()
 
     def _leave_device(self, pending: PendingSegment) -> None:
-        """It keeps no memory of a GPU alive any more."""
+        """Stop counting the GPU memory of a segment."""
         with self._lock:
             memory, pending.on_device = pending.on_device, None
             if memory is not None:
                 self._on_devices[memory] -= 1
-                self._on_devices += Counter()  # without those that nobody has
+                self._on_devices += Counter()  # removes entries with a count of 0
 
     def later(self, action: Action) -> bool:
-        """Run something small behind what is queued. Returns whether it will be."""
+        """Queue a short action after the items in the queue. Returns False if the writer is closed."""
         with self._lock:
             if not self._closed:
                 self._queue.put(action)
             return not self._closed
 
     def soon(self, action: Action) -> None:
-        """The same for finalizers: without a lock. What returns False is run again."""
+        """Queue an action without taking a lock, for finalizers. An action that returns False is run again."""
         if not self._closed and os.getpid() == self._pid:
             self._queue.put(action)
 
     def wait_for(self, prefix_hashes: Iterable[bytes]) -> None:
-        """Wait until queued segments that begin with one of `prefix_hashes` are stored, unless the writer is stuck."""
+        """Wait until queued segments with one of `prefix_hashes` as first hash are written, or the writer is stuck."""
         with self._lock:
             pending_segments = [
                 self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
@@ -210,10 +219,11 @@ class Writer:
             self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
 
     def flush(self) -> None:
-        """Wait until everything queued so far is written, and make it durable.
+        """Wait until all queued segments are written, and make them durable.
 
         Raises:
-            StoreBusyError: nothing gets written.
+            StoreBusyError: the writer makes no progress.
+            StoreError: the segments cannot be made durable.
         """
         written = Latch()
         if self.later(written.open) and not self._wait(
@@ -223,21 +233,25 @@ class Writer:
         self._store.sync()
 
     def end(self) -> None:
-        """Let the thread write what is queued, close what is to be closed, and end. Finalizers may ask for it."""
+        """Ask the thread to write all queued segments, call `seal` and `close`, and end. Finalizers may call this."""
         if os.getpid() == self._pid:
             self._queue.put(None)
 
     def close(self) -> None:
-        """End, and wait for it; a thread that is stuck is left behind."""
+        """End the thread and wait for it. A thread that makes no progress is abandoned, with a warning."""
         self.end()
         if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_open, _MOST_PATIENCE_SECONDS):
             logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.place)
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
-        """Wait until `condition` holds, or nothing has been done for so many seconds.
+        """Wait until `condition` holds, or the writer makes no progress for `patience` seconds.
 
-        Once in vain, requests do not wait at all until something is done again. It sleeps without a lock, which an
-        interrupt could leave taken.
+        After a timeout, requests do not wait until the writer makes progress again. Polls without a lock, since an
+        interrupt could leave a lock acquired.
+
+        Args:
+            condition: function that returns True when the wait is over.
+            patience: timeout in seconds. None: `_PATIENCE_SECONDS`, as for requests.
 
         Returns:
             Whether the condition holds.
@@ -259,7 +273,7 @@ class Writer:
         return True
 
     def _progress(self) -> None:
-        """Something has been done: who waits may go on waiting."""
+        """Record progress of the writer, so that waiting threads continue to wait."""
         self._steps += 1
         self._stuck = False
 
@@ -267,7 +281,7 @@ class Writer:
         try:
             while (item := self._queue.get()) is not None:
                 self._do(item)
-                item = None  # frees the KV before waiting for the next segment
+                item = None  # frees the KV before the wait for the next segment
             while self._seal() is False:
                 self._drain()
             with self._lock:
@@ -289,7 +303,7 @@ class Writer:
         try:
             if isinstance(item, PendingSegment):
                 self._write(item)
-            elif item() is False:  # the other thread that is at it may be waiting for room
+            elif item() is False:  # another thread that runs it may be waiting for room
                 time.sleep(0.001)
                 self._queue.put(item)
             self._progress()
@@ -331,7 +345,7 @@ class Writer:
 
 
 def _kept(groups: Iterator[Group]) -> list[Group]:
-    """Block groups in memory of their own, of which each would be good until the next."""
+    """Copy packed KV cache groups, since each item is only valid until the next one is requested."""
     return [
         PackedBlocks(group.blocks.clone(), group.lin64) if isinstance(group, PackedBlocks) else group
         for group in groups
@@ -339,7 +353,7 @@ def _kept(groups: Iterator[Group]) -> list[Group]:
 
 
 def _end_with_the_interpreter(actions: queue.SimpleQueue, ended: Latch, pid: int) -> None:
-    """A writer that still has something to write when the interpreter ends is waited for, but not in a forked child."""
+    """Wait for an unfinished writer when the interpreter exits, except in a forked child."""
     if os.getpid() == pid and not ended.is_open:
         actions.put(None)
         ended.wait()

@@ -1,6 +1,6 @@
-"""Blocks in host and device memory: fixed slot pools within byte budgets, and who stays in them.
+"""Host and device tiers for blocks: pools of buffer slots within byte budgets, and their eviction policies.
 
-A new eviction policy is one file here and one row in `POLICIES`.
+To add an eviction policy, add a module to this package and an entry to `POLICIES`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ POLICIES: dict[str, type[EvictionPolicy]] = {
 
 
 def make_policy(name: str) -> EvictionPolicy:
-    """The policy called `name`. Raises ConfigError if there is none."""
+    """Create the eviction policy called `name`.
+
+    Raises:
+        ConfigError: there is no policy of that name.
+    """
     if name not in POLICIES:
         raise ConfigError(f"unknown eviction policy {name!r}; there are: {', '.join(POLICIES)}")
     return POLICIES[name]()

@@ -1,4 +1,4 @@
-"""What is under way for one request of a lease."""
+"""State of a pending fetch: the blocks of one request of a block handle."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from .slots import SlotPool
 
 @dataclass(eq=False)
 class Arrival:
-    """Blocks that are found, read and moved for one request."""
+    """Pending fetch of one block request: blocks that are found in memory, read from disk and copied."""
 
     leased: LeasedBlocks
     gpu: DeviceMemory | None
-    """Where attention runs; None where that is the host."""
+    """Memory of the device where attention runs; None if that is the host."""
     on_device: list[Blocks] = field(default_factory=list)
     on_host: list[Blocks] = field(default_factory=list)
     to_read: list[BlockRun] = field(default_factory=list)
-    """What is read to the host."""
+    """Runs of blocks that are read from disk to the host."""
     direct: list[BlockRun] = field(default_factory=list)
-    """What is read to the device without passing through the host."""
+    """Runs of blocks that are read from disk directly to the device."""
     staged: Blocks = field(default_factory=Blocks.none)
-    """What of that goes to the staging area, and would be nowhere when the lease is over."""
+    """Direct reads into the staging area, which would be lost when the block handle is released."""
     reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     owner: Owner = field(init=False)
     block_bytes: int = field(init=False)
     count: int = field(init=False)
-    """Chunks of the block group."""
+    """Number of chunks of the KV cache group."""
 
     def __post_init__(self) -> None:
         reader, block_group, _ = self.leased.request
@@ -44,14 +44,14 @@ class Arrival:
         self.count = reader.shape.chunks_in(group)
 
     def needs(self, host: Tier, direct: bool) -> Needs:
-        """How many slots it may take of each tier, once what memory has is held.
+        """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
 
         Args:
             host: the tier on the host.
-            direct: whether the disk fills device memory.
+            direct: whether the engine reads from disk directly to device memory.
         """
         needs: Needs = Counter()
-        if self.leased.request.reader.gone:  # no tier keeps it
+        if self.leased.request.reader.gone:  # no tier keeps blocks of a deleted segment
             return needs
         missing, size, gpu = len(self.leased.from_disk), self.block_bytes, self.gpu
         up = missing + sum(map(len, self.on_host))
@@ -59,7 +59,7 @@ class Arrival:
             room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
             needs[gpu.tier, size] = up
             needs[gpu.staging, size] = max(0, up - room)
-            needs[host, size] = max(0, min(up, room) - vacant)  # what is evicted
+            needs[host, size] = max(0, min(up, room) - vacant)  # for blocks that the device evicts
             missing = max(0, missing - room) if direct else missing
         needs[host, size] += missing
         return needs

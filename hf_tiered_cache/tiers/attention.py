@@ -1,4 +1,4 @@
-"""Attention-guided: what queries paid attention to, and often, stays (ContiguousKV, Section 4.4)."""
+"""Attention-guided eviction: keep blocks that often get much attention (ContiguousKV, Section 4.4)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .policy import EvictionPolicy, Usage
 
 
 class AttentionGuided(EvictionPolicy):
-    """A block's score is S = I · F: the attention it ever got times how often it was chosen. The lowest go first.
+    """Eviction by the score S = I · F: the total attention to a block times how often it was selected.
 
-    Of equals, what was used longest ago goes first. What arrives, from disk or from a faster tier, stays only if
-    something that is there stands lower.
+    The blocks with the lowest scores are evicted first; ties are broken by least recent use. If no slot is free, a
+    block that arrives from disk or from a faster tier is kept only if a block in the tier ranks lower.
     """
 
     def score(self, usage: Usage) -> np.ndarray:
@@ -33,7 +33,10 @@ class AttentionGuided(EvictionPolicy):
 
 
 class ImportanceGuided(AttentionGuided):
-    """The same with the chosen share of a block's tokens, as a moving average, in place of attention (IMPRESS, 4.3)."""
+    """Attention-guided eviction with another importance I (IMPRESS, Section 4.3).
+
+    I is a moving average of the selected share of a block's tokens, in place of the attention.
+    """
 
     def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
         return np.where(accesses == 0, share, 0.5 * importance + 0.5 * share)

@@ -1,4 +1,4 @@
-"""Where blocks lie in memory: for each the slab and the slot, so that any number of them is picked by index at once."""
+"""Locations of blocks in memory, as arrays of slabs and slots, so that many blocks are indexed at once."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 import torch
 
 BlockRun = tuple[int, torch.Tensor]
-"""A run of neighbouring chunks: the first one's number, and the blocks, uint8 `[n, block_bytes]`."""
+"""A run of consecutive chunks: the number of the first chunk, and the blocks, uint8 `[n, block_bytes]`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """Blocks of one block group of a segment.
+    """Blocks of one KV cache group of a segment, and their locations in memory.
 
     Args:
-        chunks: int64 `[n]`, ascending: which they are.
-        slabs: the memory they lie in, uint8 `[slots, block_bytes]` each.
-        slab: int64 `[n]`, the number of each one's slab.
-        slot: int64 `[n]`, its row there.
+        chunks: chunk numbers, int64 `[n]`, ascending.
+        slabs: the slabs that hold the blocks, uint8 `[slots, block_bytes]` each.
+        slab: index into `slabs` for each block, int64 `[n]`.
+        slot: row of each block in its slab, int64 `[n]`.
     """
 
     chunks: np.ndarray
@@ -33,11 +33,11 @@ class Blocks:
         return len(self.chunks)
 
     def __getitem__(self, some: np.ndarray | slice) -> Blocks:
-        """Some of them: a mask, ascending numbers, or a slice."""
+        """Select blocks by a mask, ascending indices or a slice."""
         return Blocks(self.chunks[some], self.slabs, self.slab[some], self.slot[some])
 
     def runs(self) -> list[BlockRun]:
-        """Neighbours in the segment that lie side by side in memory, in as few tensors as can be."""
+        """Return the blocks as the fewest runs that are contiguous in both the segment and memory."""
         if not len(self):
             return []
         breaks = np.flatnonzero((np.diff(self.chunks) != 1) | (np.diff(self.slab) != 0) | (np.diff(self.slot) != 1)) + 1
@@ -49,11 +49,11 @@ class Blocks:
 
     @classmethod
     def join(cls, parts: Sequence[Blocks]) -> Blocks:
-        """Blocks of the same block group, each in one of `parts`."""
+        """Join disjoint parts of the same KV cache group, sorted by chunk."""
         parts = [part for part in parts if len(part)] or [cls.none()]
         if len(parts) == 1:
             return parts[0]
-        numbers: dict[int, int] = {}  # a slab that several parts lie in is one
+        numbers: dict[int, int] = {}  # id of a slab -> its index: parts may share slabs
         slabs: list[torch.Tensor] = []
         for slab in (slab for part in parts for slab in part.slabs):
             if numbers.setdefault(id(slab), len(slabs)) == len(slabs):
@@ -66,7 +66,7 @@ class Blocks:
 
     @property
     def block_bytes(self) -> int:
-        """Of one; there must be one."""
+        """Bytes per block. There must be at least one slab."""
         return self.slabs[0].shape[1]
 
     @classmethod
@@ -76,12 +76,15 @@ class Blocks:
 
     @classmethod
     def alone(cls, chunks: np.ndarray, memory: torch.Tensor) -> Blocks:
-        """Blocks that fill a slab of their own, uint8 `[n, block_bytes]`."""
+        """Create blocks that fill a slab of their own, uint8 `[n, block_bytes]`."""
         return cls(chunks, (memory,), np.zeros(len(chunks), np.int64), np.arange(len(chunks)))
 
 
 def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of equally long pieces of two coverings of the same ascending chunks."""
+    """Yield pairs of source and target tensors of equal length.
+
+    Both lists of runs cover the same chunks in ascending order.
+    """
     at_source = at_target = used_source = used_target = 0
     while at_source < len(sources) and at_target < len(targets):
         source, target = sources[at_source][1], targets[at_target][1]

@@ -1,4 +1,4 @@
-"""Memory of one GPU for blocks: those that stay, and those on their way to a request."""
+"""Memory of one GPU for blocks: the device tier and a staging area for transfers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from .scores import Owner, ScoreTable
 from .streams import CopyStream
 
 STAGING_BYTES = 128 << 20
-"""As far as methods fetch ahead, by default."""
+"""Default size of the staging area, equal to the default prefetch distance of the methods."""
 
 
 class DeviceMemory:
-    """A tier, a staging area, and the stream on which both are filled.
+    """The tier of one GPU, its staging area, and the stream on which both are filled.
 
-    Slots of the staging area belong to the lease that brings blocks through them. So what is fetched ahead reaches the
-    GPU also where it keeps nothing, and GPUDirect Storage reads into memory that is registered with it once.
+    Slots of the staging area belong to the block handle that fetches blocks through them. Prefetched blocks thus reach
+    the GPU even if its tier keeps none, and GPUDirect Storage reads into memory that is registered once.
 
     Args:
         device: the GPU.
-        stream: for copies to and from it.
-        budget: bytes for blocks that stay.
-        staging: bytes for those on their way.
-        policy: who goes when the tier is full.
-        scores: what selectors have told of chunks.
+        stream: stream for copies to and from the GPU.
+        budget: bytes for blocks that the tier keeps.
+        staging: bytes of the staging area.
+        policy: eviction policy of the tier.
+        scores: scores of chunks that selectors reported.
         on_evict: see `Tier`.
-        added: told of each new slab.
+        added: called with each new slab.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class DeviceMemory:
         added: Callable[[torch.Tensor], None] | None,
     ) -> None:
         def allocate(nbytes: int) -> torch.Tensor:
-            # on the side stream, which fills it: what the allocator has for the computing stream may still be in
-            # use by kernels that are queued there
+            # allocate on the side stream, which fills the memory: memory that the allocator keeps for the compute
+            # stream may still be in use by kernels queued there
             with stream.copying():
                 return aligned_bytes(nbytes, device=device)
 
@@ -62,5 +62,5 @@ class DeviceMemory:
                 target.copy_(source, non_blocking=True)
 
     def room(self, block_bytes: int) -> int:
-        """How many blocks of that size could come in now."""
+        """Return how many blocks of `block_bytes` the tier and the staging area can take now."""
         return self.tier.room(block_bytes) + self.staging.room(block_bytes)

@@ -1,30 +1,31 @@
-"""Decides whether to fetch ahead speculatively, by how much the hit rate so far beats chance."""
+"""Decision whether to prefetch speculatively, based on how much the hit rate so far exceeds chance."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
 _LEAST = 0.25
-"""Least gain over chance; below it speculative reads cost more than they save."""
+"""Minimum gain over chance; below it, speculative reads cost more than they save."""
 _WEIGHT = 0.25
-"""Of the last time in the moving average."""
+"""Weight of the latest gain in the moving average."""
 
 
 class Guesses:
-    """A moving average for each kind of guess. It learns also from those that were not acted upon.
+    """Moving average of the gain over chance, for each kind of speculation.
 
-    What is averaged is the gain over chance: 0 for a hit rate that any guess of that size has, 1 for hits only.
+    Speculations that were not carried out are noted, too. The gain is 0 if the hit rate equals that of a random guess
+    of the same size, and 1 if all guesses are hits.
     """
 
     def __init__(self) -> None:
         self._gains: dict[Hashable, float] = {}
 
     def note(self, kind: Hashable, share: float, chance: float) -> None:
-        """This share of what was wanted would have been guessed, and `chance` of it at random."""
+        """Note a speculation with the hit rate `share`, where random guesses would have the hit rate `chance`."""
         gain = (share - chance) / (1 - chance) if chance < 1 else 0.0
         known = self._gains.get(kind)
         self._gains[kind] = gain if known is None else (1 - _WEIGHT) * known + _WEIGHT * gain
 
     def worth(self, kind: Hashable) -> bool:
-        """Whether to act upon such a guess; the first time, yes."""
+        """Return whether to speculate; True for a kind that was never noted."""
         return self._gains.get(kind, 1.0) >= _LEAST

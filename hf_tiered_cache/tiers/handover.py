@@ -1,4 +1,4 @@
-"""What memory has of a segment whose tokens are laid out in another order passes on to the one that replaces it."""
+"""Migration of cached blocks, indexes and scores from a segment to the one that replaces it with reordered tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 class Handover:
-    """Of a segment that goes: its indexes, how many chunks of each block group memory has, and what is known of all.
+    """Migration from a segment to its replacement: indexes, number of cached chunks, and scores of all chunks.
 
-    To be made before the segment goes.
+    Create it before the old segment is deleted.
 
     Args:
         residency: the tiers.
-        old: the segment.
+        old: the segment that is replaced.
     """
 
     def __init__(self, residency: Residency, old: SegmentReader) -> None:
@@ -37,17 +37,20 @@ class Handover:
             self._known[group.index] = residency.scores.of(owner, every)
 
     def give_indexes_to(self, new: SegmentReader) -> None:
-        """Let `new` have the indexes: they are of the same keys. To be done as soon as it can be found."""
+        """Assign the cached indexes to `new`, which has the same keys.
+
+        Call this as soon as look-ups can find `new`.
+        """
         self._residency.resident.rename(self._old.id, lambda owner: new.key_owner(owner[1], owner[3]))
 
     def give_to(self, new: SegmentReader) -> None:
-        """Bring as many chunks of `new` to the host, the first ones of each block group, as far as it has room.
+        """Fetch as many chunks of `new` to the host as were cached of the old segment, within the host budget.
 
-        Each chunk is as important as its tokens were, in the mean. Tokens that matter most lie in front. A chunk that
-        cannot be read is left for who asks for it.
+        The first chunks of each KV cache group are fetched, since they hold the most important tokens. The scores of a
+        chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
 
         Args:
-            new: the same tokens in the same geometry. The old segment has gone.
+            new: the replacement, with the same tokens in the same geometry. The old segment is already deleted.
         """
         shape, wanted = new.shape, list[BlockRequest]()
         for group in shape.block_groups:

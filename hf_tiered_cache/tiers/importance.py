@@ -1,4 +1,4 @@
-"""How important each token of a segment has been to those who asked, for laying it out by that."""
+"""Importance of each token of a segment to past queries, by which segments are reordered."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ _MOST_BYTES = 64 << 20
 
 
 class TokenImportance:
-    """What attention each token got in all, in each layer and kv head (IMPRESS, Section 4.4.1: in each layer).
+    """Total attention to each token, by layer and KV head (IMPRESS, Section 4.4.1, by layer).
 
-    A sum and no average: of two tokens that matter alike, the one that is asked for more often is to lie in front.
+    The attention is summed, not averaged, so that tokens that are requested more often are placed first.
     """
 
     def __init__(self) -> None:
-        self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # of each segment float32 [layers, heads, tokens]
+        self._mass: OrderedDict[str, np.ndarray] = OrderedDict()  # segment id -> float32 [layers, heads, tokens]
         self._prompts: dict[str, int] = {}
         self._changed: set[str] = set()
         self._nbytes = 0
         self._lock = threading.Lock()
 
     def note(self, segment: str, shape: SegmentShape, layer: int, tokens: slice, mass: np.ndarray) -> None:
-        """Note the attention that some tokens of a segment got at a layer.
+        """Add the attention that queries paid to tokens of a segment at one layer.
 
         Args:
-            segment: its id.
-            shape: of the segment.
-            layer: which.
-            tokens: n of the segment.
-            mass: float32 `[rows, n]`: one row for all kv heads, or one for each.
+            segment: id of the segment.
+            shape: shape of the segment.
+            layer: number of the layer.
+            tokens: slice of n tokens of the segment.
+            mass: attention, float32 `[rows, n]`: one row for all KV heads, or one row per head.
         """
         with self._lock:
             if segment not in self._mass:
@@ -54,12 +54,12 @@ class TokenImportance:
             self._changed.discard(oldest)
 
     def prompt_done(self, segment: str, every: int) -> bool:
-        """A prompt that asked for the segment is through. Returns whether it is due to be laid out anew.
+        """Count a completed prompt that used the segment, and return whether the segment is due for reordering.
 
         Args:
-            segment: its id.
-            every: it is due when so many prompts have asked for it; then when twice as many have, and so on, so that
-                what is settled is left alone.
+            segment: id of the segment.
+            every: number of prompts after which the segment is due for the first time. It is due again at 2, 4, 8, ...
+                times that number, so that a stable order is rarely rewritten.
         """
         with self._lock:
             count = self._prompts[segment] = self._prompts.get(segment, 0) + 1
@@ -71,13 +71,13 @@ class TokenImportance:
         return segment in self._mass
 
     def of(self, segment: str) -> np.ndarray | None:
-        """The attention that its tokens got, float32 `[layers, heads, tokens]`, or None if nothing is known of them."""
+        """Return the attention to the tokens of a segment, float32 `[layers, heads, tokens]`, or None if unknown."""
         with self._lock:
             known = self._mass.get(segment)
             return None if known is None else known.copy()
 
     def forget(self, segments: Collection[str]) -> None:
-        """These segments are gone."""
+        """Forget deleted segments."""
         with self._lock:
             for segment in self._mass.keys() & set(segments):
                 self._nbytes -= self._mass.pop(segment).nbytes
@@ -86,7 +86,7 @@ class TokenImportance:
                 self._changed.discard(segment)
 
     def rename(self, old: str, new: str) -> None:
-        """A segment is called otherwise from now on."""
+        """Move the importance of the segment `old` to the id `new`."""
         with self._lock:
             if old in self._mass:
                 self._mass[new] = self._mass.pop(old)
@@ -96,13 +96,16 @@ class TokenImportance:
                 self._prompts[new] = self._prompts.pop(old)
 
     def changes(self) -> dict[str, tuple[np.ndarray, int]]:
-        """Of each segment of which more is known since this was asked last: the attention, and how many prompts."""
+        """Return the attention and the number of prompts of each segment that changed since the last call."""
         with self._lock:
             changed, self._changed = self._changed, set()
             return {name: (self._mass[name].copy(), self._prompts.get(name, 0)) for name in changed}
 
     def load(self, segment: str, mass: np.ndarray, prompts: int) -> None:
-        """Take in what `changes` gave of a segment, in an earlier process, unless something is known of it."""
+        """Load what `changes` returned for a segment in an earlier process.
+
+        Segments with attention from this process are left as they are.
+        """
         with self._lock:
             if segment not in self._mass:
                 self._mass[segment], self._prompts[segment] = mass, prompts + self._prompts.get(segment, 0)
@@ -111,6 +114,6 @@ class TokenImportance:
 
 
 def size_of(shape: SegmentShape) -> tuple[int, int, int]:
-    """Layers, kv heads of the layer that has most, and tokens of a segment."""
+    """Return the number of layers, the largest number of KV heads of a layer, and the number of tokens."""
     layers = shape.layout.layers
     return len(layers), max(layer.key_heads for layer in layers if layer is not None), shape.tokens

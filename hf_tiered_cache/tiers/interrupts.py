@@ -1,4 +1,4 @@
-"""Makes changes safe from Ctrl-C, which Python raises in the main thread between any two of its instructions."""
+"""Protection of state changes from Ctrl-C, which Python may raise between any two instructions of the main thread."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ Action = Callable[[], None]
 
 
 class Step:
-    """Within this, something is changed; an error or an interrupt on the way leaves it broken, and the next step mends.
+    """Repair guard: a context manager around a change of state.
 
-    It takes no lock itself: an interrupt in these methods, which are Python, would leave the lock taken.
+    If an error or interrupt leaves a change incomplete, the next entry calls `mend` first. The guard takes no lock: an
+    interrupt in these Python methods would leave the lock taken.
     """
 
     def __init__(self, mend: Action) -> None:
@@ -31,24 +32,29 @@ class Step:
 
 
 class Apart:
-    """A thread that does one small thing after the other, since signals interrupt the main thread alone.
+    """Worker thread that runs short actions one after another; signals interrupt only the main thread.
 
-    It ends when this object is gone.
+    The thread ends when this object is deleted.
     """
 
     def __init__(self) -> None:
         self._actions: queue.SimpleQueue[Action | None] = queue.SimpleQueue()
-        gone = weakref.ref(self, partial(self._actions.put, None))  # all of it C code, which no signal interrupts
-        # not `Thread.start`, which waits in Python for the thread to begin: interrupted, it may leave it hanging
+        gone = weakref.ref(self, partial(self._actions.put, None))  # C code only: signals cannot interrupt it
+        # not `Thread.start`: it waits in Python until the thread runs, and may hang the thread if interrupted
         _thread.start_new_thread(_do_all, (self._actions, gone))
 
     def do(self, action: Action) -> None:
-        """Do it soon. Either it is queued or it is not: an interrupt finds nothing in between."""
+        """Queue an action. This is atomic with respect to interrupts."""
         self._actions.put(action)
 
 
 def _do_all(actions: queue.SimpleQueue[Action | None], gone: weakref.ref[Apart]) -> None:
-    """Until the object is gone: `gone`, which says so, is kept here."""
+    """Run actions until the worker object is deleted.
+
+    Args:
+        actions: queue of actions; None ends the loop.
+        gone: weak reference that puts None into the queue. This argument keeps it alive.
+    """
     while (action := actions.get()) is not None:
         action()
-        action = None  # lets go of what it holds
+        action = None  # drop the reference while waiting

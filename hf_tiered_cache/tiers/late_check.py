@@ -1,4 +1,4 @@
-"""Checks blocks that only the device has seen: there, beside the computation, with an answer that comes by itself."""
+"""Asynchronous verification on the device of blocks that were read there without passing through the CPU."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .streams import CopyStream
 
 
 class LateCheck:
-    """Compares blocks with their digests on the side stream, all of a batch at once.
+    """Comparison of a batch of blocks with their digests on the side stream.
 
-    No thread waits for it before `confirm`: a pass may use the blocks meanwhile, and nothing that it makes of them may
-    outlive the pass before that.
+    No thread waits for the result before `confirm`. A pass may use the blocks before that, but its results may not
+    outlive the pass until `confirm` succeeds.
 
     Args:
         stream: the side stream of the device.
-        asked: segments whose blocks are verified, and runs of blocks that have been read into the device's memory.
+        asked: segments that verify their blocks, with runs of blocks that were read into device memory.
     """
 
     def __init__(self, stream: CopyStream, asked: Sequence[Asked]) -> None:
@@ -32,17 +32,17 @@ class LateCheck:
         ).view(np.int64)
         with stream.copying():
             found = torch.cat([lin64(blocks) for *_, blocks in runs])  # int64 [blocks]
-            # to pinned memory, without a wait
+            # copy to pinned memory without waiting
             self._bad = (found != to_device(expected, found.device)).to("cpu", non_blocking=True)  # bool [blocks]
             self._done = stream.copied()
         self._whole: bool | None = None
 
     def is_done(self) -> bool:
-        """Whether nobody need wait for the answer."""
+        """Return whether the result is available without waiting."""
         return self._whole is not None or self._done.query()
 
     def found_whole(self) -> bool:
-        """Whether every block is what was written. This thread waits for the answer."""
+        """Wait for the result, and return whether every block matches its digest."""
         if self._whole is None:
             if not self._done.query():
                 self._done.synchronize()
@@ -51,11 +51,15 @@ class LateCheck:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether it is known already that every block is what was written."""
+        """True if it is already known that every block matches its digest."""
         return self._whole is True
 
     def confirm(self) -> None:
-        """Wait in this thread for the answer. Raises IntegrityError, which names the first bad block."""
+        """Wait in this thread for the result.
+
+        Raises:
+            IntegrityError: a block does not match its digest; the error names the first such block.
+        """
         if not self.found_whole():
             at = int(np.flatnonzero(self._bad.numpy())[0])
             for reader, block_group, first, count in self._runs:

@@ -1,4 +1,4 @@
-"""Holds on slots, and the leases that requests have of them."""
+"""Block handles, which requests wait for, and the pins on buffer slots that they keep."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BlockRequest(NamedTuple):
-    """Blocks of one block group of a segment: `chunks` is int64, ascending."""
+    """Request for blocks of one KV cache group of a segment; `chunks` is int64, ascending."""
 
     reader: SegmentReader
     block_group: int
@@ -32,44 +32,50 @@ class BlockRequest(NamedTuple):
 
 @dataclass(eq=False)
 class Hold:
-    """Slots that may not be evicted. The residency keeps every one until nothing reads or writes them any more."""
+    """Pin on buffer slots, which may not be evicted.
+
+    The residency keeps each pin until nothing reads or writes its slots.
+    """
 
     stream: CopyStream | None
-    """The side stream of the device, or None where the host tier is the device tier."""
+    """Side stream of the device, or None if the host tier is the device tier."""
     lease: weakref.ref[Lease] | None = None
-    """Whose it is: with the lease the hold ends, also where nobody came to release it. None: no request's."""
+    """Block handle that owns the pin, or None. The pin ends when the handle is deleted, even without `release`."""
     slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
     copied: Event = field(default_factory=DoneEvent)
-    """After the copies to and from them."""
+    """Event after the copies to and from the slots."""
     over: Event | None = None
-    """Once it is released: after what the device was given to do with them before."""
+    """Event after the device work that was queued before the release, or None before the release."""
     reading: bool = False
-    """Whether a read from disk may be writing to them."""
+    """Whether a read from disk may be writing to the slots."""
     moves_down: bool = False
-    """Whether evicted blocks are being copied to them."""
+    """Whether blocks evicted from a device are being copied to the slots."""
     check: LateCheck | None = None
-    """Of what was read to the device, past the host."""
+    """Verification of blocks that were read from disk directly to the device."""
     when_whole: list[Callable[[], None]] = field(default_factory=list)
-    """What is done once that has found it whole: until then nobody else finds it."""
+    """Actions to run when `check` succeeds. They make the blocks visible to other requests."""
 
     def keep_checked(self) -> None:
-        """The device has checked a batch: keep it, unless a block is damaged, which goes with the lease."""
+        """Run the actions in `when_whole` if `check` succeeded, and clear them in any case.
+
+        Blocks of a damaged batch are dropped with the block handle.
+        """
         keep, self.when_whole = self.when_whole, []
         for action in keep if self.check is not None and self.check.found_whole() else ():
             action()
 
     def is_over(self) -> bool:
-        """Whether nothing reads or writes its slots any more."""
+        """Return whether the pin was released and nothing reads or writes its slots."""
         return self.over is not None and not self.reading and self.over.query() and self.copied.query()
 
     def end(self) -> Event:
-        """It is over when the device has done what it was given before now: the event that says so."""
+        """Release the pin after the device work queued so far, and return the event for that point."""
         self.over = self.stream.computed() if self.stream else DoneEvent()
         return self.over
 
 
 class Holds:
-    """All of a residency, which guards them."""
+    """All pins of a residency. The lock of the residency guards them."""
 
     def __init__(self) -> None:
         self._holds: set[Hold] = set()
@@ -81,23 +87,26 @@ class Holds:
         self._holds.add(hold)
 
     def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
-        """The slots of a tier that are held."""
+        """Return the pinned slots of a tier."""
         return [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
 
     def await_moves_down(self, stream: CopyStream | None) -> None:
-        """Blocks on their way down are found on the host at once; only their own stream keeps the order by itself."""
+        """Wait for copies of evicted blocks to the host on streams other than `stream`.
+
+        Look-ups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
+        """
         for hold in self._holds:
             if hold.moves_down and hold.stream is not stream:
                 hold.copied.synchronize()
 
     def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
-        """Let go of the slots that nothing reads or writes any more."""
+        """Unpin the slots of all pins that are over."""
         for hold in list(self._holds):
-            if hold.over is None and hold.lease is not None and hold.lease() is None:  # interrupted, and lost
+            if hold.over is None and hold.lease is not None and hold.lease() is None:  # an interrupt lost the handle
                 hold.end()
-            if hold.is_over() or (hold.check is not None and hold.check.is_done()):  # before the end of copies
+            if hold.is_over() or (hold.check is not None and hold.check.is_done()):  # maybe before the copies end
                 hold.keep_checked()
-        for hold in list(self._holds):  # with those that keeping has made
+        for hold in list(self._holds):  # including pins that `keep_checked` added
             if hold.is_over() and not hold.when_whole:
                 for tier, pool, slots in hold.slots:
                     unpin(tier, pool, slots)
@@ -106,29 +115,29 @@ class Holds:
 
 @dataclass(eq=False)
 class LeasedBlocks:
-    """What a lease brings of one request."""
+    """Blocks that a handle fetches for one request."""
 
     request: BlockRequest
     chunks: np.ndarray
-    """int64, ascending: of those that were asked for, what it brings."""
+    """Chunks to fetch, int64, ascending: all requested chunks, or those within the budgets."""
     from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """Chunks that are read from disk for it."""
+    """Chunks that are read from disk, int64, ascending."""
     blocks: Blocks | None = None
-    """Where they lie, on the device that asked, once they have arrived."""
+    """Locations of the blocks on the requested device, or None before they have arrived."""
 
     @property
     def arrived(self) -> Blocks:
-        """The blocks, of a lease that was waited for."""
+        """Blocks of a handle after `wait`."""
         assert self.blocks is not None
         return self.blocks
 
 
 class Lease:
-    """A batch of blocks on their way to a device, and a hold on the slots they lie in until `release`.
+    """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
 
     Args:
         residency: the tiers.
-        requests: what it brings.
+        requests: the blocks to fetch.
     """
 
     def __init__(self, residency: Residency, requests: Sequence[BlockRequest]) -> None:
@@ -137,19 +146,22 @@ class Lease:
         self.leased = [LeasedBlocks(request, request.chunks) for request in requests]
         self.latch = Latch()
         self.failed: SegmentReader | None = None
-        """The segment that kept it from arriving, where it is known."""
+        """Segment that made the fetch or its verification fail, if known."""
         self.owns_memory = False
-        """Whether blocks lie in device memory of the lease's own, allocated on the side stream."""
+        """Whether some blocks are in device memory of the handle's own, allocated on the side stream."""
 
     @property
     def has_arrived(self) -> bool:
-        """Whether nobody need wait in this thread; it may have failed."""
+        """True if the fetch has completed or failed, so that `wait` does not block the thread."""
         return self.latch.is_open
 
     def wait(self) -> None:
-        """Wait until the blocks are there, or raise what kept them: IntegrityError, OSError, or what CUDA raises.
+        """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
 
-        Of some it may still be open whether they are what was written: see `confirm`.
+        Raises:
+            IntegrityError: a block is damaged.
+            OSError: a read failed.
+            Exception: any other error of the fetch, such as one raised by CUDA.
         """
         self.latch.wait()
         if self.hold.stream is not None:
@@ -157,11 +169,15 @@ class Lease:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether `confirm` has nothing to wait for, and nothing to raise. Of a lease that was waited for."""
+        """True if `confirm` neither waits nor raises. Valid after `wait`."""
         return self.hold.check is None or self.hold.check.is_confirmed
 
     def confirm(self) -> None:
-        """Wait until the device has checked what it was given, also after `release`. Raises IntegrityError."""
+        """Wait until the device has verified its blocks. May be called after `release`.
+
+        Raises:
+            IntegrityError: a block is damaged.
+        """
         if self.is_confirmed:
             return
         try:
@@ -171,5 +187,5 @@ class Lease:
             raise
 
     def release(self) -> None:
-        """Let the slots go. Call after the last use of the blocks, and also for a lease that failed."""
+        """Release the slots. Call this after the last use of the blocks, and also if the fetch failed."""
         self.residency.retire(self)

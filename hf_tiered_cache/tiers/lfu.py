@@ -1,4 +1,4 @@
-"""Least frequently used."""
+"""Least-frequently-used (LFU) eviction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .policy import EvictionPolicy, Usage
 
 
 class LFU(EvictionPolicy):
-    """What was asked for least often goes first; of equals, what was used longest ago."""
+    """Eviction of the blocks with the fewest requests; ties are broken by least recent use."""
 
     def score(self, usage: Usage) -> np.ndarray:
         return (usage.uses << 32) + usage.last_used

@@ -1,4 +1,4 @@
-"""Least recently used."""
+"""Least-recently-used (LRU) eviction."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .policy import EvictionPolicy, Usage
 
 
 class LRU(EvictionPolicy):
-    """What was used longest ago goes first."""
+    """Eviction of the least recently used blocks."""
 
     def score(self, usage: Usage) -> np.ndarray:
         return usage.last_used

@@ -1,4 +1,4 @@
-"""The eviction policy interface: scores slots by what is known of their blocks. It knows no tensor."""
+"""Eviction policy interface: scores for buffer slots, based on the usage of their blocks and not on tensors."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Usage:
-    """What is known of some slots, as arrays of one length."""
+    """Usage of the blocks in some slots, as arrays of one length."""
 
     last_used: np.ndarray
-    """int64, the tier's clock at the last use; the clock ticks once a fetch and stays below 2^32."""
+    """Clock of the tier at the last use, int64. The clock ticks once per fetch and stays below 2^32."""
     uses: np.ndarray
-    """int64, how often the block was asked for since it came in."""
+    """Number of requests for the block since it was inserted, int64."""
     importance: np.ndarray
-    """float64, what `learn` has made of what selectors told of the block's chunk."""
+    """Importance of the chunk as computed by `learn` from selector reports, float64."""
     accesses: np.ndarray
-    """float64, how often a selector ever chose it."""
+    """Number of times that selectors chose the chunk, float64."""
 
 
 class EvictionPolicy(ABC):
-    """Says which blocks go first."""
+    """Base class of eviction policies."""
 
     def learn(self, importance: np.ndarray, accesses: np.ndarray, mass: np.ndarray, share: np.ndarray) -> np.ndarray:
-        """The importance of chunks that a selector has chosen. Its sum over time, unless said otherwise.
+        """Return the new importance of chunks that a selector chose. The default is the sum of the attention.
 
         Args:
-            importance: of each chunk so far.
-            accesses: how often each was chosen before.
-            mass: what attention each gets this time.
-            share: which part of its tokens was chosen.
+            importance: importance of each chunk so far.
+            accesses: how often each chunk was chosen before.
+            mass: attention to each chunk in this selection.
+            share: fraction of each chunk's tokens that was chosen.
         """
         return importance + mass
 
     @abstractmethod
     def score(self, usage: Usage) -> np.ndarray:
-        """A number for each slot; the lowest go first."""
+        """Return a score for each slot. The lowest scores are evicted first."""
 
     def victims(self, usage: Usage, count: int) -> np.ndarray:
-        """Indices of the `count` slots that score lowest, in no order."""
+        """Return the indices of the `count` slots with the lowest scores, in any order."""
         score = self.score(usage)
         if count >= len(score):
             return np.arange(len(score))
         return np.argpartition(score, count)[:count] if count else np.empty(0, np.intp)
 
     def keeps(self, arriving: Usage, resident: Usage, free: int) -> np.ndarray:
-        """Which blocks that come to this tier, from disk or from a faster one that gives them up, stay in it: bool.
+        """Return a bool mask of the arriving blocks that the tier keeps.
 
         Args:
-            arriving: those blocks.
-            resident: the blocks here that could go in their place.
-            free: slots that nobody needs to leave.
+            arriving: usage of blocks that arrive from disk, or are evicted from a faster tier.
+            resident: usage of the evictable blocks in the tier.
+            free: number of free slots.
         """
         return np.ones(len(arriving.last_used), bool)

@@ -1,4 +1,4 @@
-"""One tier: a budget over the pools of slots for blocks of all sizes, and who goes when it is full."""
+"""One memory tier: slot pools for blocks of all sizes, with a shared byte budget and an eviction policy."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from .slots import FREE, GONE, ORPHANED, RESERVED, SlotPool
 logger = logging.getLogger("hf_tiered_cache")
 
 SLAB_BYTES, LEAST_SLAB_BYTES = 64 << 20, 1 << 20
-"""Memory is taken in slabs, so that budgets need not be paid at start and pools can trade: an eighth of a small budget,
-for blocks of several sizes. Powers of two, alignment included: PyTorch page-locks whole powers of two."""
+"""Maximum and minimum slab size in bytes.
+
+Memory is allocated in slabs, so that a budget is not allocated at start and pools can exchange memory. In a tier with a
+small budget a slab takes an eighth of it, so that blocks of several sizes fit. If that is below the minimum, the
+maximum applies. The limits are powers of two, alignment included, because PyTorch page-locks whole powers of two."""
 
 Allocate = Callable[[int], torch.Tensor]
-"""Returns uint8 `[nbytes]` on the tier's device, on a 4 KiB boundary."""
+"""Function that allocates uint8 `[nbytes]` on the device of the tier, aligned to 4 KiB."""
 
 
 def slab_slots(block_bytes: int, budget: int = 8 * SLAB_BYTES) -> int:
-    """How many blocks a slab holds, in a tier with that budget."""
+    """Return how many blocks fit in a slab of a tier with the given budget in bytes."""
     nbytes = min(SLAB_BYTES, 1 << max(0, (budget // 8).bit_length() - 1))
     return max(1, ((nbytes if nbytes >= LEAST_SLAB_BYTES else SLAB_BYTES) - ALIGNMENT) // block_bytes)
 
@@ -37,15 +40,15 @@ class Tier:
     Not thread-safe: `Residency` holds the lock.
 
     Args:
-        name: "host" or "device", as the stats call it.
-        budget: bytes of memory the tier may take, slab alignment included.
-        policy: who goes when it is full.
-        allocate: gets memory for slabs, which the tier keeps, on its device.
-        on_evict: called with owner, the segment's number of chunks, the blocks and what is known of them, before they
-            go.
-        scores: what selectors have told of chunks.
-        allocate_own: gets memory of requests' own; None for `allocate`.
-        added: told of each new slab, uint8 `[slots, block_bytes]`.
+        name: name of the tier in the stats: "host", "device" or "staging".
+        budget: bytes of memory the tier may allocate, slab alignment included.
+        policy: eviction policy.
+        allocate: allocates memory for slabs on the device of the tier.
+        on_evict: called before blocks are evicted, with their owner, the number of chunks of the KV cache group, the
+            blocks and their usage.
+        scores: scores of chunks that selectors reported.
+        allocate_own: allocates memory outside the tier for a single request; `allocate` by default.
+        added: called with each new slab, uint8 `[slots, block_bytes]`.
     """
 
     def __init__(
@@ -73,13 +76,13 @@ class Tier:
         self._owners: dict[Owner, int] = {}
         self._names: dict[int, Owner] = {}
         self._tables: dict[int, tuple[SlotPool, np.ndarray]] = {}  # owner -> slot of each chunk, or -1
-        self._latest: dict[tuple[str, int], Owner] = {}  # of a segment and block group, whatever it contains
+        self._latest: dict[tuple[str, int], Owner] = {}  # (segment, KV cache group) -> owner
         self._next_owner = 0
 
-    # --- looking up
+    # --- look-up
 
     def lookup(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
-        """int64 `[len(chunks)]`: the slot that holds each chunk's block, or -1."""
+        """Return the slot that holds each chunk's block, or -1, int64 `[len(chunks)]`."""
         number = self._owners.get(owner)
         return np.full(len(chunks), -1, np.int64) if number is None else self._tables[number][1][chunks]
 
@@ -92,11 +95,11 @@ class Tier:
         return self._pools.values()
 
     def segments(self) -> set[str]:
-        """Those of which it holds a block."""
+        """Return the ids of segments with blocks in the tier."""
         return {owner[0] for owner in self._owners}
 
     def use(self, pool: SlotPool, slots: np.ndarray) -> None:
-        """Note a use of these slots and pin them."""
+        """Record a use of these slots and pin them."""
         pool.last_used[slots] = self.clock
         pool.uses[slots] += 1
         pool.pins[slots] += 1
@@ -105,9 +108,9 @@ class Tier:
         pool.pins[slots] -= 1
 
     def own_memory(self, chunks: np.ndarray, block_bytes: int) -> Iterator[Blocks]:
-        """Memory of a request's own, of this tier's kind, for blocks that find no slot here.
+        """Allocate memory of the same kind outside the tier, for blocks of one request that get no slot.
 
-        In pieces as large as slabs: PyTorch keeps page-locked memory for reuse, by sizes that are powers of two.
+        The memory comes in pieces of slab size, because PyTorch caches page-locked memory by powers of two.
         """
         for at in range(0, len(chunks), slab_slots(block_bytes)):
             piece = chunks[at : at + slab_slots(block_bytes)]
@@ -115,24 +118,24 @@ class Tier:
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes, what is made ahead included."""
+        """Bytes of allocated memory, including slabs allocated in advance."""
         return self.allocated + self.stock.nbytes
 
-    # --- taking and giving slots
+    # --- acquiring and freeing slots
 
     def room(self, block_bytes: int) -> int:
-        """How many blocks of that size could come in now, the budget and who holds what considered."""
+        """Return how many blocks of that size could be inserted now, within the budget and without pinned slots."""
         return self.vacant(block_bytes) + len(self.pool(block_bytes).evictable())
 
     def vacant(self, block_bytes: int) -> int:
-        """The same, if nothing is to be evicted."""
+        """Return how many blocks of that size could be inserted now without eviction."""
         growth = max(0, (self.budget - self.allocated - ALIGNMENT) // block_bytes)
         return growth + int((self.pool(block_bytes).owner == FREE).sum())
 
     def acquire(self, block_bytes: int, count: int) -> tuple[SlotPool, np.ndarray]:
-        """Up to `count` pinned slots that belong to nobody yet, evicting as the policy says.
+        """Reserve and pin up to `count` slots, evicting blocks as the policy decides.
 
-        Fewer come back where the budget is too small or everything is pinned.
+        Fewer slots are returned if the budget is too small or everything is pinned.
         """
         pool = self.pool(block_bytes)
         self._grow(pool, count)
@@ -148,11 +151,11 @@ class Tier:
     def settle(
         self, pool: SlotPool, slots: np.ndarray, owner: Owner, chunks: np.ndarray, chunk_count: int
     ) -> np.ndarray:
-        """Give reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
+        """Assign reserved slots, now filled, to the blocks `(owner, chunks)`; they stay pinned.
 
         Returns:
-            A mask over `slots`: False where the block was brought in by another request meanwhile. Such a slot
-            keeps its bytes while pinned, and belongs to nobody afterwards.
+            A mask over `slots`: False where another request has inserted the block in the meantime. Such a slot keeps
+            its bytes while pinned, and is freed afterwards.
         """
         number = self._number(owner, pool, chunk_count)
         table = self._tables[number][1]
@@ -162,12 +165,12 @@ class Tier:
         pool.last_used[mine] = self.clock
         pool.uses[mine] = 1
         pool.importance[mine], pool.accesses[mine] = self._scores.of(owner, chunks[fresh])
-        pool.owner[mine] = number  # after all else is known of them: `mend` goes by it
+        pool.owner[mine] = number  # last, since `mend` relies on it
         table[chunks[fresh]] = mine
         return fresh
 
     def rescore(self, owner: Owner, chunks: np.ndarray) -> None:
-        """The scores of these chunks have changed."""
+        """Update the slots of these chunks after their scores have changed."""
         if (number := self._owners.get(owner)) is None:
             return
         pool, table = self._tables[number]
@@ -176,7 +179,7 @@ class Tier:
         pool.importance[slots], pool.accesses[slots] = self._scores.of(owner, here)
 
     def keeps(self, block_bytes: int, arriving: Usage) -> np.ndarray:
-        """Which blocks that come here this tier would keep, bool."""
+        """Return a bool mask of the arriving blocks that the tier would keep."""
         pool, count = self.pool(block_bytes), len(arriving.last_used)
         self._grow(pool, count)
         free = len(pool.free_slots(count))
@@ -185,18 +188,18 @@ class Tier:
         return self.policy.keeps(arriving, pool.usage(pool.evictable()), free)
 
     def discard(self, pool: SlotPool, slots: np.ndarray) -> None:
-        """Free slots, whatever they hold."""
+        """Free slots in any state, and unpin them."""
         self._part(pool, slots, FREE)
         pool.pins[slots] = 0
         pool.uses[slots] = 0
 
     def forget(self, segments: Collection[str]) -> None:
-        """No look-up finds a block of these segments any more; those in use keep their bytes until they are not."""
+        """Forget all blocks of these segments. Pinned slots keep their bytes until they are unpinned."""
         for owner in [owner for owner in self._owners if owner[0] in segments]:
             self._forget_owner(owner)
 
     def also_in(self, other: Tier, pool: SlotPool, slots: np.ndarray) -> np.ndarray:
-        """bool `[len(slots)]`: whether `other` holds the same block."""
+        """Return whether `other` holds the same block as each slot, bool `[len(slots)]`."""
         result = np.zeros(len(slots), bool)
         for number in np.unique(pool.owner[slots]):
             if number >= 0:
@@ -205,7 +208,7 @@ class Tier:
         return result
 
     def clear(self) -> None:
-        """Forget every block, and give the memory back but for slabs that are in use."""
+        """Forget every block and free the memory, except for slabs with pinned slots."""
         self.stock.clear()
         for owner in list(self._owners):
             self._forget_owner(owner)
@@ -215,7 +218,11 @@ class Tier:
                     self._give_back(pool, index)
 
     def mend(self, held: Iterable[tuple[SlotPool, np.ndarray]]) -> None:
-        """A step was interrupted halfway: make everything again from the slots of whole blocks, and those held."""
+        """Rebuild all tables after an interrupted change, from the slots of complete blocks and the pinned slots.
+
+        Args:
+            held: the pinned slots with their pools.
+        """
         self.allocated = 0
         for pool in self._pools.values():
             pool.pins[:] = 0
@@ -239,10 +246,10 @@ class Tier:
             pool.pins[slots] += 1
             pool.owner[slots[pool.owner[slots] == FREE]] = ORPHANED
 
-    # --- within
+    # --- slabs and owners
 
     def wants(self, block_bytes: int, count: int) -> list[int]:
-        """Bytes of each slab that is neither taken nor in stock, and would be for `count` blocks more."""
+        """Return the sizes in bytes of the slabs to allocate, beyond those in stock, to get `count` free slots."""
         missing, room = count - len(self.pool(block_bytes).free_slots(count)), self.budget - self.allocated
         wanted: list[int] = []
         while missing > 0 and (nbytes := self._slab_bytes(block_bytes, room)):
@@ -251,22 +258,22 @@ class Tier:
         return self.stock.lacks(wanted)
 
     def _slab_bytes(self, block_bytes: int, room: int) -> int:
-        """Of the next slab, within so many bytes; 0 where no block fits."""
+        """Return the bytes of the next slab, at most `room` with alignment; 0 if no block fits."""
         return max(0, min((room - ALIGNMENT) // block_bytes, slab_slots(block_bytes, self.budget))) * block_bytes
 
     def put_in_stock(self, memory: torch.Tensor) -> None:
-        """Keep memory, uint8 `[nbytes]`, for the next slab, if the budget has room for it."""
+        """Keep memory, uint8 `[nbytes]`, for a later slab if it fits in the budget."""
         if self.nbytes + memory.numel() + ALIGNMENT <= self.budget:
             self.stock.put(memory)
 
     def stay(self, error: Exception) -> None:
-        """There is no memory for more slabs."""
+        """Stop the growth of the tier after a failed allocation: limit the budget to the allocated bytes."""
         logger.warning("no memory for more blocks (%s): the %s tier stays as it is", error, self.name)
         self.stock.clear()
         self.budget = self.allocated
 
     def _grow(self, pool: SlotPool, count: int) -> None:
-        """Take slabs until `count` slots are free or the budget is used, then from pools that are used less."""
+        """Add slabs until `count` slots are free. Beyond the budget, take memory from less recently used pools."""
         while len(pool.free_slots(count)) < count:
             nbytes = self._slab_bytes(pool.block_bytes, self.budget - self.allocated)
             if nbytes:
@@ -286,12 +293,15 @@ class Tier:
     def _slab_memory(self, nbytes: int) -> torch.Tensor:
         if (ready := self.stock.take(nbytes)) is not None:
             return ready
-        if self.nbytes + nbytes + ALIGNMENT > self.budget:  # what was made ahead is of other sizes
+        if self.nbytes + nbytes + ALIGNMENT > self.budget:  # slabs in stock have other sizes
             self.stock.clear()
         return self.allocate(nbytes)
 
     def _take_from_others(self, pool: SlotPool) -> bool:
-        """Give up the slab of another pool that was used longest ago, if longer ago than anything in this one."""
+        """Free the least recently used slab of another pool and return True.
+
+        Return False if this pool has an evictable block that was used less recently, or if all slabs have pins.
+        """
         best: tuple[int, SlotPool, int] | None = None
         for other in self._pools.values():
             for index, memory in enumerate(other.slabs):
@@ -329,7 +339,7 @@ class Tier:
         number = self._owners.get(owner)
         if number is None:
             if (before := self._latest.get(owner[:2])) in self._owners:
-                self._forget_owner(before)  # the segment was written anew since
+                self._forget_owner(before)  # the segment was written again since
             number = self._next_owner
             self._next_owner += 1
             self._tables[number] = (pool, np.full(chunk_count, -1, np.int64))
@@ -346,7 +356,7 @@ class Tier:
         self.discard(pool, slots[~in_use])
 
     def _part(self, pool: SlotPool, slots: np.ndarray, state: int) -> None:
-        """Part slots from the blocks they hold, if any."""
+        """Remove the blocks of slots from the look-up tables, and set the slots to `state`."""
         for number in np.unique(pool.owner[slots]):
             if number >= 0:
                 held = slots[pool.owner[slots] == number]

@@ -1,9 +1,9 @@
-"""Where blocks are, and how they come to the device that computes: device memory, host memory, disk.
+"""Locations of blocks in device memory, host memory and on disk, and transfers to the compute device.
 
-The tiers are exclusive: a block that moves up to the device leaves its host slot, one that is evicted from the
-device moves down to the host. What comes from disk stays in a tier if its policy would not rather keep what is there.
-What finds no slot on the device passes through its staging area, and stays on the host; what finds no room at all
-travels in memory of the request's own.
+The tiers are exclusive: a block that is copied to the device tier loses its host slot, and a block that is evicted from
+the device moves to the host. A block that is read from disk stays in a tier if the policy keeps it. A block without a
+slot in the device tier passes through the staging area and stays on the host. A block without any slot uses memory that
+is allocated for its request.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class Residency:
         device_budget: bytes for blocks on each device.
         policy: name of the eviction policy of the tiers.
         pin: whether host memory is page-locked.
-        device_types: kinds of device with a tier of their own; for the others the host tier is the device tier.
-        direct: whether the engine fills device memory from disk (GPUDirect Storage).
-        index_budget: bytes for keys that stay in memory for identification.
-        staging_budget: bytes on each device, beside those for blocks that stay, for blocks on their way to requests.
-        register: told of each slab of device memory, which the engine is going to read into.
+        device_types: types of device with their own tier; for others the host tier is the device tier.
+        direct: whether the engine reads from disk directly to device memory (GPUDirect Storage).
+        index_budget: bytes for indexes of keys that stay in memory for selection.
+        staging_budget: bytes of the staging area on each device, in addition to `device_budget`.
+        register: called with each new slab of device memory, before the engine reads into it.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Residency:
             make_policy(policy),
             page_locked if pin else aligned_bytes,
             scores=self.scores,
-            allocate_own=partial(aligned_bytes, pin=pin),  # an allocator that waits for copies keeps it
+            allocate_own=partial(aligned_bytes, pin=pin),  # its allocator waits for copies before reuse
         )
         self.device_budget, self.staging_budget = device_budget, staging_budget
         self._policy, self._direct, self._device_types = policy, direct, device_types
@@ -85,25 +85,25 @@ class Residency:
         self._lock = threading.Lock()
         self._step = Step(self._mend)
         self._clock = 0
-        self._starting = Apart()  # a read that is half begun could not be taken back
+        self._starting = Apart()  # a read interrupted while starting could not be undone
         self._slabs = SlabMaker(self._lock, self._step, self.host, ahead=pin)
 
-    # --- the two verbs
+    # --- fetching and inserting
 
     def fetch(
         self, requests: Sequence[BlockRequest], device: torch.device, collector: StatsCollector, ahead: bool = False
     ) -> Lease:
-        """Start bringing blocks to `device`, all that are read in one submission.
+        """Start to fetch blocks to `device`, with one submission for all disk reads.
 
         Args:
-            requests: which blocks, of segments of one store.
-            device: where attention runs.
+            requests: the blocks to fetch, from segments of one store.
+            device: the device where attention runs.
             collector: counts look-ups, bytes and time.
-            ahead: whether this is before they are needed: then what the budgets have no room for is left out. Otherwise
-                it comes in memory of the request's own.
+            ahead: whether this is a prefetch. A prefetch drops blocks that exceed the budgets; otherwise memory is
+                allocated for them.
 
         Returns:
-            At once, a lease whose blocks arrive later.
+            A block handle. The call does not wait for the blocks.
         """
         lease = Lease(self, requests)
         try:
@@ -120,14 +120,14 @@ class Residency:
                 self._settle(lease, arrive)
             else:
                 self._starting.do(read)
-        except BaseException:  # also Ctrl-C: nobody is going to release it
+        except BaseException:  # including Ctrl-C: the caller gets no handle to release
             lease.hold.over = DoneEvent()
             self.retire(lease)
             raise
         return lease
 
     def _find(self, lease: Lease, device: torch.device, collector: StatsCollector, ahead: bool) -> list[Arrival]:
-        """Hold what memory has."""
+        """Pin the requested blocks that are already in memory, and create the pending fetches."""
         hold, gpu = lease.hold, self._gpu(device)
         self._tick(gpu)
         hold.stream = None if gpu is None else gpu.stream
@@ -136,12 +136,12 @@ class Residency:
         for each in arrivals if ahead else ():
             self._keep_within_budgets(each)
         self._holds.await_moves_down(hold.stream)
-        for each in arrivals:  # before slots are taken for others, which would evict
+        for each in arrivals:  # before slots are acquired, which may evict blocks
             self._hold_found(each, hold, collector)
         return arrivals
 
     def _lacking(self, arrivals: Sequence[Arrival]) -> list[tuple[Tier, int]]:
-        """Slabs that are to be made, without the lock, before slots are taken."""
+        """Return the slabs to allocate, without the lock, before slots are acquired."""
         if not any(each.gpu is not None or len(each.leased.from_disk) for each in arrivals):
             return []
         return self._slabs.lacking(sum((each.needs(self.host, self._direct) for each in arrivals), Counter()))
@@ -149,10 +149,11 @@ class Residency:
     def _begin(
         self, lease: Lease, arrivals: Sequence[Arrival], collector: StatsCollector
     ) -> tuple[Callable[[], None] | None, Callable[[], None]]:
-        """Hold slots for the rest.
+        """Reserve slots for the blocks that are not in memory.
 
         Returns:
-            What starts to read the rest, if there is any, and what is to be done when all is in memory.
+            A function that starts to read these blocks, or None if there are none, and a function to call when all
+            blocks are in memory.
         """
         hold = lease.hold
         for each in arrivals:
@@ -164,7 +165,7 @@ class Residency:
         def arrive() -> None:
             for each in arrivals:
                 self._arrive(each, lease)
-            if hold.stream is not None:  # also after what earlier leases are still copying to slots that this uses
+            if hold.stream is not None:  # also after copies of earlier handles to the same slots
                 hold.copied = hold.stream.copied()
             for each in arrivals:
                 if hold.check is None:
@@ -173,20 +174,20 @@ class Residency:
                     hold.when_whole.append(partial(self._keep_staged, each))
 
         def read() -> None:
-            """In the thread that starts reads."""
+            """Start the reads; runs in the worker thread."""
             with self._lock:
-                if hold.over is not None:  # given up before it began
+                if hold.over is not None:  # released before the read began
                     lease.latch.open()
                     return
                 hold.reading = True
             collector.read_started()
             try:
                 if hold.stream is not None and direct:
-                    hold.stream.copied().synchronize()  # the disk writes past all streams: let evictions finish
+                    hold.stream.copied().synchronize()  # direct reads ignore streams: let evictions finish
                 reading = read_batch(through_host, direct)
-            except BaseException as error:  # the store was closed meanwhile
+            except BaseException as error:  # for instance, the store was closed
                 reading = Future()
-                reading.set_exception(error.with_traceback(None))  # of which this frame would be a part
+                reading.set_exception(error.with_traceback(None))  # the traceback would reference this frame
             reading.add_done_callback(done)
 
         def done(reading: Future[ReadReport]) -> None:
@@ -207,7 +208,7 @@ class Residency:
         return read if from_disk else None, arrive
 
     def _settle(self, lease: Lease, arrive: Callable[[], None], error: BaseException | None = None) -> None:
-        """All blocks of a lease are in memory, or cannot be had: say so to who waits for it."""
+        """Finish a fetch, successful or failed, and wake the threads that wait for it."""
         try:
             with self._lock, self._step:
                 lease.hold.reading = False
@@ -219,11 +220,11 @@ class Residency:
             readers = (leased.request.reader for leased in lease.leased)
             lease.failed = next((reader for reader in readers if reader.caused(error)), None)
         lease.latch.open(error)
-        if lease.hold.over is not None:  # released meanwhile
+        if lease.hold.over is not None:  # released in the meantime
             self.retire(lease)
 
     def admit(self, owner: Owner, blocks: torch.Tensor) -> None:
-        """Put freshly computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
+        """Insert computed blocks, uint8 `[chunks, block_bytes]` on the CPU, into the host tier if they fit."""
         count, block_bytes = blocks.shape
         if count * block_bytes > self.host.budget:
             return
@@ -231,7 +232,7 @@ class Residency:
         with self._lock, self._step:
             lacking = self._slabs.lacking(Counter({(self.host, block_bytes): count}))
         self._slabs.make(lacking)
-        lease = Lease(self, ())  # of nobody but this method, while it fills them
+        lease = Lease(self, ())  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._step:
                 self._tick(None)
@@ -244,22 +245,39 @@ class Residency:
                 for tier, pool, slots in lease.hold.slots:
                     new = slots[pool.owner[slots] == RESERVED]
                     tier.settle(pool, new, owner, pool.chunk[new], count)
-        finally:  # slots that were not filled belong to nobody, and are free again
+        finally:  # slots that were not filled become free again
             self.retire(lease)
 
     def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """A selector has chosen a share of `chunks` of a block group with `count`; so much attention do they get."""
+        """Record that a selector chose chunks of a KV cache group.
+
+        Args:
+            owner: the segment and KV cache group.
+            count: number of chunks of the KV cache group.
+            chunks: the chosen chunks.
+            mass: attention to each chosen chunk.
+            share: fraction of each chunk's tokens that was chosen.
+        """
         self.scores.note(owner, count, chunks, mass, share)
         with self._lock, self._step:
             for tier in self._tiers():
                 tier.rescore(owner, chunks)
 
     def where(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, int]:
-        """How many of a block group's `chunks`, int64 ascending, each tier holds for `device`, by its name."""
+        """Return the number of `chunks` in each place, see `find`."""
         return {tier: len(found) for tier, found in self.find(owner, chunks, device).items()}
 
     def find(self, owner: Owner, chunks: np.ndarray, device: torch.device) -> dict[str, np.ndarray]:
-        """Which ones these are."""
+        """Return where the chunks of a KV cache group are.
+
+        Args:
+            owner: the segment and KV cache group.
+            chunks: int64, ascending.
+            device: the device where attention runs.
+
+        Returns:
+            The chunks in each tier that serves `device`, by the name of the tier, and the others under "disk".
+        """
         with self._lock, self._step:
             found = {}
             gpu = self._gpus.get(device)
@@ -270,7 +288,7 @@ class Residency:
             return found | {"disk": chunks}
 
     def forget(self, segments: Collection[str]) -> None:
-        """These segments are gone: so are their blocks, in use or not, and what was known of them."""
+        """Forget deleted segments: their blocks, pinned or not, their scores and their indexes."""
         self.scores.forget(segments)
         self.resident.forget(segments)
         with self._lock, self._step:
@@ -279,7 +297,7 @@ class Residency:
             self._holds.reap(self._unpin)
 
     def segments(self) -> set[str]:
-        """Those of which blocks are in memory."""
+        """Return the ids of segments with blocks or indexes in memory."""
         with self._lock, self._step:
             return {segment for tier in self._tiers() for segment in tier.segments()} | self.resident.segments()
 
@@ -292,12 +310,12 @@ class Residency:
         self._holds.reap(self._unpin)
 
     def _keep_within_budgets(self, each: Arrival) -> None:
-        """Leave out what finds no room now, first of all of what is not there."""
+        """Drop requested chunks that exceed the budget, uncached chunks first."""
         owner, size, chunks = each.owner, each.block_bytes, each.leased.chunks
         target = self.host if each.gpu is None else each.gpu.tier
         there = target.lookup(owner, chunks) >= 0
         new = chunks[~there]
-        if each.gpu is not None and not self._direct:  # what is read passes through the host
+        if each.gpu is not None and not self._direct:  # blocks from disk pass through the host
             staged = np.flatnonzero(self.host.lookup(owner, new) < 0)
             passing = max(0, self.host.room(size) - (len(new) - len(staged)))
             new = np.delete(new, staged[passing:])
@@ -305,7 +323,7 @@ class Residency:
         each.leased.chunks = np.sort(np.concatenate([chunks[there], new[:room]]))
 
     def _hold_found(self, each: Arrival, hold: Hold, collector: StatsCollector) -> None:
-        """Hold what the tiers have."""
+        """Pin the requested blocks that are already in memory."""
         missing = each.leased.chunks
         if each.gpu is not None:
             found, missing = self._take(each.gpu.tier, each, missing, hold, collector)
@@ -315,11 +333,11 @@ class Residency:
         each.leased.from_disk = missing
 
     def _take_slots(self, each: Arrival, hold: Hold) -> None:
-        """Find slots for the rest, or memory of the lease's own, for the disk to fill."""
+        """Reserve slots, or allocate memory, for the blocks that are read from disk."""
         size, rest = each.block_bytes, each.leased.from_disk
         if not len(rest):
             return
-        gone = each.leased.request.reader.gone  # nobody will look for it again
+        gone = each.leased.request.reader.gone  # a deleted segment is not looked up again
         if each.gpu is not None and self._direct and not gone:
             reserved = self._reserve(each.gpu.tier, size, rest, hold, each)
             rest = _without(rest, reserved)
@@ -335,7 +353,7 @@ class Residency:
     def _take(
         self, tier: Tier, each: Arrival, chunks: np.ndarray, hold: Hold, collector: StatsCollector
     ) -> tuple[Blocks, np.ndarray]:
-        """Hold what `tier` has of `chunks`. Returns it, and the chunks it has not."""
+        """Pin the blocks of `chunks` that `tier` holds. Return them, and the chunks that it does not hold."""
         slots = tier.lookup(each.owner, chunks)
         found = slots >= 0
         size, blocks = each.block_bytes, Blocks.none()
@@ -353,7 +371,12 @@ class Residency:
         """Reserve slots for the first of `chunks`, as many as `tier` has room for.
 
         Args:
-            each: of which they are, if they are to stay: then those alone that the tier's policy keeps.
+            tier: the tier to reserve in.
+            block_bytes: bytes per block.
+            chunks: int64, ascending.
+            hold: the pin that gets the slots.
+            each: pending fetch that inserts the chunks into the tier on arrival. Then only chunks that the policy keeps
+                get slots. None to reserve without the policy.
         """
         if not len(chunks) or not tier.budget:
             return Blocks.none()
@@ -369,7 +392,7 @@ class Residency:
         return pool.blocks(slots, taken)
 
     def _arrive(self, each: Arrival, lease: Lease) -> None:
-        """The bytes are in memory: move them up to the device, and enter them in the tier that keeps them."""
+        """Copy the blocks of a completed read to the device, and insert them into the tiers that keep them."""
         request, moved = each.leased.request, np.empty(0, np.int64)
         on_host = Blocks.join(each.on_host)
         if each.gpu is None:
@@ -380,7 +403,7 @@ class Residency:
             each.leased.blocks = Blocks.join(each.on_device)
         for holder, pool, slots in each.reserved if not request.reader.gone else ():
             new = slots[pool.owner[slots] == RESERVED]
-            if holder is self.host:  # exclusive: what has moved up stays reserved, and is freed with the lease
+            if holder is self.host:  # exclusive tiers: slots of moved blocks stay reserved until the release
                 new = new[~np.isin(pool.chunk[new], moved)]
             elif lease.hold.check is not None:
                 direct = np.isin(pool.chunk[new], on_host.chunks, invert=True)
@@ -390,7 +413,7 @@ class Residency:
 
     @staticmethod
     def _enter(tier: Tier, pool: SlotPool, slots: np.ndarray, request: BlockRequest) -> None:
-        """The tier keeps the blocks that were read into these slots, for others to find."""
+        """Insert the blocks in these slots into the tier, so that other requests find them."""
         reader, block_group, _ = request
         slots = slots[pool.owner[slots] == RESERVED]
         if len(slots) and not reader.gone:
@@ -398,10 +421,10 @@ class Residency:
             tier.settle(pool, slots, reader.owner(block_group), pool.chunk[slots], chunks)
 
     def confirm(self, hold: Hold) -> None:
-        """Wait until the device has checked what was read past the host, and enter it in the tier.
+        """Wait until the device has verified its direct reads, and insert their blocks into the tiers.
 
         Raises:
-            IntegrityError: a block is not what was written.
+            IntegrityError: a block is damaged.
         """
         if hold.check is not None:
             hold.check.confirm()
@@ -411,14 +434,14 @@ class Residency:
     # --- between host and device
 
     def _move_up(self, each: Arrival, on_host: Blocks, lease: Lease) -> np.ndarray:
-        """Copy blocks to the device on the side stream. Returns the chunks that got a slot there."""
+        """Copy blocks to the device on the side stream. Return the chunks that the device tier keeps."""
         gpu, size = each.gpu, each.block_bytes
         assert gpu is not None
         reserved = self._reserve(gpu.tier, size, on_host.chunks, lease.hold, each)
         rest = _without(on_host.chunks, reserved)
         staged = self._reserve(gpu.staging, size, rest, lease.hold)
         rest = _without(rest, staged)
-        pressed = self._reserve(gpu.tier, size, rest, lease.hold)  # nothing that stays: the staging area is full
+        pressed = self._reserve(gpu.tier, size, rest, lease.hold)  # temporary: the staging area is full
         rest = _without(rest, pressed)
         targets = Blocks.join([reserved, staged, pressed, *gpu.tier.own_memory(rest, size)])
         gpu.copy(on_host, targets)
@@ -427,19 +450,19 @@ class Residency:
         return reserved.chunks
 
     def _keep_staged(self, each: Arrival) -> None:
-        """Keep a copy on the host of what came to the staging area from disk."""
+        """Keep a host copy of blocks that were read from disk into the staging area."""
         reader, chunks = each.leased.request.reader, each.staged.chunks
         if each.gpu is None or not len(chunks) or reader.gone or not self.host.budget:
             return
         self._move_down(each.gpu.device, each.owner, each.count, each.staged, self._usage(each, chunks))
 
     def _usage(self, each: Arrival, chunks: np.ndarray) -> Usage:
-        """What is known of blocks that arrive."""
+        """Return the usage of arriving blocks."""
         known = self.scores.of(each.owner, chunks)
         return Usage(np.full(len(chunks), self._clock), np.ones(len(chunks), np.int64), *known)
 
     def _move_down(self, device: torch.device, owner: Owner, count: int, blocks: Blocks, usage: Usage) -> None:
-        """Blocks are evicted from a device: keep them on the host, as far as it has room and they are worth it."""
+        """Copy blocks from a device to the host tier, as far as it has room and its policy keeps them."""
         if not self.host.budget:
             return
         size = blocks.block_bytes
@@ -457,33 +480,33 @@ class Residency:
         _, pool, slots = down.slots[0]
         self.host.settle(pool, slots, owner, pool.chunk[slots], count)
 
-    # --- the end of a lease
+    # --- release and repair
 
     def retire(self, lease: Lease) -> None:
-        """The lease is over; its slots go when the device has done what it was given before now."""
+        """Release a block handle. Its slots are unpinned after the device work that is queued so far."""
         with self._lock, self._step:
             if lease.hold.over is None:
                 over = lease.hold.end()
                 if lease.owns_memory and lease.hold.stream is not None:
-                    # the allocator may give it to the side stream, which must not write to it before it was read
+                    # the allocator may reuse it on the side stream, which must not write before it was read
                     lease.hold.stream.await_computation(over)
             if lease.latch.is_open or not lease.hold.reading:
                 for leased in lease.leased:
                     leased.blocks = None
-                lease.latch.error = None  # raised, it holds the frames of who waited, and so their KV
+                lease.latch.error = None  # a raised error keeps the frames of waiting threads alive, and their KV
             self._holds.reap(self._unpin)
 
     def _mend(self) -> None:
-        """A step was interrupted halfway, or failed: what holds say is true, and what is known of whole blocks."""
+        """Repair the tiers after an interrupted or failed change, from the pins and the slots of complete blocks."""
         for gpu in self._gpus.values():
             gpu.stream.copied().synchronize()
         for tier in self._tiers():
             tier.mend(self._holds.in_tier(tier))
         for pool in self.host.pools():
-            self._free_idle(self.host, pool, pool.evictable())  # what has moved up in that step
+            self._free_idle(self.host, pool, pool.evictable())  # blocks that moved to a device in that change
 
     def _unpin(self, tier: Tier, pool: SlotPool, slots: np.ndarray) -> None:
-        """Unpin, and free what nobody needs: reserved slots, and host slots whose block has moved up."""
+        """Unpin slots. Free reserved and orphaned ones, and host slots with a block that is now on a device."""
         tier.unpin(pool, slots)
         self._free_idle(tier, pool, slots[pool.pins[slots] == 0])
 
@@ -499,7 +522,7 @@ class Residency:
     # --- tiers
 
     def _gpu(self, device: torch.device) -> DeviceMemory | None:
-        """What there is on `device`; None where the host tier is the device tier."""
+        """Return the memory of `device`, created on first use; None if the host tier is the device tier."""
         if device.type not in self._device_types:
             return None
         if device not in self._gpus:
@@ -517,12 +540,12 @@ class Residency:
 
     @property
     def devices(self) -> dict[torch.device, Tier]:
-        """The tier of each device that was used."""
+        """Tier of each device used so far."""
         return {device: gpu.tier for device, gpu in self._gpus.items()}
 
     @property
     def device_bytes(self) -> tuple[int, int]:
-        """What is taken on all devices, staging areas included, and what may be."""
+        """Bytes allocated on all devices, staging areas included, and their limit."""
         taken = sum(gpu.tier.nbytes + gpu.staging.nbytes for gpu in self._gpus.values())
         return taken, max(1, len(self._gpus)) * self.device_budget + len(self._gpus) * self.staging_budget
 
@@ -536,7 +559,7 @@ class Residency:
         return sum(tier.evicted for tier in self._tiers())
 
     def clear(self) -> None:
-        """Forget every block and give the memory back; what leases hold stays until they go."""
+        """Forget all blocks and indexes and free the memory. Slabs with pinned slots are kept."""
         with self._lock, self._step:
             self._holds.reap(self._unpin)
             for tier in self._tiers():
@@ -545,7 +568,7 @@ class Residency:
 
 
 def _without(chunks: np.ndarray, *taken: Blocks) -> np.ndarray:
-    """Those of ascending `chunks` that are none of `taken`, ascending."""
+    """Return the ascending `chunks` without those in `taken`, ascending."""
     for blocks in taken:
         chunks = np.setdiff1d(chunks, blocks.chunks, assume_unique=True)
     return chunks

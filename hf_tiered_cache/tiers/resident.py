@@ -1,4 +1,4 @@
-"""What choices are made from stays in memory, and is not read again: indexes of keys."""
+"""Index cache: indexes of keys that stay in memory, so that selection does not read them again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 import torch
 
 KeyOwner = tuple[str, int, int, str]
-"""Segment id, layer, a checksum of what the segment contains, and what is made of the layer's keys."""
+"""Segment id, layer, a checksum of the segment's content, and the kind of index made from the layer's keys."""
 
 
 class Resident(Protocol):
-    """What is made of a segment's keys at one layer."""
+    """Index made from a segment's keys at one layer."""
 
     @property
     def nbytes(self) -> int: ...
@@ -24,29 +24,29 @@ class Resident(Protocol):
 
 
 class ResidentKeys:
-    """Indexes of the keys of segments, by segment and layer, within a budget; the least recently used go first.
+    """Index cache by segment and layer, within a byte budget, with LRU eviction.
 
     Args:
-        budget: bytes, on all devices together.
+        budget: bytes on all devices together.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.allocated = 0
         self.evicted = 0
-        """How many went, or found no room."""
+        """Number of indexes that were evicted or did not fit."""
         self._keys: OrderedDict[tuple[KeyOwner, torch.device], Resident] = OrderedDict()
         self._lock = threading.Lock()
 
     def get(self, owner: KeyOwner, device: torch.device) -> Any:
-        """What is there of `owner` on `device`, or None."""
+        """Return the index of `owner` on `device`, or None."""
         with self._lock:
             if (found := self._keys.get((owner, device))) is not None:
                 self._keys.move_to_end((owner, device))
             return found
 
     def admit(self, owner: KeyOwner, keys: Resident) -> None:
-        """Keep `keys` if they fit."""
+        """Insert an index if it is new and fits in the budget, evicting others as necessary."""
         name = owner, keys.device
         with self._lock:
             if name in self._keys:
@@ -61,24 +61,29 @@ class ResidentKeys:
                 self.evicted += 1
 
     def rename(self, segment: str, named: Callable[[KeyOwner], KeyOwner]) -> None:
-        """Move what there is of a segment to another: `named` gives the new owner of each."""
+        """Assign the indexes of a segment to new owners.
+
+        Args:
+            segment: id of the segment.
+            named: returns the new owner for an owner.
+        """
         with self._lock:
             for owner, device in [name for name in self._keys if name[0][0] == segment]:
                 self._keys[named(owner), device] = self._keys.pop((owner, device))
 
     def forget(self, segments: Collection[str]) -> None:
-        """These segments are gone."""
+        """Forget deleted segments."""
         with self._lock:
             for name in [name for name in self._keys if name[0][0] in segments]:
                 self.allocated -= self._keys.pop(name).nbytes
 
     def segments(self) -> set[str]:
-        """Those of which it holds keys."""
+        """Return the ids of segments with an index in the cache."""
         with self._lock:
             return {owner[0] for owner, _ in self._keys}
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all indexes."""
         with self._lock:
             self._keys.clear()
             self.allocated = 0

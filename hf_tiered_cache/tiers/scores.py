@@ -1,4 +1,4 @@
-"""Scores of chunks, in memory or not: the attention they got, and how often they were chosen."""
+"""Scores of chunks, in memory or not: their importance, and how often selectors chose them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from collections.abc import Callable, Collection, Iterable
 import numpy as np
 
 Owner = tuple[str, int, int]
-"""Segment id, block group, and a checksum of its content: with a chunk number, the name of a block. The checksum keeps
-what is stored anew under the same id apart from what was there before."""
+"""Segment id, KV cache group, and a checksum of its content.
+
+Together with a chunk number this identifies a block. The checksum distinguishes contents stored under the same id at
+different times."""
 
 _MOST_OWNERS = 1 << 16
 
 
 class ScoreTable:
-    """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and block group.
+    """Importance I and accesses F of each chunk (ContiguousKV, Section 4.4), by segment and KV cache group.
 
     Scores survive eviction, so a reloaded block keeps its history.
 
     Args:
-        learn: makes importance of what is told, see `EvictionPolicy.learn`.
+        learn: computes the new importance, see `EvictionPolicy.learn`.
     """
 
     def __init__(self, learn: Callable[..., np.ndarray]) -> None:
@@ -33,7 +35,15 @@ class ScoreTable:
         self._lock = threading.Lock()
 
     def note(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """`chunks` of a block group with `count` were chosen, such a share of each, and got so much attention."""
+        """Record that chunks of a KV cache group were chosen.
+
+        Args:
+            owner: the segment and KV cache group.
+            count: number of chunks of the KV cache group.
+            chunks: the chosen chunks.
+            mass: attention to each chosen chunk.
+            share: fraction of each chunk's tokens that was chosen.
+        """
         name = owner[:2]
         with self._lock:
             row = self._rows.setdefault(name, np.zeros((2, count)))
@@ -45,32 +55,32 @@ class ScoreTable:
                 self._changed.discard(self._rows.popitem(last=False)[0])
 
     def of(self, owner: Owner, chunks: np.ndarray) -> np.ndarray:
-        """float64 `[2, len(chunks)]`: importance and accesses; zeros of what is not known."""
+        """Return importance and accesses of chunks, float64 `[2, len(chunks)]`; zeros if unknown."""
         with self._lock:
             row = self._rows.get(owner[:2])
             return np.zeros((2, len(chunks))) if row is None else row[:, chunks]
 
     def put(self, owner: Owner, known: np.ndarray) -> None:
-        """Take in what is known of all chunks of a block group, float64 `[2, chunks]`, in place of what was."""
+        """Replace the scores of all chunks of a KV cache group by `known`, float64 `[2, chunks]`."""
         with self._lock:
             self._rows[owner[:2]] = known
             self._changed.add(owner[:2])
 
     def forget(self, segments: Collection[str]) -> None:
-        """These segments are gone."""
+        """Forget deleted segments."""
         with self._lock:
             for name in [name for name in self._rows if name[0] in segments]:
                 del self._rows[name]
                 self._changed.discard(name)
 
     def changes(self) -> list[tuple[str, int, bytes]]:
-        """Segment, block group and row, as bytes, of what has changed since this was asked last."""
+        """Return segment, KV cache group and scores, as float32 bytes, of each entry changed since the last call."""
         with self._lock:
             changed, self._changed = self._changed, set()
             return [(*name, self._rows[name].astype("<f4").tobytes()) for name in changed]
 
     def load(self, rows: Iterable[tuple[str, int, bytes]]) -> None:
-        """Take in what `changes` gave, in an earlier process."""
+        """Load what `changes` returned in an earlier process. Existing entries are kept."""
         with self._lock:
             for segment, block_group, data in rows:
                 row = np.frombuffer(data, "<f4").astype(np.float64).reshape(2, -1)

@@ -1,4 +1,4 @@
-"""Gets the memory that tiers grow by without the lock that all requests share: page-locking takes milliseconds."""
+"""Slab allocation outside the lock that all requests share, since page-locking takes milliseconds."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .pool import Tier, slab_slots
 from .slabs import NO_MEMORY
 
 Needs = Counter[tuple[Tier, int]]
-"""Slots that are going to be taken of each tier, for blocks of each size."""
+"""Number of slots that will be acquired, by tier and block size in bytes."""
 
 
 class SlabMaker:
-    """Fills the stocks of a residency's tiers.
+    """Allocator that fills the slab stocks of a residency's tiers.
 
     Args:
-        lock: guards the tiers; it is not held while memory is made.
-        step: of the residency.
-        host: its tier on the host.
-        ahead: whether a thread makes one slab of that tier before it is needed.
+        lock: guards the tiers; it is not held during allocation.
+        step: repair guard of the residency.
+        host: the host tier.
+        ahead: whether a worker thread allocates one slab of the host tier in advance.
     """
 
     def __init__(self, lock: threading.Lock, step: Step, host: Tier, ahead: bool) -> None:
@@ -30,7 +30,10 @@ class SlabMaker:
         self._apart = Apart() if ahead else None
 
     def lacking(self, needs: Needs) -> list[tuple[Tier, int]]:
-        """Which slabs these take that are not made yet, as far as the budgets go. The caller holds the lock."""
+        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
+
+        This may also order a slab in advance. The caller holds the lock.
+        """
         lacking: list[tuple[Tier, int]] = []
         for (tier, size), count in needs.items():
             now = tier.wants(size, count)
@@ -43,7 +46,10 @@ class SlabMaker:
         return lacking
 
     def make(self, lacking: Iterable[tuple[Tier, int]]) -> None:
-        """Make slabs, and put them in stock. Without the lock: what cannot be made leaves a tier as it is."""
+        """Allocate slabs and put them in stock. The caller does not hold the lock.
+
+        If an allocation fails, its tier stops growing.
+        """
         for tier, nbytes in lacking:
             try:
                 memory = tier.allocate(nbytes)

@@ -1,4 +1,4 @@
-"""Memory for slabs that is made before it is needed: page-locking 64 MiB takes longer than reading them."""
+"""Memory for slabs, allocated in advance: page-locking 64 MiB takes longer than reading them from disk."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ import torch
 from ..geometry import ALIGNMENT
 
 NO_MEMORY = (RuntimeError, MemoryError, OSError)
-"""What CUDA, page-locking and mmap raise."""
+"""Errors that CUDA, page-locking and mmap raise if an allocation fails."""
 
 
 class SlabStock:
-    """Memory that one tier has got and not used yet, uint8 `[nbytes]` each."""
+    """Stock of memory that one tier has allocated and not used yet, uint8 `[nbytes]` each."""
 
     def __init__(self) -> None:
         self._ready: list[torch.Tensor] = []
         self.is_ordered = False
-        """Whether more is being made."""
+        """Whether another slab is being allocated."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes, alignment included."""
+        """Bytes in stock, alignment included."""
         return sum(memory.numel() + ALIGNMENT for memory in self._ready)
 
     def put(self, memory: torch.Tensor) -> None:
-        """Keep memory until it is needed."""
+        """Add memory to the stock."""
         self._ready.append(memory)
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """Memory of just this size, if there is any."""
+        """Remove and return memory of exactly this size, or return None."""
         for number, memory in enumerate(self._ready):
             if memory.numel() == nbytes:
                 return self._ready.pop(number)
         return None
 
     def lacks(self, wanted: Iterable[int]) -> list[int]:
-        """Which of these sizes are not here."""
+        """Return the sizes that are not in stock; each memory in stock satisfies one size."""
         sizes, lacking = [memory.numel() for memory in self._ready], []
         for nbytes in wanted:
             if nbytes in sizes:
@@ -47,5 +47,5 @@ class SlabStock:
         return lacking
 
     def clear(self) -> None:
-        """Give it back."""
+        """Free all memory in stock."""
         self._ready.clear()

@@ -1,4 +1,4 @@
-"""Slots: memory for blocks of one size, taken in slabs."""
+"""Buffer slots: memory for blocks of one size, allocated in slabs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from .blocks import Blocks
 from .policy import Usage
 
 FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
-"""States of a slot that holds no block: free, being filled, its memory given back, its block forgotten while in use."""
+"""States of a slot without a block: free, being filled, memory freed, or block forgotten while the slot is pinned."""
 
 
 @dataclass
 class SlotPool:
-    """Slots for blocks of `block_bytes`, with what is known of each in arrays, so that nothing is done block by block.
+    """Pool of buffer slots for blocks of `block_bytes`, with metadata in arrays to avoid a loop over blocks.
 
-    A slot is free, holds a block, or is reserved while one is brought in; while `pins` > 0 it may not be evicted.
-    Numbers of slots never change, also when a slab is given back: those who pinned others keep theirs.
+    A slot is free, holds a block, or is reserved while a block is loaded. While `pins` > 0 it may not be evicted. Slot
+    numbers never change, even when a slab is freed, so that pins on other slabs stay valid.
     """
 
     block_bytes: int
     slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
     starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
-    owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state below
+    owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state above
     chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     uses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -38,7 +38,10 @@ class SlotPool:
         return int((self.owner != GONE).sum())
 
     def add_slab(self, memory: torch.Tensor) -> None:
-        """Take `memory`, uint8 `[slots, block_bytes]`, as new free slots; where a slab went, if it was as large."""
+        """Add `memory`, uint8 `[slots, block_bytes]`, as free slots.
+
+        The numbers of a freed slab of the same size are reused.
+        """
         count = memory.shape[0]
         for index, slab in enumerate(self.slabs):
             if slab is None and self.starts[index + 1] - self.starts[index] == count:
@@ -53,15 +56,15 @@ class SlotPool:
         for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
             known = getattr(self, name)
             grown[name] = np.concatenate([known, np.zeros(count, known.dtype)])
-        self.__dict__.update(grown)  # all at once: an interrupt finds arrays of one length
+        self.__dict__.update(grown)  # atomic: after an interrupt all arrays have the same length
 
     def drop_slab(self, index: int) -> None:
-        """Give a slab's memory back; its slots must be free."""
+        """Free the memory of a slab, where all slots must be free."""
         self.slabs[index] = None
         self.owner[self.starts[index] : self.starts[index + 1]] = GONE
 
     def free_slots(self, count: int) -> np.ndarray:
-        """Up to `count` free slots, ascending: low numbers first keeps runs of blocks side by side in memory."""
+        """Return up to `count` free slots, ascending, so that runs of blocks stay contiguous in memory."""
         return np.flatnonzero(self.owner == FREE)[:count]
 
     def evictable(self) -> np.ndarray:
@@ -71,7 +74,7 @@ class SlotPool:
         return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
 
     def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
-        """The blocks of ascending `chunks`, which lie in `slots`."""
+        """Return the blocks of ascending `chunks`, stored in `slots`."""
         every = np.searchsorted(self.starts, slots, side="right") - 1
         touched, slab = np.unique(every, return_inverse=True)
         starts = np.asarray(self.starts)[every]
@@ -79,5 +82,5 @@ class SlotPool:
 
     def _slab(self, index: int) -> torch.Tensor:
         memory = self.slabs[index]
-        assert memory is not None  # a slab with blocks in it is not given back
+        assert memory is not None  # a slab that holds blocks is not freed
         return memory

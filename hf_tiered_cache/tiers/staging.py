@@ -1,4 +1,4 @@
-"""Memory through which block groups come down from a device, to be written."""
+"""Host staging memory through which KV cache groups are copied from a device before they are written."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ..store.memory import aligned_bytes
 from .streams import CopyStream
 
 _MOST_PINNED_BYTES = 256 << 20
-"""What is larger comes down into ordinary memory: PyTorch keeps for reuse what it has page-locked."""
+"""Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
 
 
 class Staging:
-    """Host memory for one block group, page-locked unless that is too much of it.
+    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large.
 
     Args:
-        nbytes: of the largest block group.
+        nbytes: bytes of the largest KV cache group.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -24,9 +24,9 @@ class Staging:
         self._memory = aligned_bytes(nbytes, pin=pin)
 
     def bring_down(self, stream: CopyStream, blocks: torch.Tensor) -> PackedBlocks:
-        """Blocks of a device, uint8 `[n, block_bytes]`, and their lin64, computed there; good until the next.
+        """Copy blocks from a device, uint8 `[n, block_bytes]`, together with their lin64, computed on the device.
 
-        This thread waits once, for the side stream alone.
+        The result is valid until the next call. This thread waits once, for the side stream only.
         """
         down = self._memory[: blocks.numel()].view(blocks.shape)  # uint8 [n, block_bytes]
         with stream.copying():

@@ -1,4 +1,4 @@
-"""Copies between host and device that run beside the computation: a side stream on CUDA, nothing to do on the CPU."""
+"""Copies between host and device, concurrent with computation: a side stream on CUDA, synchronous on the CPU."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """Point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether the work before it is done."""
+        """Return whether the work before the event is done."""
 
     def synchronize(self) -> None:
-        """Wait in this thread until it is."""
+        """Wait in this thread until the work before the event is done."""
 
 
 class DoneEvent:
-    """The event of a device that computes synchronously."""
+    """Event of a device that computes synchronously."""
 
     def query(self) -> bool:
         return True
@@ -31,33 +31,35 @@ class DoneEvent:
 
 
 class CopyStream:
-    """The one stream on which blocks move to and from a device. The base class is the CPU's, where copies are done
-    when they return."""
+    """Stream on which blocks are copied to and from a device.
+
+    The base class is for the CPU, where copies are synchronous.
+    """
 
     on_host = True
-    """Whether the device's memory is the host's."""
+    """Whether the device uses host memory."""
 
     def copying(self) -> AbstractContextManager:
-        """Within this, copies go to the side stream."""
+        """Return a context manager within which copies are queued on the side stream."""
         return nullcontext()
 
     def copied(self) -> Event:
-        """The point after all copies so far."""
+        """Return an event after all copies so far."""
         return DoneEvent()
 
     def await_computation(self, event: Event) -> None:
-        """Let the copies that follow wait for `event`."""
+        """Make later copies wait for `event`."""
 
     def await_copies(self, event: Event) -> None:
-        """Let the computation that this thread starts next wait for `event`, without stopping the thread."""
+        """Make computation that this thread starts later wait for `event`, without blocking the thread."""
 
     def computed(self) -> Event:
-        """The point after all computation that this thread has started so far."""
+        """Return an event after all computation that this thread has started so far."""
         return DoneEvent()
 
 
 class CudaCopyStream(CopyStream):
-    """A side stream of one GPU."""
+    """Side stream of one GPU."""
 
     on_host = False
 
@@ -88,10 +90,10 @@ class CudaCopyStream(CopyStream):
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    """The stream for copies to and from `device`: one for all stores and caches of the process."""
+    """Return the copy stream of `device`. On CUDA all stores and caches of the process share it."""
     if device.type != "cuda":
         return CopyStream()
-    with _making:  # `cache` alone would let two threads make two
+    with _making:  # `cache` alone would let two threads create two streams
         return _cuda_stream(torch.cuda.current_device() if device.index is None else device.index)
 
 

@@ -1,11 +1,12 @@
-"""The window of one layer and row: which chunks lie in device memory between decoding steps (KVDRIVE, Section 5.1).
+"""Window of one layer and row: the chunks kept in device memory between decoding steps (KVDRIVE, Section 5.1).
 
-Each KV head attends to B chunks a step. Those stand in its columns; what it attended to before, and may again, lies
-aside in the rest of its capacity of w·B entries. A step moves entries between the two and fetches what is in neither.
-The window knows no tensor and no file: it says what moves, and whoever holds the memory moves it.
+An entry is one chunk of one KV head. Each head attends to B chunks per step. These occupy its B columns. The rest of
+its capacity of w·B entries are aside slots for chunks of earlier steps. A step moves entries between columns and aside
+slots, and fetches chunks that are in neither. The window handles no tensors and no files: it plans moves, and the owner
+of the memory executes them.
 
-The paper gives lookahead eviction its rule: the lowest scores of the current step go first. Ours are the order of what
-has no score, the columns that stay where they are, and a plan that changes nothing until it is committed.
+The paper defines lookahead eviction: entries with the lowest scores of the current step are evicted first. This module
+adds an order for entries without a score, columns that keep their place, and a plan without effect until `commit`.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ import numpy as np
 from ..errors import ConfigError
 
 WINDOW_POLICIES = ("lookahead", "lru", "none")
-EMPTY = -1  # in a column or slot, instead of a chunk
+EMPTY = -1  # content of a column or aside slot without a chunk
 
-# An entry is kept as one number that sorts by head, then standing (what goes first), then chunk.
+# An entry is stored as one number that sorts by head, then standing (the lowest is evicted first), then chunk.
 _CHUNK_BITS, _STANDING_BITS, _HEAD_BITS = 24, 28, 11
 _CHUNK = (1 << _CHUNK_BITS) - 1
 _HEAD_SHIFT = _CHUNK_BITS + _STANDING_BITS
-_BEST = (1 << _STANDING_BITS) - 1  # the standing of the best of a pool; those of steps, from 1 on, lie far below
+_BEST = (1 << _STANDING_BITS) - 1  # standing of the best candidate; step numbers, from 1, are far below
 
 
 class Transfers(NamedTuple):
-    """Entries that move between a column and a slot aside, int64 arrays of one length, head by head."""
+    """Entries that move between a column and an aside slot; int64 arrays of one length, ordered by head."""
 
     heads: np.ndarray
     chunks: np.ndarray
     columns: np.ndarray
-    """Of their head, below B."""
+    """Column numbers within the head, below B."""
     slots: np.ndarray
-    """Numbered through all heads: see `Window.first_slots`."""
+    """Aside slots, numbered across all heads: see `Window.first_slots`."""
 
 
 class Fetches(NamedTuple):
-    """Entries that come from outside, int64 arrays of one length, head by head."""
+    """Entries that are fetched into columns; int64 arrays of one length, ordered by head."""
 
     heads: np.ndarray
     chunks: np.ndarray
@@ -48,60 +49,62 @@ class Fetches(NamedTuple):
 
 
 class Evictions(NamedTuple):
-    """Entries that are given up, int64 arrays of one length, head by head."""
+    """Entries that are evicted; int64 arrays of one length, ordered by head."""
 
     heads: np.ndarray
     chunks: np.ndarray
 
 
 class Moves(NamedTuple):
-    """What one step moves, all at once: everything that moves is read before any of it is written.
+    """Moves of one step. They are simultaneous: read the source of a move before it is overwritten.
 
     With memory `columns[head, column]` and `aside[slot]`: read `out = columns[set_aside]`, write `columns[brought] =
-    aside[brought]`, then `aside[set_aside] = out`, then `columns[fetched]`. A fetch that may fail belongs before these.
+    aside[brought]`, then `aside[set_aside] = out`, then `columns[fetched]`. Fetches that may fail must precede these.
     """
 
     step: int
-    """The step of the window that this is planned for."""
+    """Step of the window that the moves are planned for."""
     brought: Transfers
-    """Chosen, and aside so far: slot to column."""
+    """Chosen entries that move from an aside slot to a column."""
     set_aside: Transfers
-    """Chosen no more, and kept: column to slot. The slot may be one that something is brought from."""
+    """Kept entries, no longer chosen, that move from a column to an aside slot.
+
+    The slot may be the source of an entry in `brought`."""
     fetched: Fetches
     evicted: Evictions
-    """Takes no move: its place is written over, or left unused."""
+    """Entries without a move: their places are overwritten or left unused."""
 
 
 class HitCounts(NamedTuple):
-    """Chosen entries by where they were, int64 `[heads]`, summed over the steps that were committed."""
+    """Number of chosen entries by previous location, int64 `[heads]`, summed over committed steps."""
 
     in_columns: np.ndarray
     from_aside: np.ndarray
     fetched: np.ndarray
 
     def hit_rate(self) -> float:
-        """The share of chosen entries that did not have to be fetched; 0 before the first step."""
+        """Return the fraction of chosen entries that were not fetched; 0 before the first step."""
         fetched = int(self.fetched.sum())
         total = int(self.in_columns.sum() + self.from_aside.sum()) + fetched
         return 1 - fetched / total if total else 0.0
 
 
 class Window:
-    """The entries of one layer and row in device memory, for each KV head.
+    """Entries of one layer and row in device memory, for each KV head.
 
-    To warm up, plan and commit the choices of earlier queries, then fetch `columns` and `aside` as they stand.
+    To warm up, plan and commit the choices of earlier queries, then fetch the resulting `columns` and `aside`.
 
     Args:
-        num_columns: B, chunks that each head attends to at a step.
-        capacities: entries of each head, columns included, at least B. With 0 a head keeps nothing from step to step:
-            it has its columns, and all is fetched anew at each step (×0 in the paper's Figure 3).
-        num_chunks: chunks are numbered below it.
-        policy: what goes first when a head is full, never what the step has chosen. "lookahead": what ranks lowest in
-            the pool; all that is not in the pool goes before it, the least recently chosen first. "lru": the least
-            recently chosen. Of equals the lowest chunk goes first. "none": nothing lies aside.
+        num_columns: B, the number of chunks that each head attends to per step.
+        capacities: entries of each head, columns included: at least B, or 0. With 0 a head has its columns but keeps
+            no entry between steps, and fetches all chunks at each step (×0 in the paper's Figure 3).
+        num_chunks: upper bound of chunk numbers, exclusive.
+        policy: eviction policy for a full head; chosen entries are never evicted. "lookahead": evict entries outside
+            the pool first, least recently chosen first, then those with the lowest rank in the pool. "lru": evict the
+            least recently chosen entry. Ties: the lowest chunk first. "none": no aside slots.
 
     Raises:
-        ConfigError: an unknown policy, or sizes that do not fit.
+        ConfigError: the policy is unknown, or the sizes do not fit.
     """
 
     def __init__(
@@ -120,56 +123,61 @@ class Window:
         self.num_columns = num_columns
         self.num_heads = heads = len(capacity)
         self.num_chunks = 0
-        self._room = np.maximum(capacity - num_columns, 0)  # int64 [heads], slots of each
+        self._room = np.maximum(capacity - num_columns, 0)  # int64 [heads], aside slots of each
         self.first_slots = np.cumsum(self._room) - self._room
-        """int64 `[heads]`: slots aside are numbered through all heads, each head's from here on."""
+        """First aside slot of each head, int64 `[heads]`; slots are numbered across all heads."""
         self.num_slots = int(self._room.sum())
-        """Slots aside of all heads together."""
+        """Number of aside slots of all heads together."""
         self._forgets = np.flatnonzero(capacity == 0)
         self._heads = np.arange(heads)[:, None]  # int64 [heads, 1]
-        self._first_entries = np.arange(heads + 1) << _HEAD_SHIFT  # int64 [heads + 1], below those of each head
+        self._first_entries = np.arange(heads + 1) << _HEAD_SHIFT  # int64 [heads + 1], lower bounds by head
         self._step = 1
         self._hits = HitCounts(*(np.zeros(heads, np.int64) for _ in HitCounts._fields))
         self._filled = False
-        # Entries by place: all heads' columns, then all slots, then one place for chunks that lie nowhere. The standing
-        # is the step that chose an entry last; in columns it is left out.
+        # Entries by place: the columns of all heads, then all aside slots, then one place for chunks not in the window.
+        # The standing is the step that chose an entry last; in columns it is left out.
         self._all_columns = heads * num_columns
         self._nowhere = self._all_columns + self.num_slots
         self._entries = np.full(self._nowhere + 1, EMPTY, np.int64)
-        self._place = np.empty(0, np.int32)  # of each chunk, flat [heads, stride]
+        self._place = np.empty(0, np.int32)  # place of each chunk, flattened [heads, stride]
         self._stride = 0
         self.grow(num_chunks)
 
     @property
     def columns(self) -> np.ndarray:
-        """The chunk in each column, int64 `[heads, B]`; EMPTY before the first step."""
+        """Chunk in each column, int64 `[heads, B]`; EMPTY before the first step."""
         return self._chunks()[: self._all_columns].reshape(self.num_heads, self.num_columns)
 
     @property
     def aside(self) -> np.ndarray:
-        """The chunk in each slot, or EMPTY, int64 `[num_slots]`."""
+        """Chunk in each aside slot, or EMPTY, int64 `[num_slots]`."""
         return self._chunks()[self._all_columns : self._nowhere]
 
     @property
     def hits(self) -> HitCounts:
-        """Where chosen entries were, since the window was made."""
+        """Hit counts since the window was created."""
         return HitCounts(*(count.copy() for count in self._hits))
 
     def drop(self) -> None:
-        """Forget all entries. What was planned before cannot be committed; what was counted stays."""
+        """Forget all entries. Earlier plans can no longer be committed; hit counts are kept."""
         self._entries.fill(EMPTY)
         self._place.fill(self._nowhere)
         self._filled = False
         self._step += 1
 
     def copy(self) -> Window:
-        """A window that holds the same and goes its own way, for a fork."""
+        """Return an independent copy of the window, for a fork."""
         twin = copy.copy(self)
         twin._entries, twin._place, twin._hits = self._entries.copy(), self._place.copy(), self.hits
         return twin
 
     def grow(self, num_chunks: int) -> None:
-        """Let chunks be numbered below `num_chunks`. Raises ValueError if that is less than before."""
+        """Raise the exclusive upper bound of chunk numbers to `num_chunks`.
+
+        Raises:
+            ValueError: the bound is lower than before.
+            ConfigError: the bound is too large.
+        """
         if num_chunks < self.num_chunks:
             raise ValueError(f"a window of {self.num_chunks} chunks cannot shrink to {num_chunks}")
         if num_chunks > _CHUNK:
@@ -177,32 +185,32 @@ class Window:
         self.num_chunks = num_chunks
         if num_chunks <= self._stride:
             return
-        stride = max(num_chunks, self._stride * 5 // 4)  # decoding adds chunk after chunk
+        stride = max(num_chunks, self._stride * 5 // 4)  # extra room, since decoding keeps adding chunks
         place = np.full((self.num_heads, stride), self._nowhere, np.int32)
         place[:, : self._stride] = self._place.reshape(self.num_heads, self._stride)
         self._place, self._stride = place.ravel(), stride
-        self._rows = self._heads * stride  # int64 [heads, 1], where the rows of the table begin
+        self._rows = self._heads * stride  # int64 [heads, 1], where each row of `_place` begins
 
     def plan(self, chosen: np.ndarray, pool: np.ndarray | None = None) -> Moves:
-        """Say what a step moves. Nothing changes before `commit`.
+        """Plan the moves of one step. The window does not change before `commit`.
 
         Args:
-            chosen: int64 `[heads, B]`, distinct inside a head.
-            pool: int64 `[heads, M]`, M ≥ B: more candidates, best first, the first B of which are the chosen ones in
-                any order. Only "lookahead" looks at it.
+            chosen: chosen chunks, int64 `[heads, B]`, distinct within a head.
+            pool: candidate chunks, int64 `[heads, M]` with M ≥ B, best first. The first B are the chosen chunks in any
+                order. Only the policy "lookahead" uses it.
 
         Raises:
-            ValueError: shapes that do not fit, a chunk that does not exist, or one chosen twice.
+            ValueError: a shape or dtype is wrong, a chunk does not exist, or a head chose a chunk twice.
         """
         rest = self._check(chosen, pool)
-        names = (chosen + self._rows).ravel()  # chunks as the table of places numbers them, through all heads
+        names = (chosen + self._rows).ravel()  # indices into `_place`, across all heads
         place = self._place.take(names)
         if len(self._forgets):
             place.reshape(chosen.shape)[self._forgets] = self._nowhere
-        taken = np.zeros(self._nowhere + 1, bool)  # places of what is chosen, and further on of what is given up too
+        taken = np.zeros(self._nowhere + 1, bool)  # places of chosen entries, below also of evicted ones
         taken[place] = True
         taken[-1] = True
-        # Each head has as many columns that become free as chunks that need one, so these pair up in order.
+        # In each head as many columns become free as chunks need one, so they are matched in order.
         new = np.flatnonzero(place >= self._all_columns)
         free = np.flatnonzero(~taken)
         into = free[: free.searchsorted(self._all_columns)]
@@ -215,7 +223,7 @@ class Window:
         fetched = Fetches(heads[away], chunks[away], columns[away])
         brought = Transfers(heads[here], chunks[here], columns[here], source[here] - self._all_columns)
 
-        leaving = into if self._filled else into[:0]  # columns whose entries leave them: none leaves an empty one
+        leaving = into if self._filled else into[:0]  # columns that lose an entry; before the first step all are empty
         gone = self._evict(free, leaving, rest)
         taken[gone] = True
         kept = np.flatnonzero(~taken[leaving])
@@ -226,16 +234,19 @@ class Window:
         return Moves(self._step, brought, set_aside, fetched, evicted)
 
     def commit(self, moves: Moves) -> None:
-        """The moves are done: the window is now what they make of it.
+        """Apply moves after the memory was updated.
+
+        Args:
+            moves: the moves that `plan` returned for the current step.
 
         Raises:
-            ValueError: they were planned for another step.
+            ValueError: the moves were planned for another step.
         """
         if moves.step != self._step:
             raise ValueError(f"these moves are of step {moves.step}, and the window is at step {self._step}")
         _, brought, set_aside, fetched, evicted = moves
-        # What is given up goes first: a head that keeps nothing may fetch it again in the same step. All places that
-        # something leaves are written over: as many entries come aside as leave it, or more, or all slots are full.
+        # Evictions first: a head that keeps nothing may fetch the same chunk again in this step. Every place that an
+        # entry leaves is overwritten: at least as many entries enter the aside slots as leave, or all slots are full.
         self._place[evicted.heads * self._stride + evicted.chunks] = self._nowhere
         slots = set_aside.slots + self._all_columns
         self._entries[slots] = _pack(set_aside.heads, self._step - 1, set_aside.chunks)
@@ -253,11 +264,15 @@ class Window:
         self._step += 1
 
     def _chunks(self) -> np.ndarray:
-        """The chunk in each place, or EMPTY."""
+        """Return the chunk in each place, or EMPTY."""
         return np.where(self._entries == EMPTY, EMPTY, self._entries & _CHUNK)
 
     def _check(self, chosen: np.ndarray, pool: np.ndarray | None) -> np.ndarray | None:
-        """Refuse what does not fit. Returns the pool behind the chosen, where the policy looks at it."""
+        """Validate the arguments of `plan`.
+
+        Returns:
+            The pool after its first B candidates, or None if the policy does not use it.
+        """
         shape = self.num_heads, self.num_columns
         if chosen.shape != shape or chosen.dtype != np.int64:
             raise ValueError(f"chosen must be int64 of shape {shape}, not {chosen.dtype} of {chosen.shape}")
@@ -267,17 +282,17 @@ class Window:
                 raise ValueError(f"a pool must be int64 of {shape} or wider, not {pool.dtype} of {pool.shape}")
             rest = pool[:, shape[1] :]
         for chunks in (chosen, rest):
-            # Seen without a sign, what is below 0 lies above all chunks.
+            # As unsigned integers, negative numbers are above all chunks.
             if chunks is not None and chunks.size and chunks.view(np.uint64).max() >= self.num_chunks:
                 raise ValueError(f"chunks are numbered from 0 to {self.num_chunks - 1}")
         return rest
 
     def _evict(self, free: np.ndarray, leaving: np.ndarray, rest: np.ndarray | None) -> np.ndarray:
-        """Places of the entries that must go for want of room, head by head.
+        """Return the places of the entries to evict for lack of room, ordered by head.
 
         Args:
-            free: places of what is not chosen, empty ones among them.
-            leaving: columns among them that hold something.
+            free: places without a chosen entry, including empty places.
+            leaving: the columns among `free` that hold an entry.
             rest: see `_check`.
         """
         entries = self._entries.copy()
@@ -285,27 +300,27 @@ class Window:
         if rest is not None and rest.shape[1]:
             ranked = _pack(self._heads, _BEST - np.arange(rest.shape[1]), rest)
             entries[self._place.take((rest + self._rows).ravel())] = ranked.ravel()
-        entries = np.sort(entries[free])  # empty ones come before all heads
+        entries = np.sort(entries[free])  # empty places sort before all heads
         bounds = entries.searchsorted(self._first_entries)
         excess = np.maximum(bounds[1:] - bounds[:-1] - self._room, 0)
         entries = entries[_runs(bounds[:-1], excess)]
         return self._place[(entries >> _HEAD_SHIFT) * self._stride + (entries & _CHUNK)]
 
     def _slots(self, taken: np.ndarray, heads: np.ndarray) -> np.ndarray:
-        """Slots for entries of these heads, in order, out of those that are empty or become so."""
+        """Return an aside slot for each entry of `heads`, in order, from slots that are empty or become empty."""
         unused = taken[self._all_columns : -1] | (self._entries[self._all_columns : -1] == EMPTY)
         slots = np.flatnonzero(unused)
-        if len(slots) > len(heads):  # else all heads are full, and every slot is used
+        if len(slots) > len(heads):  # otherwise every slot is used
             slots = slots[_runs(slots.searchsorted(self.first_slots), np.bincount(heads, minlength=self.num_heads))]
         return slots
 
 
 def _pack(heads: np.ndarray, standing: np.ndarray | int, chunks: np.ndarray) -> np.ndarray:
-    """Entries as numbers that sort by head, then standing, then chunk."""
+    """Return entries as numbers that sort by head, then standing, then chunk."""
     return (((heads << _STANDING_BITS) + standing) << _CHUNK_BITS) + chunks
 
 
 def _runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The numbers from each start on, as many as its count says, one run after another."""
+    """Return the concatenated ranges from each start, with the given lengths."""
     ends = counts.cumsum()
     return (starts - ends + counts).repeat(counts) + np.arange(ends[-1] if len(ends) else 0)

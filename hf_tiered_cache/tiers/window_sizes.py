@@ -1,10 +1,10 @@
 """Window sizes by layer and head: 2D window scaling (KVDRIVE, Section 5.2).
 
-Heads differ in what a larger window saves them. A profile says, for each layer and head, what each size saves and
-costs; a size for each is chosen so that most is saved within a budget, a multiple-choice knapsack. As in the paper,
-greedy upgrades choose for large models and an exact search for small ones. Ours are upgrades that pass over sizes, by
-which the greedy choice comes with a bound, and the dynamic program, which is exact for large models too where costs
-share a divisor (all windows of one B).
+The benefit of a larger window differs between heads. A profile holds the benefit and cost of each size for each layer
+and head. The choice of sizes with the largest benefit within a budget is a multiple-choice knapsack problem. As in the
+paper, greedy upgrades choose for large models and an exact search for small ones. This module adds upgrades that skip
+sizes, which give the greedy choice a bound, and a dynamic program. The program is exact for large models, too, if costs
+have a common divisor (all windows have the same B).
 """
 
 from __future__ import annotations
@@ -18,34 +18,39 @@ from ..errors import ConfigError
 from .window import HitCounts, Window
 
 SIZES = (1, 2, 3, 4)
-_MOST_STATES = 1 << 28  # of the dynamic program, a byte each
+_MOST_STATES = 1 << 28  # states of the dynamic program, one byte each
 
 
 class Trace:
-    """The candidates of a request's steps, for a profile: see `ByIndex.trace`. Of one row."""
+    """Candidates of the decoding steps of one request with one row, for a profile: see `ByIndex.trace`."""
 
     def __init__(self) -> None:
-        self._pools: dict[int, list[np.ndarray]] = {}  # of each layer, int32 [heads, M] each
+        self._pools: dict[int, list[np.ndarray]] = {}  # layer -> one int32 [heads, M] per step
 
     def __call__(self, layer: int, pool: np.ndarray) -> None:
-        """Take those of a layer's step, int64 `[heads, M]`, best first; of the first step the B chosen ones alone."""
+        """Record the candidates of one step of a layer.
+
+        Args:
+            layer: number of the layer.
+            pool: candidate chunks, int64 `[heads, M]`, best first; in the first step only the B chosen ones.
+        """
         self._pools.setdefault(layer, []).append(pool.astype(np.int32))
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Those that chose, ascending."""
+        """Layers with recorded candidates, ascending."""
         return tuple(sorted(self._pools))
 
     @property
     def num_columns(self) -> int:
-        """B; 0 if none chose."""
+        """Number B of chunks that each head attends to per step; 0 if nothing was recorded."""
         return next((pools[0].shape[1] for pools in self._pools.values()), 0)
 
     def pools(self) -> np.ndarray:
-        """All of them, int32 `[steps, layers, heads, M]`, as `measure` takes them.
+        """Return all candidates, int32 `[steps, layers, heads, M]`, as the input of `measure`.
 
-        M is the largest of all. Where a step had fewer candidates, one that it has chosen is repeated, which says
-        nothing: a window keeps what is chosen.
+        M is the largest number of candidates. Steps with fewer candidates are padded with a chosen one. This has no
+        effect, since a window keeps all chosen entries.
         """
         of_layers = [self._pools[layer] for layer in self.layers]
         most = max(pool.shape[1] for pools in of_layers for pool in pools)
@@ -58,16 +63,16 @@ class Trace:
 
 @dataclass(frozen=True, eq=False)
 class WindowProfile:
-    """What windows of each size save and cost.
+    """Benefits and costs of windows of each size.
 
     Args:
-        sizes: multiples of B, ascending.
-        benefits: float64 `[layers, heads, sizes]`, bytes that need not be fetched a step, against a window that keeps
-            nothing.
-        costs: int64 `[layers, heads, sizes]`, entries in device memory, rising with the size.
+        sizes: window sizes as multiples of B, ascending.
+        benefits: bytes not fetched per step, compared with a window that keeps nothing, float64 `[layers, heads,
+            sizes]`.
+        costs: entries in device memory, rising with the size, int64 `[layers, heads, sizes]`.
 
     Raises:
-        ConfigError: shapes that do not fit, or costs that do not rise.
+        ConfigError: the shapes do not match, the sizes are not ascending, or the costs are negative or do not rise.
     """
 
     sizes: tuple[int, ...]
@@ -85,11 +90,11 @@ class WindowProfile:
             raise ConfigError("a larger window costs more")
 
     def benefit(self, sizes: np.ndarray) -> float:
-        """Bytes that a choice of sizes, `[layers, heads]`, saves a step."""
+        """Return the bytes saved per step by a choice of sizes, `[layers, heads]`."""
         return float(self._of(self.benefits, sizes).sum())
 
     def cost(self, sizes: np.ndarray) -> int:
-        """Entries that a choice of sizes, `[layers, heads]`, takes."""
+        """Return the entries in device memory that a choice of sizes, `[layers, heads]`, needs."""
         return int(self._of(self.costs, sizes).sum())
 
     def _of(self, table: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -97,10 +102,14 @@ class WindowProfile:
 
 
 def uniform_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
-    """The largest size that fits for all, int64 `[layers, heads]`: what choosing by head is compared with.
+    """Return the largest size that fits for all heads, int64 `[layers, heads]`: the baseline for a choice by head.
+
+    Args:
+        profile: benefits and costs of the sizes.
+        budget: total number of entries.
 
     Raises:
-        ConfigError: not even the smallest fits.
+        ConfigError: the smallest size does not fit.
     """
     _room_for_upgrades(profile, budget)
     totals = profile.costs.sum(axis=(0, 1))
@@ -108,19 +117,19 @@ def uniform_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
 
 
 def greedy_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
-    """Sizes by the best upgrades first, int64 `[layers, heads]`.
+    """Choose sizes by greedy upgrades, int64 `[layers, heads]`.
 
-    All begin with the smallest size. Of all upgrades that fit, the one with most benefit for its cost comes next, until
-    none fits; an upgrade may pass over sizes, so that as long as all fit it goes along the concave hull of its head's
-    sizes. What is chosen lacks less of the optimum than the benefit of one upgrade: of the first on the hulls that did
-    not fit. Where benefits are concave and all upgrades cost the same, it is the optimum.
+    All heads start with the smallest size. The upgrade with the largest ratio of benefit to cost among those that fit
+    is applied until none fits. An upgrade may skip sizes, so that upgrades follow the concave hull of a head's sizes as
+    long as all fit. The total benefit is below the optimum by less than the benefit of one upgrade: the first on the
+    hulls that did not fit. If benefits are concave and all upgrades cost the same, the choice is optimal.
 
     Args:
-        profile: what sizes save and cost.
-        budget: entries in all.
+        profile: benefits and costs of the sizes.
+        budget: total number of entries.
 
     Raises:
-        ConfigError: not even the smallest sizes fit.
+        ConfigError: the smallest sizes do not fit.
     """
     room = _room_for_upgrades(profile, budget)
     layers, heads, sizes = profile.benefits.shape
@@ -132,30 +141,30 @@ def greedy_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
         fits = (cost > 0) & (cost <= room) & (more > 0)
         if not fits.any():
             return np.asarray(profile.sizes, np.int64)[chosen].reshape(layers, heads)
-        best = int(np.where(fits, more / np.maximum(cost, 1), 0).argmax())  # of equals the nearest size
+        best = int(np.where(fits, more / np.maximum(cost, 1), 0).argmax())  # ties: first head, smallest size
         head, size = divmod(best, sizes)
         room -= int(cost[head, size])
         chosen[head] = size
 
 
 def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
-    """The sizes that save most, int64 `[layers, heads]`, by dynamic programming over the budget.
+    """Find the sizes with the largest benefit, int64 `[layers, heads]`, by dynamic programming over the budget.
 
     Args:
-        profile: what sizes save and cost.
-        budget: entries in all.
+        profile: benefits and costs of the sizes.
+        budget: total number of entries.
 
     Raises:
-        ConfigError: not even the smallest sizes fit, or heads times units of the budget are too many; a unit is the
-            greatest common divisor of what upgrades cost.
+        ConfigError: the smallest sizes do not fit, or the product of heads and units of the budget is too large. A unit
+            is the greatest common divisor of the upgrade costs.
     """
     layers, heads, sizes = profile.benefits.shape
-    extra = (profile.costs - profile.costs[:, :, :1]).reshape(-1, sizes)  # [layers · heads, sizes], over the smallest
+    extra = (profile.costs - profile.costs[:, :, :1]).reshape(-1, sizes)  # [layers · heads, sizes], above the smallest
     gain = profile.benefits.reshape(-1, sizes)
     unit, units = _units(profile, budget)
     if len(extra) * (units + 1) > _MOST_STATES:
         raise ConfigError(f"{len(extra)} heads and {units} units of memory are too many to search; choose greedily")
-    best = np.zeros(units + 1)  # by units that may be spent: the most that the heads so far save
+    best = np.zeros(units + 1)  # index: available units; value: largest benefit of the heads so far
     choice = np.zeros((len(extra), units + 1), np.int8)
     for head in range(len(extra)):
         before, best = best, best + gain[head, 0]
@@ -176,10 +185,14 @@ def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
 
 
 def best_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
-    """The sizes that save most, int64 `[layers, heads]`: searched exactly where that is feasible, else greedily.
+    """Find the sizes with the largest benefit, int64 `[layers, heads]`: exactly if feasible, otherwise greedily.
+
+    Args:
+        profile: benefits and costs of the sizes.
+        budget: total number of entries.
 
     Raises:
-        ConfigError: not even the smallest sizes fit.
+        ConfigError: the smallest sizes do not fit.
     """
     few = profile.costs[:, :, 0].size * (_units(profile, budget)[1] + 1) <= _MOST_STATES
     return exhaustive_sizes(profile, budget) if few else greedy_sizes(profile, budget)
@@ -193,18 +206,18 @@ def measure(
     sizes: Sequence[int] = SIZES,
     skip: int = 0,
 ) -> WindowProfile:
-    """The profile of a recorded trace: what windows of each size would have saved.
+    """Compute the profile of a recorded trace: the bytes that windows of each size would have saved.
 
     Args:
-        pools: integers `[steps, layers, heads, M]`: the candidates of each step, best first, B chosen ones in front.
-        num_columns: B.
-        entry_bytes: of one chunk of one head, keys and values.
-        policy: of the windows.
+        pools: candidates of each step, best first, the B chosen ones first; integers `[steps, layers, heads, M]`.
+        num_columns: B, the number of chunks that each head attends to per step.
+        entry_bytes: bytes of one chunk of one head, keys and values.
+        policy: eviction policy of the windows.
         sizes: multiples of B to measure, ascending, at least 1.
-        skip: steps at the beginning that fill the windows and are not counted.
+        skip: number of initial steps that fill the windows and are not counted.
 
     Raises:
-        ConfigError: no step is left to count, or a size is below 1.
+        ConfigError: no step remains to be counted, or a size is below 1.
     """
     steps, layers, heads, _ = pools.shape
     if not 0 <= skip < steps:
@@ -225,21 +238,25 @@ def measure(
 
 
 def replay(window: Window, pools: np.ndarray) -> HitCounts:
-    """Put a window through the steps of a trace, integers `[steps, heads, M]`. Returns its counts since it was made."""
+    """Apply the steps of a trace, integers `[steps, heads, M]`, to a window and return all its hit counts."""
     for pool in pools.astype(np.int64, copy=False):
         window.commit(window.plan(pool[:, : window.num_columns], pool))
     return window.hits
 
 
 def _units(profile: WindowProfile, budget: int) -> tuple[int, int]:
-    """Entries that all upgrades cost a multiple of, and how many times that may be spent."""
+    """Return the greatest common divisor of upgrade costs, in entries, and the number of such units to spend."""
     extra = profile.costs - profile.costs[:, :, :1]
     unit = max(int(np.gcd.reduce(extra.ravel())), 1)
     return unit, min(_room_for_upgrades(profile, budget), int(extra[:, :, -1].sum())) // unit
 
 
 def _room_for_upgrades(profile: WindowProfile, budget: int) -> int:
-    """Entries that the smallest windows leave. Raises ConfigError if they do not fit."""
+    """Return the entries of the budget that the smallest windows leave.
+
+    Raises:
+        ConfigError: the smallest windows do not fit.
+    """
     least = int(profile.costs[:, :, 0].sum())
     if least > budget:
         raise ConfigError(f"windows of the smallest size take {least} entries, and the budget is {budget}")

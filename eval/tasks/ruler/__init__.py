@@ -1,7 +1,7 @@
-"""RULER (Hsieh et al. 2024): generated tasks of any length, each a file of this folder.
+"""RULER (Hsieh et al. 2024): generated tasks of any length, one file per category.
 
-Made anew from the paper's description (section 3, appendix B), in words of ours. Haystacks and word lists are
-the rows of `ruler/` in `--data`, or what ships with the examples.
+The tasks are reimplemented from the description in the paper (section 3, appendix B), with our own wording. Haystacks
+and word lists are the rows of `ruler/` in `--data`, or by default the text that ships with the examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Aggregation: the words that are there most often."""
+"""Aggregation: find the most frequent words."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .haystack import fitting, words
 
 @dataclass(frozen=True, kw_only=True)
 class CommonWords(Task):
-    """Ten words stand in a list 30 times each, many others 3 times.
+    """List with some frequent words, which are asked for, and many rare words.
 
     Args:
-        common: words asked for.
-        often: times each of them is there.
-        seldom: times that each other word is there.
+        common: number of frequent words.
+        often: number of occurrences of each frequent word.
+        seldom: number of occurrences of each other word.
     """
 
     common: int = 10
@@ -44,11 +44,11 @@ class CommonWords(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class FrequentWords(Task):
-    """Invented words, whose frequencies follow a zeta distribution.
+    """Random words with frequencies that follow a zeta distribution.
 
     Args:
-        alpha: of the distribution.
-        asked: how many of the most frequent are asked for.
+        alpha: parameter of the distribution.
+        asked: number of the most frequent words to ask for.
     """
 
     alpha: float = 2.0
@@ -67,7 +67,7 @@ class FrequentWords(Task):
             names["".join(rng.choices(string.ascii_lowercase, k=6))] = None
         shares = [(rank + 1) ** -self.alpha for rank in range(kinds)]
         counts = [max(1, round(size * share / sum(shares))) for share in shares]
-        for rank in range(self.asked - 1, -1, -1):  # no ties where it matters
+        for rank in range(self.asked - 1, -1, -1):  # no ties among the words to ask for
             counts[rank] = max(counts[rank], counts[rank + 1] + 1)
         listed = [name for name, count in zip(names, counts, strict=True) for _ in range(count)]
         listed += ["..."] * (len(listed) // 10)
@@ -76,7 +76,7 @@ class FrequentWords(Task):
 
 
 def _sizes(draw: Draw, make: Callable[[int, int], str], most: int) -> Iterator[tuple[int, int]]:
-    """Numbers of examples, and for each a size whose text fits: the first one's, and a little less where it must be."""
+    """Yield the number of each example and a size that fits: that of example 0, reduced if the text is too long."""
     first = fitting(draw, lambda n: make(0, n), most)
     for number in draw.some(500):
         size = first

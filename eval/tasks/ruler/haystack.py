@@ -1,4 +1,4 @@
-"""What needles lie in: sentences of essays, one sentence again and again, and words."""
+"""Haystacks: sentences of books, repeated noise sentences, and word lists."""
 
 from __future__ import annotations
 
@@ -17,10 +17,15 @@ _SHIPPED = Path(__file__).parents[3] / "examples" / "data"
 
 
 def filling(draw: Draw, items: Iterable[str], beside: str) -> list[str]:
-    """As many items as fit, set one after the other, into `draw.prefix_tokens` tokens beside another text.
+    """Return the first items that, together with another text, fit into `draw.prefix_tokens` tokens.
+
+    Args:
+        draw: settings with `prefix_tokens`.
+        items: texts to take in order, joined by spaces; may be infinite.
+        beside: text that is part of the prefix in any case.
 
     Raises:
-        EvalError: none fits.
+        EvalError: no item fits.
     """
     room, taken = draw.prefix_tokens - draw.count(beside), []
     for item in items:
@@ -34,10 +39,10 @@ def filling(draw: Draw, items: Iterable[str], beside: str) -> list[str]:
 
 
 def fitting(draw: Draw, make: Callable[[int], str], most: int) -> int:
-    """The largest size, up to `most`, for which `make(size)` has no more than `draw.prefix_tokens` tokens.
+    """Return the largest size up to `most` for which `make(size)` has at most `draw.prefix_tokens` tokens.
 
     Raises:
-        EvalError: not even the smallest fits.
+        EvalError: size 1 does not fit.
     """
     low, high = 1, 1
     while high < most and draw.count(make(high)) <= draw.prefix_tokens:
@@ -54,7 +59,7 @@ def fitting(draw: Draw, make: Callable[[int], str], most: int) -> int:
 
 
 def sentences(data: Data) -> tuple[str, ...]:
-    """Sentences of public-domain books, in order."""
+    """Return the sentences of public-domain books, in order."""
     if data.folder is not None and data.has("ruler", "haystack_public_domain"):
         texts = tuple(row["text"] for row in data.rows("ruler", "haystack_public_domain", ("text",)))
     else:
@@ -69,7 +74,7 @@ def _cut(texts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def words(data: Data) -> tuple[str, ...]:
-    """Lower-case words: of the benchmark's lists where they are at hand, else of the shipped text."""
+    """Return sorted lower-case words, from the word lists in `data` if available, else from `sentences`."""
     if data.folder is not None and data.has("ruler", "words"):
         found = {row["word"].lower() for row in data.rows("ruler", "words", ("word",))}
     else:
@@ -78,7 +83,7 @@ def words(data: Data) -> tuple[str, ...]:
 
 
 def scattered(hay: Sequence[str], needles: Sequence[str], rng: random.Random) -> list[str]:
-    """Needles at random places among the hay, in the order given."""
+    """Insert needles at random positions of the haystack, in the given order."""
     places = sorted(rng.randrange(len(hay) + 1) for _ in needles)
     result, at = [], 0
     for place, needle in zip(places, needles, strict=True):

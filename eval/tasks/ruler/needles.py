@@ -1,4 +1,4 @@
-"""Needles in a haystack: one of one, one of many, all of one, several of many."""
+"""Needles in a haystack: single key, multiple keys, multiple values, multiple queries."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _INTRODUCTION = "Remember the secret values in this text.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Needles(Task):
-    """Find values by their keys.
+    """Retrieval of values by their keys.
 
     Args:
-        hay: "noise" repeats a few sentences, "essay" is text, "needles" are other keys' values.
-        keys: that are hidden.
-        values: that each of them has.
-        asked: keys that are asked for.
-        uuids: which of keys and values are random identifiers instead of words and numbers.
+        hay: "noise" for repeated sentences, "essay" for text of books, "needles" for the values of other keys.
+        keys: number of hidden keys.
+        values: number of values of each key.
+        asked: number of keys to ask for.
+        uuids: "key" or "value" or both, to use UUIDs for them instead of words and numbers.
     """
 
     hay: Literal["noise", "essay", "needles"]

@@ -1,4 +1,4 @@
-"""Questions whose passage stands among those of other questions."""
+"""Question answering with the supporting passages among passages of other questions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ..base import Draw, Example, Task
 from .haystack import filling
 
 Read = Callable[[Any], tuple[list[tuple[str, tuple[str, ...], tuple[str, ...]]], list[str]]]
-"""Rows as (question, answers, its passages), and all passages."""
+"""Function from rows to a list of (question, answers, supporting passages), and all passages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Questions(Task):
-    """A question, its passages and as many others as fit.
+    """Question with its supporting passages and as many other passages as fit.
 
     Args:
-        dataset: name of the set.
-        columns: that it must have.
-        read: its rows.
+        dataset: name of the data set.
+        columns: required columns.
+        read: function that converts the rows.
     """
 
     dataset: str

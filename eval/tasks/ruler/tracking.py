@@ -1,4 +1,4 @@
-"""Variable tracking: which names have come to hold a value, through assignments that are far apart."""
+"""Variable tracking: find all variables that have a value, through assignments far apart in the text."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _INTRODUCTION = "Follow the variables in this text.\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking(Task):
-    """A chain of assignments among noise.
+    """Chain of assignments among noise.
 
     Args:
-        hops: assignments after the first.
+        hops: number of assignments after the first.
     """
 
     hops: int = 4

@@ -1,6 +1,6 @@
-"""I/O engines: how bytes get from a file into memory. One interface, chosen at run time.
+"""I/O engines, which read bytes from files into memory. They share one interface and are selected at run time.
 
-A new engine is one file here and one row in `ENGINES`.
+A new engine needs one module here and one entry in `ENGINES`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .posix import PosixEngine
 
 ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "page_cache": PageCacheEngine, "posix": PosixEngine}
 _AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)
-"""What `auto` tries, in this order."""
+"""Engines that `auto` tries, in this order."""
 
 __all__ = ["ENGINES", "Engine", "EngineFile", "ReadOp", "ReadReport", "open_engine"]
 
@@ -25,11 +25,13 @@ logger = logging.getLogger("hf_tiered_cache")
 
 
 def open_engine(name: str | Engine = "auto") -> Engine:
-    """The engine called `name`, or with "auto" kvikio where GPUDirect Storage works, else posix; an engine is itself.
+    """Open the engine called `name`. An `Engine` object is returned as it is.
+
+    "auto" selects kvikio if GPUDirect Storage works, else posix.
 
     Raises:
         ConfigError: there is no such engine.
-        EngineUnavailableError: the engine asked for by name does not work here.
+        EngineUnavailableError: the requested engine does not work on this machine.
     """
     if isinstance(name, Engine):
         engine = name

@@ -1,4 +1,4 @@
-"""The one interface of all engines, and the planner they share."""
+"""Interface of all engines, and the read planner that they share."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import torch
 from ...errors import StoreClosedError
 
 MAX_CALL_BYTES = 1 << 20
-"""Larger reads are split, smaller neighbours merged up to this: with 8 threads, 1 MiB saturates an NVMe disk."""
+"""Larger reads are split, adjacent smaller ones merged up to this: with 8 threads, 1 MiB saturates an NVMe disk."""
 MAX_IOVECS = 1024
 READ_THROUGH_BYTES = 16 << 10
-"""Gaps up to this are read and thrown away: one call costs more than 16 KiB of transfer. Counted as read."""
+"""Gaps up to this are read and discarded: one call costs more than 16 KiB of transfer. They count as read."""
 
 
 class EngineFile:
-    """An open, immutable file. Closed when the last reference goes."""
+    """An open, immutable file. It is closed when its last reference is dropped."""
 
     path: str
 
 
 class ReadOp(NamedTuple):
-    """Fill `dest`, uint8 `[bytes]` and contiguous, from `file` at `offset`. Both aligned to 4 KiB for direct I/O."""
+    """A read from `file` at `offset` into `dest`, contiguous uint8 `[bytes]`; aligned to 4 KiB for direct I/O."""
 
     file: EngineFile
     offset: int
@@ -36,18 +36,18 @@ class ReadOp(NamedTuple):
 
 
 class ReadReport(NamedTuple):
-    """What a batch of reads cost: bytes that came from the file, gaps included, and the time from submit to done."""
+    """Cost of a batch of reads: bytes read from the files, gaps included, and seconds from submission to completion."""
 
     nbytes: int
     seconds: float
 
 
 class Engine(ABC):
-    """Reads batches of byte runs asynchronously."""
+    """Asynchronous reader of batches of byte ranges."""
 
     name: ClassVar[str]
     reads_device: bool = False
-    """Whether `dest` may lie in device memory and is filled without passing through the host."""
+    """Whether `dest` may be device memory, filled without passing through the host."""
 
     @abstractmethod
     def open(self, path: str) -> EngineFile:
@@ -55,18 +55,18 @@ class Engine(ABC):
 
     @abstractmethod
     def submit(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
-        """Start a batch.
+        """Start a batch of reads.
 
-        The future keeps the destinations alive and is resolved only when no part of the batch touches them any
-        more, whether it succeeded or not. A short or failing read is an OSError.
+        The future keeps the destinations alive. It resolves only when no part of the batch accesses them any more,
+        whether the batch succeeded or not. A short or failing read is an OSError.
         """
 
-    def register(self, memory: torch.Tensor) -> None:  # noqa: B027  # most need nothing
-        """Prepare device memory that is read into again and again, for as long as this very tensor lives."""
+    def register(self, memory: torch.Tensor) -> None:  # noqa: B027  # most engines need nothing
+        """Register device memory for repeated reads, for the lifetime of this tensor object."""
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is under way and free the threads."""
+        """Wait for pending reads, and release the threads."""
 
     def describe(self) -> str:
         return self.name
@@ -74,7 +74,7 @@ class Engine(ABC):
 
 @dataclass
 class Call:
-    """One vectored read: consecutive bytes of a file into several pieces of memory. None stands for a gap."""
+    """One vectored read: consecutive bytes of a file into several tensors. An integer is a gap of so many bytes."""
 
     file: EngineFile
     offset: int
@@ -83,7 +83,7 @@ class Call:
 
 
 def coalesce(ops: Sequence[ReadOp], read_through: int = READ_THROUGH_BYTES) -> list[Call]:
-    """Sort a batch by file and offset, merge neighbours, read through small gaps, split what is large."""
+    """Sort a batch by file and offset, merge adjacent reads, read through small gaps, and split large reads."""
     calls: list[Call] = []
     order = sorted(ops, key=lambda op: (id(op.file), op.offset))
     for op in order:
@@ -108,7 +108,7 @@ def coalesce(ops: Sequence[ReadOp], read_through: int = READ_THROUGH_BYTES) -> l
 
 
 class Batch:
-    """The future of a batch that several workers share; resolved when the last of them is done."""
+    """Future of a batch that several workers share. It resolves when the last worker is done."""
 
     def __init__(self, workers: int) -> None:
         self.future: Future[ReadReport] = Future()
@@ -120,13 +120,13 @@ class Batch:
         self._started = time.perf_counter()
 
     def run(self, work: Callable[[], int]) -> None:
-        """Run one worker's share, which returns the bytes it read, and account for it."""
+        """Run one worker's share, which returns the number of bytes read, and add its result to the batch."""
         error: BaseException | None = None
         nbytes = 0
         try:
             nbytes = work()
         except BaseException as caught:
-            error = caught.with_traceback(None)  # its frames hold the memory that was read into
+            error = caught.with_traceback(None)  # its frames would keep the destinations alive
         with self._lock:
             self._nbytes += nbytes
             self._error = self._error or error
@@ -140,10 +140,10 @@ class Batch:
 
 
 def in_threads(pool: ThreadPoolExecutor, workers: int, work: Callable[[], int]) -> Future[ReadReport]:
-    """Let several threads of a pool, at least one, do `work`, which returns the bytes that it read.
+    """Run `work`, which returns the number of bytes read, in several threads of a pool, at least one.
 
     Raises:
-        StoreClosedError: the pool was shut down with the store, before any of them began.
+        StoreClosedError: the pool was shut down with the store before any thread began.
     """
     batch = Batch(max(1, workers))
     for number in range(max(1, workers)):
@@ -152,5 +152,5 @@ def in_threads(pool: ThreadPoolExecutor, workers: int, work: Callable[[], int]) 
         except RuntimeError as error:
             if not number:
                 raise StoreClosedError("the store was closed under this; open it anew") from error
-            batch.run(lambda: 0)  # those that have begun read it all
+            batch.run(lambda: 0)  # the threads that have begun read everything
     return batch.future

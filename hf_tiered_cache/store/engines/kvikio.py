@@ -1,15 +1,15 @@
-"""kvikio: GPUDirect Storage where the machine has it, kvikio's own threads (compat mode) where it has not.
+"""Engine with kvikio: GPUDirect Storage if the machine supports it, otherwise kvikio's own threads (compat mode).
 
-Without a CUDA driver every kvikio call fails and opening a file can hang for ever, so none is made before CUDA is
-known to work. What its public source says, and is heeded here:
+Without a CUDA driver every kvikio call fails, and opening a file can hang forever. So no call is made before CUDA is
+known to work. This module relies on the following behaviour in kvikio's public source:
 
-- `CuFile.pread` splits what is larger than a task. The last task waits for the others, and in versions that are still
-  in use an error of it, or of the first one it asks, is passed on while others still write. A read of one task has one
-  future. So reads are split here, and each piece is waited for by itself.
-- `pread` into device memory first synchronises the default stream, where PyTorch computes: reading ahead would wait
-  for the model. `raw_read_async` is ordered by the stream that it is given, and by no other.
-- `memory_register` registers the allocation that memory lies in; a read names its base and an offset. What is not
-  registered goes through buffers of the driver's.
+- `CuFile.pread` splits reads that are larger than a task. The last task waits for the others. In versions that are
+  still in use, an error of the last task, or of the first one that it waits for, is reported while others still write.
+  A read of one task has one future. So reads are split here, and each piece is awaited separately.
+- `pread` into device memory first synchronises the default stream, which PyTorch computes on: a prefetch would wait
+  for the model. `raw_read_async` is ordered only by the stream that it is given.
+- `memory_register` registers the allocation that contains the memory; a read names its base and an offset.
+  Unregistered memory is read through the driver's buffers.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from .base import Engine, EngineFile, ReadOp, ReadReport, in_threads
 logger = logging.getLogger("hf_tiered_cache")
 
 TASK_BYTES = 1 << 20
-"""Reads are split into tasks of this size, one a thread; kvikio's default of 4 MiB leaves threads idle."""
+"""Size of the tasks that reads are split into, one per thread; kvikio's default of 4 MiB leaves threads idle."""
 
 _DRIVER = ("/proc/driver/nvidia-fs/version", "/dev/nvidia-fs0")
-"""What the kernel's side of GPUDirect Storage shows of itself."""
+"""Files that show that the kernel driver of GPUDirect Storage is loaded."""
 _PROBE = "import os, kvikio.cufile_driver as driver; os._exit(0 if driver.get('is_gds_available') else 1)"
 _PROBE_SECONDS = 20.0
 
@@ -50,10 +50,10 @@ class KvikioFile(EngineFile):
 
     def __init__(self, kvikio: Any, path: str) -> None:
         self.path = path
-        os.stat(path)  # a plain OSError for a missing file, whatever kvikio would raise
+        os.stat(path)  # raises a plain OSError for a missing file, unlike kvikio
         try:
             self.cufile = kvikio.CuFile(path, "r")
-        except Exception as error:  # kvikio raises RuntimeError for what is an I/O error
+        except Exception as error:  # kvikio raises RuntimeError for I/O errors
             raise OSError(errno.EIO, f"kvikio: {error}", path) from error
 
     def __del__(self) -> None:
@@ -63,12 +63,12 @@ class KvikioFile(EngineFile):
 
 
 class KvikioEngine(Engine):
-    """Reads through kvikio into device memory (GPUDirect Storage) or pinned host memory (compat mode).
+    """Engine that reads through kvikio into device memory (GPUDirect Storage) or pinned host memory (compat mode).
 
     Args:
-        threads: of this engine, each with one task under way, and of kvikio; its default is 1, which reaches a third
-            of a disk.
-        compat: whether compat mode will do. It is no faster than the posix engine.
+        threads: number of threads of this engine, each with one task in flight, and of kvikio. kvikio's default is 1,
+            which reaches a third of a disk's bandwidth.
+        compat: whether compat mode is acceptable. It is no faster than the posix engine.
     """
 
     name: ClassVar[str] = "kvikio"
@@ -91,7 +91,7 @@ class KvikioEngine(Engine):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-kvikio")
         self._numbers, self._thread = itertools.count(), threading.local()
         self._registered: list[weakref.finalize] = []
-        self._gone: deque[torch.Tensor] = deque()  # registered memory of which the tensor has gone
+        self._gone: deque[torch.Tensor] = deque()  # registered memory after its tensor was freed
 
     def open(self, path: str) -> KvikioFile:
         return KvikioFile(self._kvikio, path)
@@ -103,13 +103,13 @@ class KvikioEngine(Engine):
         return in_threads(self._pool, min(self.threads, len(tasks)), lambda: sum(map(self._read, queue)))
 
     def _read(self, task: ReadOp) -> int:
-        """One task, in a thread of the pool, until nothing writes to its destination any more."""
+        """Run one task in a thread of the pool, until nothing writes to its destination any more."""
         try:
             got = self._read_device(task) if _on_gpu(task.dest) else _read_host(task)
         except OSError as error:
             error.filename = task.file.path
             raise
-        except RuntimeError as error:  # of kvikio's, for everything; what CUDA says of memory is no fault of the file
+        except RuntimeError as error:  # kvikio's, for all faults; a CUDA memory error is no fault of the file
             number = errno.EFAULT if "CUDA" in str(error) else errno.EIO
             raise OSError(number, f"kvikio: {error}", task.file.path) from error
         if got != task.dest.numel():
@@ -123,10 +123,10 @@ class KvikioEngine(Engine):
         with torch.cuda.stream(lane):
             offset = dest.data_ptr() - whole.data_ptr()
             future = cufile.raw_read_async(whole, lane.cuda_stream, dest.numel(), task.offset, offset)
-            return future.check_bytes_done()  # waits for this lane alone
+            return future.check_bytes_done()  # waits for this stream only
 
     def _number(self) -> int:
-        """Of this thread among the pool's."""
+        """Return the number of this thread in the pool."""
         if not hasattr(self._thread, "number"):
             self._thread.number = next(self._numbers)
         return self._thread.number
@@ -139,10 +139,10 @@ class KvikioEngine(Engine):
         whole = _whole(memory)
         try:
             self._kvikio.buffer.memory_register(whole)
-        except Exception as error:  # as where two slabs share one allocation: reads take the driver's buffers
+        except Exception as error:  # e.g. two slabs share one allocation: reads use the driver's buffers
             logger.debug("%d bytes are not registered with cuFile: %s", memory.nbytes, error)
             return
-        # a finalizer only queues; `whole` keeps the memory until it is deregistered
+        # the finalizer only queues the memory; `whole` keeps it alive until it is deregistered
         self._registered = [known for known in self._registered if known.alive]
         self._registered.append(weakref.finalize(memory, self._gone.append, whole))
         self._registered[-1].atexit = False
@@ -153,7 +153,7 @@ class KvikioEngine(Engine):
                 self._deregister(self._gone.popleft())
 
     def _deregister(self, memory: torch.Tensor) -> None:
-        with suppress(Exception):  # another slab of the same allocation has gone before
+        with suppress(Exception):  # another slab of the same allocation was freed before
             self._kvikio.buffer.memory_deregister(memory)
 
     def close(self) -> None:
@@ -183,19 +183,19 @@ def _on_gpu(memory: torch.Tensor) -> bool:
 
 
 def _whole(memory: torch.Tensor) -> torch.Tensor:
-    """All of the storage that `memory` lies in, uint8 `[bytes]`."""
+    """Return the whole storage that contains `memory`, uint8 `[bytes]`."""
     return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.untyped_storage())
 
 
 @cache
 def _lane(device: torch.device, number: int) -> torch.cuda.Stream:
-    """A stream for the reads of one thread: those of all engines of the process share it."""
+    """Return the stream for the reads of one thread number. All engines of the process share it."""
     return torch.cuda.Stream(device)
 
 
 @cache
 def has_gpudirect() -> bool:
-    """Whether GPUDirect Storage works. A driver that is half there can hang who asks, so another process does."""
+    """Return whether GPUDirect Storage works. A separate process checks it: a broken driver can hang its caller."""
     if not any(map(os.path.exists, _DRIVER)):
         return False
     try:
@@ -205,7 +205,7 @@ def has_gpudirect() -> bool:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-    except (OSError, TypeError):  # no interpreter of its own, as where Python is embedded
+    except (OSError, TypeError):  # no interpreter executable, as in embedded Python
         return False
     try:
         return probe.wait(_PROBE_SECONDS) == 0
@@ -214,7 +214,7 @@ def has_gpudirect() -> bool:
         return False
     finally:
         probe.kill()
-        with suppress(subprocess.TimeoutExpired):  # one that hangs in the kernel does not go
+        with suppress(subprocess.TimeoutExpired):  # a process that hangs in the kernel does not end
             probe.wait(1.0)
 
 
@@ -223,6 +223,6 @@ def _import_kvikio() -> Any:
         import kvikio
         import kvikio.buffer
         import kvikio.defaults
-    except Exception as error:  # a missing libcufile is a RuntimeError, a driver that does not fit may be anything
+    except Exception as error:  # a missing libcufile raises RuntimeError, a wrong driver may raise anything
         raise EngineUnavailableError(f"kvikio does not import ({error}); pip install 'hf-tiered-cache[gds]'") from error
     return kvikio

@@ -1,4 +1,4 @@
-"""Reads through the page cache, so that all processes of a machine share one copy of what is read often."""
+"""Engine that reads through the page cache: all processes of a machine share one copy of frequently read data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .posix import PosixEngine
 
 
 class PageCacheEngine(PosixEngine):
-    """As `PosixEngine`, without O_DIRECT: the kernel keeps what was read, outside of the store's budgets.
+    """`PosixEngine` without O_DIRECT: the kernel caches what was read, outside of the store's budgets.
 
-    With `KVStore(engine="page_cache", host_memory=0)` no process keeps a copy of its own. A block is then copied out of
-    the page cache for each request, and its checksum compared each time.
+    With `KVStore(engine="page_cache", host_memory=0)` no process keeps its own copy. Each request then copies its
+    blocks out of the page cache and compares their checksums.
 
     Args:
-        threads: workers, each with one read in flight.
+        threads: number of workers, each with one read in flight.
     """
 
     name: ClassVar[str] = "page_cache"
