@@ -1,11 +1,11 @@
-"""Which layers of a conversation may share their KV (Krul, Section 4.2, Algorithm 1).
+"""Selection of the layers of a conversation that share their KV (Krul, Section 4.2, Algorithm 1).
 
-Layers that attend to the two ends of their context, whatever is asked (initial-recent, I-R), are candidates; the two
-whose attention is nearest form a pair, then the next two, until enough layers are in pairs.
+Candidates are layers that attend to the two ends of their context, whatever the prompt (initial-recent, I-R). The two
+candidates with the most similar attention form a pair, then the next two, until enough layers are paired.
 
-Differs from the paper in two ways. Distances are relative to the rows' own norms, which vary among models and layers:
-attention spread over many tokens has small weights, and small differences. And layers beyond a bound are not alike:
-nothing is shared there, however much is asked for.
+Differs from the paper in two ways. Distances are relative to the norms of the rows, which vary among models and layers:
+attention that is spread over many tokens has small weights, and therefore small differences. And layers beyond a
+maximum distance never share, however many pairs are requested.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ import numpy as np
 from .attention_sums import AttentionSums
 
 I_R_SHARE = 0.75
-"""Share of layers that are I-R unless said otherwise: what the paper finds in a model of 32 layers (Table 3)."""
-ALIKE = 0.55
-"""Relative distance beyond which layers are not alike. Of neighbours, layers 2 to 6 of the reference model xs have 0.13
-to 0.42 (14 conversations of 500 tokens, all rows), those of stories260K, where none are alike, 0.71 to 0.85."""
+"""Default share of layers that are I-R, as the paper finds it in a model of 32 layers (Table 3)."""
+ALIKE = 0.3
+"""Maximum relative distance of layers that count as similar. Neighboring layers 2 to 6 of the reference model xs, which
+merge without loss, have 0.15 to 0.26 on average. In SmolLM2-135M the nearest layers have 0.39 and more, and merging
+them loses 0.5 nats per token and more (`bench/conversation_answers.py`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerDistances:
-    """How alike layers are.
+    """Distances between the attention of layers.
 
     Args:
-        layers: which; the arrays follow this order.
+        layers: Layer numbers; the arrays have this order.
         euclidean: float64 `[layers, layers]`, the paper's distance: over the weights of all rows, mean over the heads;
             divided by the root of the number of rows, so that it does not grow with the conversation.
-        relative: likewise, but relative to the weights themselves: of two layers the root of |a - b|² / (|a|² + |b|²),
-            0 for the same attention, 1 where none goes to the same tokens. Mean over the heads.
+        relative: float64 `[layers, layers]`, distance relative to the weights: the root of |a - b|² / (|a|² + |b|²) for
+            two layers, mean over the heads. 0 for equal attention, 1 for attention to disjoint tokens.
         initial_recent: float64 `[layers]`, share of attention at the two ends of the context.
-        rows: sampled ones that it comes from.
-        missing: why there is nothing, or "".
+        rows: Number of sampled rows.
+        missing: Reason why there are no distances, or "".
     """
 
     layers: tuple[int, ...]
@@ -49,7 +50,7 @@ class LayerDistances:
 
     @classmethod
     def of(cls, layers: Sequence[int], sums: AttentionSums, rows: int) -> LayerDistances:
-        """From the sums of one sequence, on the host."""
+        """Compute the distances from the sums of one sequence, on the host."""
         products = sums.products[0].double().numpy()  # [heads, layers, layers]
         count = float(sums.rows)
         own = np.diagonal(products, axis1=1, axis2=2)
@@ -65,19 +66,19 @@ class LayerDistances:
 
     @classmethod
     def none(cls, missing: str) -> LayerDistances:
-        """Of no layer."""
+        """Return empty distances, with the reason `missing`."""
         return cls((), np.zeros((0, 0)), np.zeros((0, 0)), np.zeros(0), 0, missing)
 
 
 @dataclass(frozen=True, eq=False)
 class SharedLayers:
-    """Which layers share.
+    """Layers that share their KV.
 
     Args:
-        pairs: of layers, the lower one first, nearest pairs first.
-        initial_recent: the layers that are I-R.
-        distances: what was chosen by.
-        why_fewer: why fewer layers are in pairs than asked for, or "".
+        pairs: Pairs of layers, the lower one first; pairs with the smallest distance come first.
+        initial_recent: Layers that are I-R.
+        distances: Distances by which the pairs were selected.
+        why_fewer: Reason why fewer layers are paired than requested, or "".
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -96,11 +97,11 @@ def share_layers(
     """Pair layers (Algorithm 1).
 
     Args:
-        distances: of the conversation's layers.
-        gamma: share of attention at the two ends from which on a layer is I-R; see `calibrated_gamma`.
-        layers_shared: share of `distances.layers` that pairs are made for, until it is reached.
-        alike: relative distance up to which layers may form a pair.
-        shared: pairs that there are already, and that stay.
+        distances: Distances of the conversation's layers.
+        gamma: Minimum share of attention at the two ends for a layer to be I-R; see `calibrated_gamma`.
+        layers_shared: Share of `distances.layers` to pair.
+        alike: Maximum relative distance of a pair.
+        shared: Existing pairs, which are kept.
     """
     layers, relative = distances.layers, distances.relative
     candidates = np.flatnonzero(distances.initial_recent >= gamma)
@@ -133,14 +134,14 @@ def _why_fewer(found: int, wanted: int, refused: float, alike: float) -> str:
 
 
 def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) -> float:
-    """The γ by which `target` of a model's layers are I-R, over several conversations (Section 4.2, Table 3).
+    """Return the γ at which the share `target` of a model's layers is I-R, over conversations (Section 4.2, Table 3).
 
     Args:
-        shares: for each conversation `LayerDistances.initial_recent`.
-        target: share of layers that are to be I-R, over all conversations.
+        shares: `LayerDistances.initial_recent` of each conversation.
+        target: Share of layers that are I-R, over all conversations.
 
     Raises:
-        ValueError: there are no shares.
+        ValueError: `shares` is empty.
     """
     every = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
     if not len(every):

@@ -78,7 +78,7 @@ def test_strategies_differ_between_conversations():
     for each in chosen:
         paired = {layer for pair in each.pairs for layer in pair}
         assert paired <= set(each.initial_recent) and not paired & {0, 7}
-    assert sum(len(each.pairs) == 2 for each in chosen) >= 6
+    assert sum(len(each.pairs) == 2 for each in chosen) >= 4
 
 
 def test_gamma_holds_for_conversations_it_was_not_calibrated_on():
