@@ -1,4 +1,4 @@
-"""A cache in which passages are computed, a row each, behind tokens whose KV is left out."""
+"""Cache that computes passages, one per row, after lead tokens without recorded KV."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _T = TypeVar("_T")
 
 
 class PassageServing(Serving):
-    """Computes passages of one length, a row each, behind tokens whose KV is left out.
+    """Executor that computes passages of one length, one per row, after lead tokens without recorded KV.
 
     Args:
-        like: of a cache with a method for passages, which says how they are ranked and cut.
-        labels: of the rows, for the headers of their segments; () for none.
-        observed_behind: tokens of the lead in place of the method's. Nothing is stored then: it is `computed` that
-            counts.
+        like: executor of a cache with a method for passages, which defines their ranking and geometry.
+        labels: labels of the rows, for the headers of their segments; () for none.
+        observed_behind: length of a lead that replaces the method's. If given, nothing is stored; the result is in
+            `computed`.
     """
 
     method: Passages
@@ -51,15 +51,15 @@ class PassageServing(Serving):
         self.sink = self.method.sink_token(like.attachment.config)
         first = self.sink if observed_behind is None else sink_token(like.attachment.config)
         self.lead = torch.tensor([[] if first is None else [first]], dtype=torch.int64)
-        """Tokens before the passages, `[1, n]`: the first one, and from `compute` on the text."""
+        """Tokens before the passages, int64 `[1, n]`: the first token, and the lead text after `write_lead`."""
         self.computed: dict[int, list[KV]] = {}
-        """Where nothing is stored each row's keys and values, layer by layer."""
+        """Keys and values of each row, layer by layer, if nothing is stored."""
         self.scores: dict[int, Columns] = {}
-        """How each row's tokens rank, once they are computed, by the name of the ranking."""
+        """Ranking of each row's tokens by name of the ranking, once the row is computed."""
         self._labels, self._observed_behind = tuple(labels), observed_behind
 
     def write_lead(self, tokens: int) -> None:
-        """Let the text stand before passages of so many tokens, as far as positions reach."""
+        """Append the lead text for passages of `tokens` tokens, within the model's maximum position."""
         wanted = self.method.lead if self._observed_behind is None else self._observed_behind
         identity = self.identify(closely=False)
         if wanted > 1 and self.lead.shape[1] and not isinstance(identity, str):
@@ -68,7 +68,7 @@ class PassageServing(Serving):
             self.lead = torch.cat([self.lead, written[None]], dim=1)[:, : max(1, positions - tokens)]
 
     def find(self, passages: Sequence[torch.Tensor]) -> list[SegmentRow | None]:
-        """Of passages, int `[tokens]` each, the segments in which all their whole hashes are stored."""
+        """Return, for each passage, int `[tokens]`, the segment that stores all its whole hashes, or None."""
         identity, store = self.identify(closely=True), self.store
         if isinstance(identity, str):
             return [None] * len(passages)
@@ -83,7 +83,7 @@ class PassageServing(Serving):
         return [self._holding(rows.get(chain[:HASH_BYTES], ()), chain) for chain in chains]
 
     def _holding(self, rows: Iterable[SegmentRow], chain: bytes) -> SegmentRow | None:
-        """The one of these segments that holds these prefix hashes, whole, and if there are several, the shortest."""
+        """Return the shortest complete segment that begins with the prefix hashes `chain`, or None."""
         found = [row for row in rows if row.chain[: row.valid_hashes * HASH_BYTES].startswith(chain)]
         for row in sorted(found, key=lambda row: (len(row.chain), row.id)):
             reader = self.store.found_passage(row)
@@ -93,7 +93,7 @@ class PassageServing(Serving):
 
     def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
         sequence = super()._new_sequence(cache, request, identity, regime)
-        sequence.tells_passages = False  # what is computed is no prompt in which others are looked for
+        sequence.tells_passages = False  # a passage is not searched for other passages
         return sequence
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
@@ -106,7 +106,7 @@ class PassageServing(Serving):
             return _Observing(History(hasher, pads), *own, names=names, check=check).behind(
                 self.lead.shape[1], self.computed
             )
-        history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # left out like padding
+        history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
         rank: Rank | None = self._rank if method.ranks_alone else None
         held = identity.weights_held
         return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check, weights_held=held)
@@ -116,16 +116,17 @@ class PassageServing(Serving):
         self.scores[row] = {self.method.ranked_by: scores}
         return scores
 
-    def stored(self) -> list[str]:
-        """The segment of each row, once it is computed; none where its KV can be stored under no name."""
+    def stored(self) -> dict[int, str]:
+        """Seal the recorder, and return the segment id by row, of rows whose KV can be stored."""
         if self.sequence is None:
-            return []
+            return {}
         self.sequence.recorder.seal()
-        return [row[-1] for row in map(self.sequence.recorder.segments, range(self.sequence.history.rows)) if row]
+        segments = {row: self.sequence.recorder.segments(row) for row in range(self.sequence.history.rows)}
+        return {row: of_row[-1] for row, of_row in segments.items() if of_row}
 
 
 class PassageCache(StoredCache):
-    """A cache for passages (see `PassageServing`)."""
+    """Cache for passages (see `PassageServing`)."""
 
     def __init__(
         self,
@@ -142,20 +143,20 @@ class PassageCache(StoredCache):
         self.passage = self._serving = PassageServing(self._serving, labels, observed_behind)
 
     def compute(self, passages: torch.Tensor) -> None:
-        """Compute passages, int `[rows, tokens]`, and have them stored, or kept in `passage.computed`."""
+        """Compute passages, int `[rows, tokens]`, and queue them for storing, or keep them in `passage.computed`."""
         self.passage.write_lead(passages.shape[1])
         ids = torch.cat([self.passage.lead.expand(len(passages), -1), passages], dim=1)  # [rows, lead and tokens]
         with torch.no_grad():
-            device = attach(self.model).device_of(0)  # an offloaded model's own is `meta`
+            device = attach(self.model).device_of(0)  # `model.device` is `meta` if it is offloaded
             self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
         self.store_now()
 
 
 class _Observing(Recorder):
-    """Hands on what is computed behind other text, instead of making segments of it."""
+    """Recorder that keeps KV computed after a lead in memory, instead of making segments of it."""
 
     def behind(self, columns: int, computed: dict[int, list[KV]]) -> Recorder:
-        """This recorder, which puts what follows so many columns into `computed`, row by row, layer by layer."""
+        """Set the lead length and the dict for the KV after it, by row and layer. Return this recorder."""
         self._before, self._computed_rows = columns, computed
         return self
 
@@ -173,19 +174,19 @@ class _Observing(Recorder):
 
 
 def whole_tokens(tokens: int) -> int:
-    """How many of a passage's tokens are stored."""
+    """Return the number of a passage's tokens that are stored, a multiple of 16."""
     return tokens // HASH_TOKENS * HASH_TOKENS
 
 
 def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], most_tokens: int) -> list[list[_T]]:
-    """Items of equal lengths together, the longest first.
+    """Group items of equal lengths into batches, longest first.
 
-    Nothing is padded: passages are cut to whole hashes before, so that many have one length, and what a padded batch
-    would compute in vain is not computed.
+    Batches need no padding: passages are cut to whole hashes beforehand, so that many have the same length.
 
     Args:
-        lengths: of an item: the tokens that are computed of it first of all.
-        most_tokens: of a batch, unless a single item has more.
+        items: items to group.
+        lengths: function that returns the lengths of an item; the first is the number of tokens to compute.
+        most_tokens: maximum number of tokens per batch, unless a single item has more.
     """
     found: list[list[_T]] = []
     for (tokens, *_), alike in groupby(sorted(items, key=lengths, reverse=True), lengths):

@@ -1,4 +1,4 @@
-"""Storing passages: each computed by itself, behind a lead, under its label."""
+"""Storing passages: each is computed alone after a lead text, and stored under its label."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .store.segment import SegmentReader
 logger = logging.getLogger("hf_tiered_cache")
 
 BATCH_TOKENS = 4096
-"""Of passages of one length, so many are computed in one pass."""
+"""Maximum number of tokens computed in one pass, for passages of equal length."""
 
 
 @dataclass(eq=False)
 class _Passage:
-    """A passage of a call, whatever number of times it is given there."""
+    """Distinct passage of a call, which may be given several times."""
 
     ids: torch.Tensor
-    """int64 `[tokens]`, as far as they are stored."""
+    """Token ids, int64 `[tokens]`, cut to the part that is stored where possible."""
     tokens: int
-    """As it was given."""
+    """Number of tokens as given."""
     labels: dict[str, None] = field(default_factory=dict)
     row: SegmentRow | None = None
-    """In which all of it is stored."""
+    """Segment that stores the whole passage."""
 
     @property
     def stored_tokens(self) -> int:
@@ -50,29 +50,29 @@ class _Passage:
 
     @property
     def is_stored(self) -> bool:
-        """Whether it is long enough to be."""
+        """Whether the passage is long enough to be stored."""
         return len(self.ids) >= HASH_TOKENS
 
     def reader(self, storage: Storage) -> SegmentReader | None:
-        """Return the segment in which it is stored."""
+        """Return the segment that stores the passage, or None."""
         return None if self.row is None else storage.disk.found(self.row)
 
     @property
     def name(self) -> str:
-        """See `passage_name`; "" if it is not stored."""
+        """See `passage_name`; "" if the passage is not stored."""
         return "" if self.row is None else passage_name(self.row.chain)
 
 
 class _Call:
-    """What a call gives: distinct passages, and what is said of them.
+    """Distinct passages of a call, and their labels.
 
     Args:
-        like: a cache of the model's, which says how passages are computed.
+        like: cache for the model, which defines how passages are computed.
         input_ids: see `KVStore.precompute`.
-        labels: of each; None for none.
+        labels: label of each passage; None for no labels.
 
     Raises:
-        ConfigError: these are not for each passage one, or not to be understood.
+        ConfigError: the number of labels differs from that of the passages, or a label or `input_ids` is invalid.
     """
 
     def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
@@ -83,7 +83,7 @@ class _Call:
         for label in labels or ():
             check_label(label)
         self.labels = list(dict.fromkeys(labels or ()))
-        cut = varying_rope(self.like.attachment.config) is None  # else frequencies may follow the length
+        cut = varying_rope(self.like.attachment.config) is None  # otherwise RoPE frequencies may depend on the length
         by_ids: dict[tuple[int, ...], _Passage] = {}
         for number, prompt in enumerate(prompts):
             ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
@@ -93,23 +93,23 @@ class _Call:
 
     @property
     def stored(self) -> list[_Passage]:
-        """Those that are long enough to be stored."""
+        """Passages that are long enough to be stored."""
         return [passage for passage in self.passages if passage.is_stored]
 
     def find(self) -> None:
-        """See which are stored."""
+        """Look up which passages are stored."""
         passages = self.stored
         for passage, row in zip(passages, self.like.find([passage.ids for passage in passages]), strict=True):
             passage.row = row
 
     def key(self, label: str) -> tuple[str, str, str]:
-        """Of a label's record."""
+        """Return the key of a label's record."""
         identity = self.like.identify(closely=False)
         fingerprint = "" if isinstance(identity, str) else identity.fingerprint
         return label, fingerprint, f"{self.like.method.passages} {self.like.sink}"
 
     def entries(self) -> list[Entry]:
-        """What the labels stand for now."""
+        """Return the labels with the passages that are stored for them now."""
         identity = self.like.identify(closely=False)
         facts = {} if isinstance(identity, str) else identity.facts
         found = []
@@ -164,7 +164,7 @@ def precompute_passages(
         storage.pin({passage.row.id for passage in call.stored if passage.row is not None})
     _rank(storage, model, wanted_method, call.stored, tag, progress, batch_tokens)
     report = replace(report, removed=enter_documents(storage, call.entries()))
-    if call.labels:  # what was found may have been another label's alone, which was deleted before this one had it
+    if call.labels:  # a found passage may have been deleted with another label in the meantime
         call.find()
         for batch in batches([p for p in found if p.row is None], lengths, batch_tokens):
             report = replace(report, stored=report.stored + compute(batch))
@@ -181,12 +181,12 @@ def _compute(
     label: str,
     tag: str,
 ) -> int:
-    """Compute passages of one length, and have them stored. Returns how many tokens are."""
+    """Compute passages of one length, and queue them for storing. Return the number of tokens stored."""
     labels = [next(iter(passage.labels), label) for passage in batch]
     cache = PassageCache(model, storage, method, tag, labels=labels)
     cache.compute(torch.stack([passage.ids for passage in batch]))
-    for row, segment in enumerate(cache.passage.stored()):
-        if columns := cache.passage.scores.get(row):  # behind the segment in the writer's queue
+    for row, segment in cache.passage.stored().items():
+        if columns := cache.passage.scores.get(row):  # after the segment in the writer's queue
             storage.writer.later(partial(_keep_scores, storage, segment, columns))
     return cache.stats.tokens_stored
 
@@ -200,7 +200,7 @@ def _rank(
     progress: bool,
     batch_tokens: int,
 ) -> None:
-    """Rank stored passages that are not ranked as the method asks for. A part of another one goes by that one's."""
+    """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
     wanted = [one for one in passages if _lacks_ranking(storage, method, one)]
     if not method.ranks_in_context:
         for passage in wanted:
@@ -225,11 +225,11 @@ def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> boo
 
 
 def _computed(lead: int, passage: _Passage) -> tuple[int]:
-    """Return how many tokens are computed for a passage."""
+    """Return the number of tokens computed for a passage, lead included, as a tuple."""
     return (lead + len(passage.ids),)
 
 
 def _keep_scores(storage: Storage, segment_id: str, columns: Columns) -> None:
-    """Keep how a passage's tokens rank beside it, if it was stored."""
+    """Save the ranking of a passage's tokens as a sidecar, if the passage was stored."""
     if storage.disk.index.row(segment_id) is not None and (reader := storage.disk.reader(segment_id)) is not None:
         storage.rankings.keep(reader, columns)

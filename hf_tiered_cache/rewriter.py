@@ -1,8 +1,8 @@
-"""Rewrites stored segments in the background, in another geometry or order of tokens.
+"""Background rewriting of stored segments into another geometry or order of tokens.
 
-Methods ask for it: `ContiguousKV` and `Impress` lay tokens out by the attention that prompts paid them. Who decodes
-comes back to a segment at each token, and what memory has of one that was replaced goes, so this waits until nobody
-uses it.
+Methods request it: `ContiguousKV` and `Impress` order tokens by the attention that prompts paid to them. A cache that
+decodes reads from its segments at each token, and memory drops the blocks of a replaced segment. A rewrite therefore
+waits until no cache uses the segment.
 """
 
 from __future__ import annotations
@@ -32,48 +32,55 @@ from .tiers.importance import TokenImportance, size_of
 from .tiers.residency import Residency
 
 _IMPORTANCE = "importance"
-"""Kind of the arrays beside a segment that say how important its tokens were, and to how many prompts."""
+"""Kind of the sidecar with the importance of a segment's tokens, and the number of prompts it comes from."""
 logger = logging.getLogger("hf_tiered_cache")
 
 
 class SegmentRewriter:
-    """Replaces segments by others with the same content, one at a time; whoever reads the old one reads it to the end.
+    """Worker that replaces segments by others with the same content, one at a time.
+
+    Requests that read the old segment can read it to the end.
 
     Args:
-        disk: the segments.
-        residency: the tiers before them.
-        rankings: of passages' tokens.
+        disk: Store of the segments.
+        residency: Memory tiers.
+        rankings: Rankings of the tokens of passages.
     """
 
     def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:
         self._disk, self._residency, self._rankings = disk, residency, rankings
         self.importance = TokenImportance()
-        self._lock = threading.Lock()  # of the next two
-        self._users = Counter[str]()  # of segments that are to be laid out when these are gone
-        self._due: set[str] = set()  # segments that are to be laid out by importance
+        self._lock = threading.Lock()  # guards the next two attributes
+        self._users = Counter[str]()  # number of caches that use each segment
+        self._due: set[str] = set()  # segments to reorder when they are no longer used
         self._thread = ThreadPoolExecutor(1, "hf-tiered-rewriter")
         self._queued: set[Future[None]] = set()
 
     def relayout(self, segment_id: str, geometry: Geometry) -> bool:
-        """Cut a segment in another way; its codec stays.
+        """Rewrite a segment in another geometry; its codec stays.
 
         Returns:
-            Whether it was. One that cannot be read, which counts, or that holds a part of its tokens, is left.
+            Whether it was rewritten. A segment that needs no change, cannot be read (which is counted), or holds only a
+            part of its tokens is left as it is.
         """
         reader = self._disk.reader(segment_id)
         if reader is None or not reader.shape.whole:
             return False
         shape, tables = reader.shape, None
         geometry = replace(geometry, codec=shape.geometry.codec)
-        if shape.tables is not None and not _is_prefix(reader):  # a passage's ranking stays with it
+        if shape.tables is not None and not _is_prefix(reader):  # keep the ranking of a passage
             groups = block_groups(shape.layout, geometry)
             tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
         return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
 
     def reorder(self, segment_id: str) -> bool:
-        """Lay a segment's tokens out by their importance, as far as that is known. Returns whether it was done.
+        """Order a segment's tokens by their importance, as far as that is known.
 
-        A prefix goes by the attention that its tokens got, a passage by how far other text moves them.
+        The order of a prefix follows the attention that its tokens received; the order of a passage follows how far
+        other text changes its KV.
+
+        Returns:
+            Whether it was rewritten.
         """
         reader = self._disk.reader(segment_id)
         if reader is None or not reader.shape.whole:
@@ -92,9 +99,14 @@ class SegmentRewriter:
         return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
 
     def prompt_done(self, segments: Iterable[str], every: int) -> None:
-        """A prompt that told of its tokens' importance is through: what is due is laid out anew, in the background.
+        """Schedule the rewrites that are due after a prompt that reported its tokens' importance.
 
-        As soon as nobody uses it; what was always in use since it was due last is laid out all the same.
+        A rewrite starts in the background as soon as no cache uses the segment. A segment that was in use ever since it
+        was last due is rewritten anyway.
+
+        Args:
+            segments: Ids of the segments that the prompt used.
+            every: Number of prompts before the first rewrite (see `Method.reorder_every`).
         """
         for segment_id in segments:
             if not self.importance.prompt_done(segment_id, every):
@@ -109,33 +121,33 @@ class SegmentRewriter:
                 self._reorder_soon(segment_id)
 
     def _reorder_soon(self, segment_id: str) -> None:
-        with suppress(RuntimeError):  # the store was closed under the request, which goes on
+        with suppress(RuntimeError):  # the store was closed during the request, which continues
             queued = self._thread.submit(self._reorder_quietly, segment_id)
             self._queued.add(queued)
             queued.add_done_callback(self._queued.discard)
 
     def begin_use(self, segments: Collection[str]) -> None:
-        """A cache begins to choose from these segments: they stay as they are until `end_use`."""
+        """Note that a cache selects from these segments: rewrites wait for `end_use`."""
         with self._lock:
             self._users.update(segments)
 
     def end_use(self, segments: Collection[str]) -> None:
-        """Lay out those that are due and that nobody uses any more."""
+        """Release these segments, and schedule due rewrites of those that are no longer used."""
         with self._lock:
             self._users.subtract(segments)
-            self._users += Counter()  # without those that nobody uses
+            self._users += Counter()  # drop zero counts
             due = [name for name in segments if name in self._due and name not in self._users]
             self._due.difference_update(due)
         for segment_id in due:
             self._reorder_soon(segment_id)
 
     def forget(self, segments: Collection[str]) -> None:
-        """These are gone: what has their names next is another's work."""
+        """Forget deleted segments; their ids may be reused."""
         with self._lock:
             self._due.difference_update(segments)
 
     def recall(self, readers: Collection[SegmentReader]) -> None:
-        """Take in what earlier processes knew of these segments' tokens, where this one knows nothing of them."""
+        """Load the token importance kept by earlier processes, for segments without any in this process."""
         for reader in readers:
             if reader.id in self.importance:
                 continue
@@ -145,7 +157,7 @@ class SegmentRewriter:
                 self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
 
     def keep_importance(self) -> None:
-        """Keep what is known of segments' tokens beside them, as far as it has changed since."""
+        """Write changed token importance to the sidecars of the segments."""
         if not self._disk.backend.writable:
             return
         changed = self.importance.changes()
@@ -156,23 +168,23 @@ class SegmentRewriter:
                 reader = self._disk.reader(segment_id) if segment_id in self.importance else None
                 if reader is not None:
                     self._disk.beside.keep(reader, _IMPORTANCE, arrays, {})
-            except Exception:  # as below; the store is to be flushed, and closed, all the same
+            except Exception:  # as in `_reorder_quietly`; flush and close must continue
                 logger.exception("the importance of the tokens of segment %s was not kept", segment_id)
 
     def wait(self) -> None:
-        """Until nothing is under way."""
+        """Wait until no rewrite is queued or running."""
         wait(list(self._queued))
 
     def close(self) -> None:
-        """Finish what is under way and drop the rest: it is due again another time."""
+        """Finish the current rewrite and drop the others, which become due again later."""
         self._thread.shutdown(cancel_futures=True)
 
     def _reorder_quietly(self, segment_id: str) -> None:
         try:
             self.reorder(segment_id)
-        except (StoreError, OSError) as error:  # nothing is lost: the old form is there, or the new one, or both
+        except (StoreError, OSError) as error:  # no data is lost: the old or the new segment is stored
             self._disk.warn(f"lay out {type(error).__name__}", f"laying segment {segment_id} out anew failed: {error}")
-        except Exception:  # a background job must say what happened to it; nothing is lost
+        except Exception:  # a background job must report its failure; no data is lost
             logger.exception("segment %s was not laid out anew", segment_id)
 
     def _replace(
@@ -182,19 +194,26 @@ class SegmentRewriter:
         tables: TokenTables | None,
         hand_over: bool = False,
     ) -> bool:
-        """The new segment is whole on disk, and found by look-ups, before the old one goes.
+        """Replace a segment by one with another geometry or token tables.
 
-        What is kept beside the old one is kept beside the new one: it is of the same tokens.
+        The new segment is complete on disk, and found by lookups, before the old one is removed. Sidecars are copied,
+        since they describe the same tokens.
 
         Args:
-            hand_over: whether what memory has of the old one goes to the front of the new one.
+            old: Id of the segment to replace.
+            geometry: Geometry of the new segment.
+            tables: Token tables of the new segment; None to keep all tokens in order.
+            hand_over: Whether the new segment takes over what memory holds of the old one (see `Handover`).
+
+        Returns:
+            Whether the segment was replaced.
         """
         reader, pinned = self._disk.reader(old), old in self._disk.pinned()
         if reader is None or not self._disk.backend.writable:
             return False
         if tables is not None and tables.same(None):
             tables = None
-        beside = self._disk.beside.all_of(reader)  # before its room is wanted for the new one
+        beside = self._disk.beside.all_of(reader)  # before the new segment needs their room on disk
         handover = Handover(self._residency, reader) if hand_over else None
         header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
         try:
@@ -203,24 +222,25 @@ class SegmentRewriter:
         except (IntegrityError, OSError) as error:
             self._disk.report(old, error)
             return False
+        if (made := self._disk.reader(header.id)) is None:
+            return False  # the old segment is the only one
         self._disk.pin([header.id] if pinned else [])
-        if (made := self._disk.reader(header.id)) is not None:
-            if handover is not None:
-                handover.give_indexes_to(made)
-            for kept in beside:
-                self._disk.beside.keep(made, *kept)  # without room it is not kept, which is counted
+        if handover is not None:
+            handover.give_indexes_to(made)
+        for kept in beside:
+            self._disk.beside.keep(made, *kept)  # without room it is dropped and counted
         self.importance.rename(old, header.id)
         self._disk.remove([old])
-        if handover is not None and made is not None:
+        if handover is not None:
             handover.give_to(made)
         return True
 
 
 def _differs(shape: SegmentShape, geometry: Geometry, tables: TokenTables | None) -> bool:
-    """Whether a segment of a shape is to be laid out anew; without tables for another geometry alone."""
+    """Return whether a segment of this shape needs a rewrite; without `tables`, only for another geometry."""
     return shape.geometry != geometry or (tables is not None and not tables.same(shape.tables))
 
 
 def _is_prefix(reader: SegmentReader) -> bool:
-    """Whether it is a run of a prompt's tokens, and no passage."""
+    """Return whether the segment is part of a prompt's prefix, and not a passage."""
     return reader.header.provenance == coded_provenance(EXACT, reader.shape.geometry.codec)

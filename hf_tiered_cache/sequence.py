@@ -1,4 +1,4 @@
-"""The tokens that a cache holds: whose KV they have, what is stored of them, and how they go on."""
+"""State of the tokens that a cache holds: the model that computed them, what is stored of them, how they continue."""
 
 from __future__ import annotations
 
@@ -32,24 +32,27 @@ logger = logging.getLogger("hf_tiered_cache")
 _STORE_AT = 64
 _STORE_GENERATED_AT = 512
 _STORE_PROMPT_AT = 4096
-"""Columns that are stored when they are computed: of a prompt, once it is whole, or of generated tokens. Chunks of a
-long prompt come together into larger segments. Fewer wait for more, for a look-up that wants them, or for `flush`."""
+"""Number of captured positions to store at once: after a prompt, of generated tokens, and within a prompt.
+
+Chunks of a long prompt are joined into larger segments. Fewer positions wait for more, for a lookup that needs them, or
+for `flush`.
+"""
 
 
 class SequenceState:
-    """The tokens of a cache, of all its rows, from the first understood pass on.
+    """State of the tokens of a cache, in all rows, from the first supported pass on.
 
     Args:
-        store: where their KV is looked for, and stored.
-        method: by which it is restored, as far as it was left to measurement filled in.
-        config: of the model's text part.
-        identity: of the model when it began.
-        regime: of its RoPE frequencies.
-        recorder: of what is computed; it has their history.
-        check: of masks and positions while decoding.
-        segments: tokens at which passages may begin, or None for everywhere.
-        layers: how many the model has.
-        selects: whether a layer of the cache can attend to a part of what is restored.
+        store: Store from which KV is restored, and to which it is written.
+        method: Method that restores it, with calibrated settings filled in.
+        config: Config of the model's text part.
+        identity: Identity of the model at the first pass.
+        regime: Regime of its RoPE frequencies.
+        recorder: Recorder of computed KV, which holds the history of the tokens.
+        check: Check of masks and positions while decoding.
+        segments: Tokens at which passages may begin, or None for any.
+        layers: Number of layers of the model.
+        selects: Whether a cache layer can attend to a part of what is restored.
     """
 
     def __init__(
@@ -68,31 +71,31 @@ class SequenceState:
         self.store, self.method, self.config = store, method, config
         self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
         self.history = recorder.history
-        """The tokens."""
+        """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
-        """Whether it holds a selection of its tokens, or what no cache of its method's provenance would."""
+        """Whether the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._asked: np.ndarray | None = None
-        """What the present pass adds, int64 `[rows, columns]`, where it was looked up."""
+        """Tokens that the current pass adds, int64 `[rows, columns]`; None if there was no lookup."""
         self.stored_in_pieces = 0
-        """Tokens of the present prompt that were computed and let go again."""
-        self._in_prompt = False  # whether the last pass had several columns
+        """Number of tokens of the current prompt that were computed, stored and released."""
+        self._in_prompt = False  # whether the last pass had several positions
         self.tells_passages = bool(method.passages)
-        """Whether it is told what became of the passages in a prompt."""
+        """Whether to report what became of the passages in a prompt."""
         self._report = PassageReport()
         self.missed = ""
-        """Why stored passages were not found by the last pass, where something can be done about it."""
-        self._unused = ""  # why the method cannot use all of what was found, if so
+        """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
+        self._unused = ""  # reason why the method cannot use all of the match, if so
 
     @property
     def columns(self) -> int:
-        """Of the rows, left padding included."""
+        """Number of cached positions, including left padding."""
         return self.history.columns
 
     # --- before a pass
 
     def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
-        """What a pass restores, or None if that is nothing."""
+        """Return the plan of a pass, or None if it restores nothing."""
         with collector.timing("match_seconds"):
             self._asked = request.ids.to("cpu", torch.int64).numpy()
             plan, found = make_plan(
@@ -128,7 +131,10 @@ class SequenceState:
         return usable
 
     def why_nothing(self, request: Request) -> str:
-        """Why a prompt that has no plan is not restored; "" where it goes on from what the cache holds."""
+        """Return the reason why a prompt without a plan is not restored.
+
+        The reason is an empty string if the prompt continues from what the cache holds.
+        """
         if self.columns or not self.store.usable:
             return ""
         if self._unused:
@@ -139,7 +145,7 @@ class SequenceState:
         return reasons.of_a_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
 
     def why_otherwise(self, plan: Plan) -> str:
-        """Why a plan computes other tokens than the method would choose; "" if it does not."""
+        """Return the reason why a plan computes other tokens than the method would select, or an empty string."""
         ranked_by = self.method.ranked_by
         passages = [piece for group in plan.groups for piece in group.pieces if not piece.exact]
         unranked = ranked_by and any(piece.scores is None for piece in passages)
@@ -148,10 +154,10 @@ class SequenceState:
     # --- after a pass
 
     def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
-        """A pass is done: its tokens are known, and stored if they are many.
+        """Record a completed pass: count and append its tokens, and store them if there are enough.
 
         Returns:
-            Why from here on passes run as with any cache, or "".
+            The reason why later passes run without the store, or an empty string.
         """
         self.missed = ""
         rows, columns = request.ids.shape
@@ -171,7 +177,7 @@ class SequenceState:
         if plan is not None and not (plan.exact or approximations):
             self.recorder.enabled = False
         computed = columns if plan is None else columns - plan.restored_until
-        ids, self._asked = request.ids if self._asked is None else self._asked, None  # once from the device is enough
+        ids, self._asked = request.ids if self._asked is None else self._asked, None  # avoids a second device copy
         self.recorder.end(ids, computed, request.revocable)
         if self.tells_passages and columns > 1:
             self._tell_passages(plan, collector)
@@ -184,7 +190,7 @@ class SequenceState:
         if self.recorder.unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
             try:
                 self.recorder.seal()
-            except StoreClosedError as error:  # the request itself goes on
+            except StoreClosedError as error:  # the request itself continues
                 logger.warning("%s: what is computed from here on is not stored", error)
                 self.recorder.enabled = False
         if self.approximate and not approximations:
@@ -192,9 +198,9 @@ class SequenceState:
         return ""
 
     def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
-        """Say what has become of the passages up to here."""
+        """Report what became of the passages so far."""
         if plan is not None:
-            self._report.add(plan.groups, plan.base)
+            self._report.add(plan.groups, plan.base, self.history.pads)
         ids, finder = self.history.ids(), self._finder()
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
         told = self._report.told(rows, finder.hashers, self._segments)
@@ -205,13 +211,16 @@ class SequenceState:
             self.missed = self._why_a_prefix_alone(plan, rows, finder)
 
     def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder) -> str:
-        """Why of a prompt nothing is restored but what it begins with; "" where passages stand in that."""
+        """Return the reason why only a prefix of the prompt is restored although passages are stored.
+
+        The reason is an empty string if all is restored, or if the prefix contains passages.
+        """
         stored = partial(reasons.has_passages, self.store, self.identity.fingerprint, self.method.passages)
         whole = plan.columns - plan.restored_until < HASH_TOKENS
         return "" if whole or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
     def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
-        """A piece of a longer prompt is computed: store it, and forget it."""
+        """Store a computed piece of a longer prompt, and remove it from the history."""
         rows, columns = piece.ids.shape
         computed = rows * columns - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
         collector.add(tokens_computed=computed)
@@ -221,11 +230,14 @@ class SequenceState:
         self.recorder.crop(columns)
 
     def common_columns(self, prompt: torch.Tensor) -> int:
-        """How many columns it shares with a prompt, int `[rows, columns]`, of which at least the last is computed."""
+        """Return the number of leading positions that the cache shares with a prompt, int `[rows, columns]`.
+
+        At least the last position of the prompt is not counted, since it has to be computed.
+        """
         return min(self.history.common_columns(prompt.cpu().numpy()), prompt.shape[1] - 1)
 
     def fork(self, collector: StatsCollector) -> SequenceState:
-        """The same tokens, going on elsewhere, and counting there."""
+        """Return a copy that continues independently, with its own statistics."""
         twin: SequenceState = object.__new__(SequenceState)
         twin.__dict__.update(self.__dict__)
         twin.check = DecodingCheck()
@@ -243,7 +255,7 @@ def passage_finder(
     regime: str,
     begins: tuple[int, ...] | None = None,
 ) -> PassageFinder:
-    """Looks for passages under the RoPE regime of the prompt, and else under that of short ones."""
+    """Return a finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
     sink = method.sink_token(config)
     regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
     hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, each) for each in regimes)
@@ -256,6 +268,6 @@ def passage_finder(
 
 
 def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
-    """Whether a pass asks for outputs that only computing every token gives."""
+    """Return whether a pass requests outputs that need every token to be computed."""
     asked = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
     return any(getattr(config, name, False) if said is None else said for said, name in asked)

@@ -1,4 +1,4 @@
-"""Serving the passes of one cache: restore what is stored, compute the rest, record it."""
+"""Execution of the passes of one cache: restore what is stored, compute the rest, record it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from .suitability import cannot_observe
 logger = logging.getLogger("hf_tiered_cache")
 
 _REPLANS = 4
-"""Times a pass whose restore failed is planned again, around what failed; then all of it is computed."""
+"""Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """See `TieredCache`."""
+    """Options of a cache. See `TieredCache`."""
 
     restore: bool = True
     record: bool = True
@@ -58,14 +58,14 @@ class CacheOptions:
 
 
 class Serving:
-    """What a cache does behind transformers' interface. It is given the cache at each pass, and keeps no hold on it.
+    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it.
 
     Args:
-        attachment: of the model.
-        store: where KV is looked for, and stored.
-        method: how it is restored.
-        options: of the cache.
-        collector: counts what happens.
+        attachment: Attachment of the model.
+        store: Store from which KV is restored, and to which it is written.
+        method: Method that restores it.
+        options: Options of the cache.
+        collector: Collects the statistics.
     """
 
     def __init__(
@@ -74,30 +74,30 @@ class Serving:
         self.attachment, self.store, self.method = attachment, store, method
         self.options, self.collector = options, collector
         self.sequence: SequenceState | None = None
-        """What is known of the tokens that the cache holds; None before the first pass, and for what runs plain."""
+        """State of the tokens in the cache; None before the first pass, and if the cache runs without the store."""
         self.bypass = ""
-        """Why what the cache holds can be neither stored nor restored, if so."""
+        """Reason why the content of the cache can be neither stored nor restored, or an empty string."""
         self.ended: SequenceState | None = None
-        """The tokens before that, if there are any."""
+        """State of the tokens before the cache began to run without the store, if there are any."""
         self.conversation: Conversation | None = None
-        """That the cache goes on with, if it has a name."""
+        """Conversation that the cache continues, if it has an id."""
         self.untold = True
-        """Whether a prompt has begun of which nothing was said yet."""
+        """Whether a prompt has begun that is still unreported."""
         self.forward_pass: ForwardPass | None = None
-        """The pass under way."""
+        """Pass that is running, or None."""
         self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
-        """Sees the queries of understood passes, if the method wants one to."""
+        """Observer of the queries of supported passes, if the method has one."""
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None
-        """Segments that the last prompt's pass restored, for a spot check."""
+        """Segments restored by the pass of the last prompt, for a spot check."""
         self._finish: Callable[[], None] = lambda: None
         self._placeholders = placeholder_tokens(attachment.model.config)
 
     # --- one pass
 
     def run(self, cache: Cache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """One forward pass of the model; `kwargs` holds all its arguments by name."""
+        """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
         with torch.no_grad():  # stored KV has no gradient
             admitted = self.admit(cache, kwargs)
             if admitted is not None:
@@ -128,7 +128,7 @@ class Serving:
             except RestoreError as error:
                 self.collector.add(recomputed=1)
                 self.store.disk.report(error.segment, error.__cause__ or error)
-                # a store that was closed under way has failed this pass, and finds no other plan
+                # a store that was closed during the pass cannot serve another plan
                 replans = replans - 1 if self.store.usable else 0
             except LayerOrderError:
                 reason = reasons.LAYER_ORDER
@@ -140,7 +140,7 @@ class Serving:
         else:
             reason = ""
         self.store.note_uses()
-        kept = sequence.columns * sequence.history.rows
+        kept = sequence.history.tokens_in(sequence.columns)
         if cache.get_seq_length() == sequence.columns + request.columns:
             self._run_plain(sequence.commit(request, plan, self.collector))
         else:
@@ -157,7 +157,10 @@ class Serving:
     def _run_piece(
         self, cache: Cache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
     ) -> int:
-        """Compute a piece of a prompt, store and forget it. See `in_pieces`."""
+        """Compute, store and release a piece of a prompt.
+
+        See `run` in `in_pieces` for the arguments and the result.
+        """
         plan = self.plan(piece, sequence)
         before = 0 if plan is None else plan.suffix or 0
         if before <= found - HASH_TOKENS:
@@ -179,7 +182,11 @@ class Serving:
     def _run_planned(
         self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]
     ) -> tuple[Any, Plan | None]:
-        """Run the model on what the plan has computed. Returns its output, and the plan as it was followed."""
+        """Run the model on what the plan computes.
+
+        Returns:
+            The output of the model, and the plan as it was followed.
+        """
         recorder = sequence.recorder
         knows = plan is None or plan.exact or sequence.method.records_approximations
         records = recorder.enabled and knows
@@ -207,7 +214,7 @@ class Serving:
         return output, forward_pass.plan
 
     def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-        """Run a pass; one that fails leaves no trace."""
+        """Run a pass, and undo it if it fails."""
         sources = forward_pass.kv_sources
         for source in sources:
             source.settle()
@@ -235,11 +242,19 @@ class Serving:
             forward_pass.observer = self.forward_pass = None
 
     def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
-        """What a pass restores, or None if that is nothing."""
+        """Return the plan of a pass, or None if it restores nothing."""
         return sequence.plan(request, self.collector)
 
     def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
-        """What an empty cache would restore of a prompt, int `[1, tokens]`, or None and why nothing."""
+        """Return what an empty cache would restore of a prompt.
+
+        Args:
+            cache: Empty cache.
+            input_ids: int `[1, tokens]`.
+
+        Returns:
+            The plan and an empty string, or None and the reason why nothing would be restored.
+        """
         admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
         if admitted is None:
             return None, self.bypass
@@ -252,10 +267,13 @@ class Serving:
         self.store.note_uses()
         return plan, "" if plan is not None else reason or sequence.why_nothing(request)
 
-    # --- what is asked of a pass before it runs
+    # --- before a pass
 
     def admit(self, cache: Cache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
-        """What a pass asks for, or None if its KV can be neither stored nor restored: it runs as with any cache."""
+        """Return the request of a pass and its sequence, or None if the pass runs without the store.
+
+        That is the case if its KV can be neither stored nor restored.
+        """
         if self.bypass:
             return None
         ids = kwargs.get("input_ids")
@@ -269,11 +287,15 @@ class Serving:
         return None
 
     def identify(self, closely: bool) -> Identity | str:
-        """What the model is now, or why its KV can be neither stored nor restored."""
+        """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
+
+        Args:
+            closely: Whether to read a part of the weights again, as at the beginning of a prompt.
+        """
         attachment = self.attachment
         if attachment.model.training:
             return reasons.TRAINING
-        if "fingerprinter" not in attachment.extras:  # making one reads all weights
+        if "fingerprinter" not in attachment.extras:  # creating one reads all weights
             attachment.extras["fingerprinter"] = Fingerprinter(attachment.model)
         fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
         if fingerprinter.rows_have_adapters():
@@ -291,7 +313,7 @@ class Serving:
     def _understand(
         self, cache: Cache, kwargs: dict[str, Any], identity: Identity
     ) -> tuple[Request, SequenceState] | str:
-        """The request, and the sequence that it begins or goes on with, or why there is none."""
+        """Return the request and the sequence that it begins or continues, or the reason why there is none."""
         sequence, columns = self.sequence, cache.get_seq_length()
         if columns != (0 if sequence is None else sequence.columns):
             return reasons.FILLED_ELSEWHERE
@@ -312,13 +334,13 @@ class Serving:
         return request, sequence
 
     def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
-        """The first pass of a sequence: from here on its tokens are known."""
+        """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
         store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
         device, tokens = attachment.model.device, request.columns
         method = self.method.with_calibrated_ratio(
             partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
         ).with_measured_budget(partial(quality_budget, store, identity.fingerprint))
-        method = method.with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))  # of this budget
+        method = method.with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))  # for this budget
         self.method = method
         if isinstance(method, BudgetMethod) and method.selects:
             warn_of_loss(store, identity.fingerprint, method)
@@ -329,7 +351,7 @@ class Serving:
         )
 
     def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
-        """Of what a sequence with these columns of left padding computes."""
+        """Create the recorder for a sequence with the given left padding."""
         method, store = self.method, self.store
         return Recorder(
             History(store.hasher(identity.fingerprint, method.provenance, regime), pads),
@@ -346,15 +368,15 @@ class Serving:
         )
 
     def follow(self, cache: Cache, sequence: SequenceState) -> None:
-        """From now on the cache holds this sequence. What it has computed is stored also when it is gone."""
+        """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
         self.sequence = sequence
         if self.options.record:
             self.store.register(sequence.recorder)
             self._finish = weakref.finalize(cache, sequence.recorder.leave_to, self.store.writer)
 
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
-        """Why nothing is looked up for a pass, or ""."""
-        if sequence.approximate and not sequence.method.passages:  # these restore into whatever stands before them
+        """Return the reason why a pass does not look up stored KV, or an empty string."""
+        if sequence.approximate and not sequence.method.passages:  # passages can be restored after any KV
             return reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF
@@ -365,7 +387,7 @@ class Serving:
         return ""
 
     def _why_nothing(self, request: Request, sequence: SequenceState) -> str:
-        """Why a prompt has no plan."""
+        """Return the reason why a prompt has no plan."""
         reason = sequence.why_nothing(request)
         if reason == reasons.NOTHING and self.conversation is not None:
             return self.conversation.why_nothing(sequence.identity, sequence.method)
@@ -374,23 +396,25 @@ class Serving:
     # --- between passes
 
     def store_now(self) -> tuple[str, ...]:
-        """Queue what is computed and not stored yet. Returns the segments that the first row's tokens stand in."""
+        """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
         if self.sequence is None:
             return ()
         self.sequence.recorder.seal()
         return self.sequence.recorder.segments(0)
 
     def dropped_columns(self, cache: Cache, prompt: torch.Tensor) -> int:
-        """How many of the cache's columns a prompt, int `[rows, columns]`, does not share; all or more if it is unsure.
+        """Return how many of the cached positions a prompt, int `[rows, columns]`, does not share.
+
+        If that is not known, return at least the number of all cached positions.
 
         Raises:
-            CacheMismatchError: the cache is strict, and there are such.
+            CacheMismatchError: The cache is strict, and holds such positions.
         """
         self.untold = True
         sequence, held = self.sequence, cache.get_seq_length()
         if sequence is None:
             return 0
-        if held != sequence.columns:  # a Ctrl-C came between a pass and what is noted of it
+        if held != sequence.columns:  # interrupted between a pass and its bookkeeping
             sequence.recorder.abandon()
             return max(held, sequence.columns)
         kept = sequence.common_columns(prompt)
@@ -401,33 +425,34 @@ class Serving:
                 "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
                 "far to go on with this one, or leave strict=False"
             )
-        self.collector.add(tokens_dropped=dropped * sequence.history.rows)
+        tokens_in = sequence.history.tokens_in
+        self.collector.add(tokens_dropped=tokens_in(held) - tokens_in(kept))
         return dropped
 
     def crop(self, columns: int) -> None:
-        """The cache forgets its last `columns` columns."""
+        """Remove the last `columns` positions."""
         if self.sequence is not None:
             self.sequence.recorder.crop(columns)
             if self.observer is not None:
                 self.observer.crop(self.sequence.columns)
 
     def select(self, rows: torch.Tensor) -> None:
-        """Row i becomes what row `rows[i]` was."""
+        """Reorder the rows: row i becomes the former row `rows[i]`."""
         if self.sequence is not None:
             self.sequence.recorder.select(rows)
             if self.observer is not None:
                 self.observer.select(rows)
 
     def finish(self) -> None:
-        """The cache forgets all it holds; what was computed is stored now, so that the next look-up finds it."""
+        """Store the computed KV before the cache is cleared, so that the next lookup finds it."""
         self._finish()
         if self.sequence is not None:
             self.sequence.recorder.finish()
 
-    # --- what is told
+    # --- reporting
 
     def _run_plain(self, reason: str) -> None:
-        """From here on passes run as with any cache, if there is a reason."""
+        """Run later passes without the store if there is a reason."""
         if not reason:
             return
         self.bypass = reason
@@ -436,7 +461,7 @@ class Serving:
             self.sequence, self.ended = None, self.sequence
 
     def _tell(self, reason: str) -> None:
-        """The first pass of a prompt is done: count it, and say what came of it."""
+        """Count a prompt after its first pass, and report the result."""
         self.untold = False
         self.collector.add(requests=1)
         if reason:
@@ -452,7 +477,7 @@ class Serving:
         )
 
     def _explain_once(self, reason: str) -> None:
-        """Unless it is "", or was said of this cache's prompts before."""
+        """Report a reason, unless it is empty or was reported for this cache before."""
         if reason and reason not in self.collector.stats.reasons:
             self._explain(reason)
 

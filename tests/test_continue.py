@@ -118,3 +118,18 @@ def test_a_selection_of_another_prompt_is_dropped(store):
     other = prompt(90, seed=5)
     assert torch.equal(model.generate(other, past_key_values=cache, **GREEDY), plain(model, other))
     assert cache.stats.tokens_stored > 0  # exact again
+
+
+def test_left_padding_is_no_token(model, tmp_path):
+    rows = [prompt(40), prompt(29, seed=3)]
+    padded = torch.cat([rows[0], torch.nn.functional.pad(rows[1], (11, 0))])
+    mask = torch.ones_like(padded)
+    mask[1, :11] = 0
+    more = torch.cat([prompt(5, seed=4), prompt(5, seed=5)])
+    with KVStore(tmp_path) as store:
+        cache = TieredCache(model, store)
+        model.generate(padded, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+        whole, mask = torch.cat([padded, more], dim=1), torch.cat([mask, torch.ones_like(more)], dim=1)
+        model.generate(whole, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+    assert cache.stats.tokens_kept == 40 + 29
+    assert cache.stats.tokens_dropped == 0

@@ -552,6 +552,18 @@ store.reorder(progress=False)
         same(ask(model, store, question(ids), METHOD)[0], expected)
 
 
+def test_an_old_segment_stays_while_the_new_one_cannot_be_read(model, tmp_path, monkeypatch):
+    ids = prompt(400)
+    before, expected = has_importance(model, tmp_path, ids)
+    with KVStore(tmp_path, engine="posix", host_memory=0) as store:
+        disk, real = store._storage.disk, store._storage.disk.reader
+        monkeypatch.setattr(disk, "reader", lambda name: real(name) if name == before else None)
+        assert store.reorder(progress=False) == 0
+        monkeypatch.undo()
+        assert before in {row.id for row in store.segments()}
+        same(ask(model, store, question(ids), METHOD)[0], expected)
+
+
 @pytest.mark.parametrize("room", [False, True])
 def test_the_quota_holds_and_without_room_all_stays(model, tmp_path, room):
     ids = prompt(400)

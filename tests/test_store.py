@@ -18,7 +18,7 @@ import pytest
 import torch
 from segments import hashes, open_store, read_back, segment, written_at_once
 
-from hf_tiered_cache.errors import IntegrityError, StoreBusyError, StoreError
+from hf_tiered_cache.errors import IntegrityError, NotOursError, StoreBusyError, StoreError
 from hf_tiered_cache.store import database, folder, maintain, root
 from hf_tiered_cache.store.catalogue import Catalogue, SegmentRow
 from hf_tiered_cache.store.kinds import PAGE_BYTES, SCHEMA_MARK
@@ -72,6 +72,23 @@ def test_the_first_of_two_writers_wins_and_the_second_is_counted(tmp_path):
     assert first.path(header.id).stat().st_ino == inode
     assert second.counters.snapshot().duplicate_writes == 1
     for written, read in zip(blocks, read_back(second, header.id), strict=True):
+        assert torch.equal(written, read)
+
+
+def test_a_file_of_another_key_or_a_newer_version_is_no_duplicate(tmp_path, monkeypatch):
+    """What cannot be read here was not stored: nobody may delete what it was to replace."""
+    store = open_store(tmp_path)
+    header, chain, blocks = segment(hashes(3))
+    assert store.publish(header, chain, blocks)
+
+    def not_ours(*_):
+        raise NotOursError("a newer version has written it")
+
+    monkeypatch.setattr("hf_tiered_cache.store.publish.read_head", not_ours)
+    assert not store.publish(header, chain, [b + 1 for b in blocks])
+    counted = store.counters.snapshot()
+    assert (counted.duplicate_writes, counted.dropped_writes) == (0, 1)
+    for written, read in zip(blocks, read_back(store, header.id), strict=True):
         assert torch.equal(written, read)
 
 

@@ -1,4 +1,4 @@
-"""The tokens that a cache holds KV of, row by row, and their prefix hashes."""
+"""Token ids for which a cache holds KV, row by row, and their prefix hashes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .prefix_hasher import PrefixHasher
 
 
 class History:
-    """Token ids of every column of the cache. Row r begins with `pads[r]` columns of left padding.
+    """Token ids of every position of the cache. Row r begins with `pads[r]` positions of left padding.
 
-    Ids stay on their device until somebody asks, so that decoding does not wait for a copy each step.
+    Ids are copied to the host on first use, so that decoding does not wait for a copy at each step.
     """
 
     def __init__(self, hasher: PrefixHasher, pads: list[int]) -> None:
@@ -29,13 +29,17 @@ class History:
     def rows(self) -> int:
         return len(self.pads)
 
+    def tokens_in(self, columns: int) -> int:
+        """Return the number of tokens of all rows in the first `columns` positions, without left padding."""
+        return sum(max(0, columns - pad) for pad in self.pads)
+
     def append(self, ids: torch.Tensor | np.ndarray) -> None:
-        """Note that the cache now holds `ids`, int `[rows, n]`, too. A tensor is read when it is asked for."""
+        """Append `ids`, int `[rows, n]`, that the cache now holds. A tensor is copied to the host on first use."""
         self._fresh.append(ids)
         self.columns += ids.shape[1]
 
     def ids(self) -> np.ndarray:
-        """int64 `[rows, columns]`."""
+        """Return all token ids, int64 `[rows, columns]`, on the host."""
         if self._fresh:
             fresh = [ids if isinstance(ids, np.ndarray) else ids.to("cpu", torch.int64).numpy() for ids in self._fresh]
             self._ids = np.concatenate([self._ids, *fresh], axis=1)
@@ -43,7 +47,7 @@ class History:
         return self._ids
 
     def prefix_hashes(self, row: int) -> list[bytes]:
-        """The prefix hashes of a row's tokens, without its padding and without a ragged end."""
+        """Return the prefix hashes of a row's tokens without padding. An incomplete last group has no hash."""
         prefix_hashes, tokens = self._prefix_hashes[row], self.ids()[row, self.pads[row] :]
         if len(tokens) // HASH_TOKENS > len(prefix_hashes):
             parent = prefix_hashes[-1] if prefix_hashes else None
@@ -51,14 +55,14 @@ class History:
         return prefix_hashes
 
     def prefix_hashes_with(self, row: int, more: np.ndarray) -> list[bytes]:
-        """The prefix hashes of a row's tokens followed by `more`, int `[n]` (whose padding, if any, is cut off)."""
+        """Return the prefix hashes of a row's tokens followed by `more`, int `[n]`, with left padding removed."""
         prefix_hashes = self.prefix_hashes(row)
         tokens = np.concatenate([self.ids()[row], more])[self.pads[row] :]
         parent = prefix_hashes[-1] if prefix_hashes else None
         return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
 
     def common_columns(self, prompt: np.ndarray) -> int:
-        """How many columns this and a batch of prompts, int64 `[rows, n]`, have in common from the first one on."""
+        """Return the number of leading positions shared with a batch of prompts, int64 `[rows, n]`."""
         held = self.ids()
         if len(held) != len(prompt):
             return 0
@@ -67,21 +71,21 @@ class History:
         return int(differ.argmax()) if differ.any() else columns
 
     def crop(self, columns: int) -> None:
-        """Forget the last `columns` columns."""
+        """Remove the last `columns` positions."""
         left = self.columns - columns
-        # first: a Ctrl-C may leave too few, never those of other tokens
+        # hashes first: a Ctrl-C may leave too few hashes, but never hashes of other tokens
         for row, prefix_hashes in enumerate(self._prefix_hashes):
             del prefix_hashes[max(0, left - self.pads[row]) // HASH_TOKENS :]
         self._ids, self.columns = self.ids()[:, :left], left
 
     def select(self, order: list[int]) -> None:
-        """Row i becomes what row `order[i]` was (beam search, repeats and subsets of a batch)."""
+        """Replace row i by the former row `order[i]` (beam search, repeats and subsets of a batch)."""
         prefix_hashes = [list(self._prefix_hashes[row]) for row in order]
         pads = [self.pads[row] for row in order]
         self._ids, self._prefix_hashes, self.pads = self.ids()[order], prefix_hashes, pads
 
     def fork(self) -> History:
-        """A copy that goes its own way."""
+        """Return an independent copy."""
         twin = copy.copy(self)
         twin._fresh = list(self._fresh)
         twin._prefix_hashes = [list(prefix_hashes) for prefix_hashes in self._prefix_hashes]

@@ -1,4 +1,4 @@
-"""What became of the stored passages that stand in a prompt: how much of each was found, and why not all of it."""
+"""Report on the stored passages of a prompt: how many tokens of each were found, and why the others were not."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ CHANGED = "changed, or merged by the tokenizer where texts were joined: take bui
 NOTHING_BEGINS = "nothing is stored that begins here"
 TOO_SHORT = f"fewer than {HASH_TOKENS} tokens, which are never stored"
 _DRIFT = 64
-"""Tokens that a part of a passage may be off from where the part before says that it stands: some were put in, or left
-out."""
+"""Maximum distance in tokens between a part and the position predicted by the part before it: tokens may have been
+inserted or removed."""
 
 
 @dataclass
 class _Passage:
-    """A stored passage in a row: which of its parts were found, and at which tokens."""
+    """Stored passage in a row, with the token positions of the parts found."""
 
     row: int
     reader: SegmentReader
     at: dict[int, int] = field(default_factory=dict)
 
     def takes(self, row: int, reader: SegmentReader, part: int, at: int) -> bool:
-        """Whether a part may be one of this passage that stands behind those that are known."""
+        """Return whether a part may be a later part of this passage."""
         if (row, reader.id) != (self.row, self.reader.id):
             return False
         last = max(self.at)
@@ -43,21 +43,28 @@ class _Passage:
 
 
 class PassageReport:
-    """The passages of a cache's prompt, filled in pass by pass."""
+    """Passages of a cache's prompt, updated pass by pass."""
 
     def __init__(self) -> None:
         self._passages: list[_Passage] = []
 
     def fork(self) -> PassageReport:
-        """A copy that goes its own way."""
+        """Return an independent copy."""
         twin = PassageReport()
         twin._passages = [replace(passage, at=dict(passage.at)) for passage in self._passages]
         return twin
 
-    def add(self, groups: Sequence[RowGroup], base: int) -> None:
-        """Take in what a pass behind `base` columns has restored; what is known of later ones was taken back."""
+    def add(self, groups: Sequence[RowGroup], base: int, pads: Sequence[int]) -> None:
+        """Record what a pass restored. Discard earlier records of positions that it computes again.
+
+        Args:
+            groups: Row groups of the pass's plan.
+            base: Number of cached positions before the pass, left padding included.
+            pads: Left padding of each row.
+        """
         for passage in self._passages:
-            passage.at = {part: at for part, at in passage.at.items() if at < base}
+            before = base - pads[passage.row]  # in the row's own tokens
+            passage.at = {part: at for part, at in passage.at.items() if at < before}
         self._passages = [passage for passage in self._passages if passage.at]
         for group in groups:
             for piece in group.pieces:
@@ -74,12 +81,14 @@ class PassageReport:
             passage.at[first + number] = piece.at + number * HASH_TOKENS
 
     def joined(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
-        """Whether some passage stands in a row, but for its first or last tokens: so it looks where texts were joined.
+        """Return whether a passage was found except for its first or last part.
 
-        Its first tokens alone are no sign of that: passages may begin alike, with a heading.
+        This suggests that the tokenizer changed tokens where texts were joined. A match of the first part alone does
+        not count: passages may begin alike, for example with a heading.
 
         Args:
-            rows, hashers: as for `told`.
+            rows: See `told`.
+            hashers: See `told`.
         """
         for passage in self._passages:
             ends = {0, passage.reader.shape.tokens // HASH_TOKENS - 1}
@@ -91,12 +100,12 @@ class PassageReport:
     def told(
         self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
     ) -> list[PassageStats]:
-        """What is known of each.
+        """Return the statistics of each passage.
 
         Args:
-            rows: the tokens of each row, int64 `[n]`, without padding.
-            hashers: that passages are hashed with.
-            begins: the tokens at which passages were said to begin, or None.
+            rows: Tokens of each row, int64 `[n]`, without padding.
+            hashers: Hashers of the passages.
+            begins: Token positions at which passages were declared to begin, or None.
         """
         found = [_told(passage, rows[passage.row], hashers) for passage in self._passages]
         if begins is not None:
@@ -115,7 +124,7 @@ def _told(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher
 
 
 def _missed(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
-    """The parts of a passage that were not found, by the reason why."""
+    """Return the parts of a passage that were not found, by reason."""
     reader, missed = passage.reader, dict[str, list[int]]()
     first = min(passage.at)
     offset = passage.at[first] - first * HASH_TOKENS
@@ -129,7 +138,7 @@ def _missed(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHash
 
 
 def _why(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers: Sequence[PassageHasher]) -> str:
-    """Why a part of a passage was not found at a token."""
+    """Return the reason why a part of a passage was not found at a token position."""
     if at < 0 or at + HASH_TOKENS > len(tokens):
         return CUT
     mine = reader.chain[part * HASH_BYTES : (part + 1) * HASH_BYTES]
@@ -139,7 +148,7 @@ def _why(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers:
 
 
 def _unknown(row: int, tokens: int, begins: Sequence[int], known: set[int]) -> list[PassageStats]:
-    """The passages that were said to begin somewhere, and do not."""
+    """Return an entry for each declared position at which no passage was found."""
     inside = sorted({begin for begin in begins if 0 <= begin < tokens})
     ends = [*inside[1:], tokens]
     found = []

@@ -1,6 +1,6 @@
-"""The segments of a store: publish, find, open, forget. Faults of the disk end here as counted misses.
+"""Segments of a store: publish, find, open, delete. Disk faults end here as counted misses.
 
-`SegmentStore` is catalogue (`index.py`), quota (`quota.py`) and verification (`segment.py`) over a backend.
+`SegmentStore` combines catalogue (`index.py`), quota (`quota.py`) and verification (`segment.py`) over a backend.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ from .publish import Publisher, Written
 from .segment import SegmentReader, read_head
 
 _HIDDEN_SECONDS = 60.0
-"""How long a segment that failed to be read is left alone."""
+"""Seconds for which a segment is not used after a read error."""
 
 
 class SegmentStore:
-    """The segments in one place, shared with any number of processes.
+    """Segments in one place, shared by any number of processes.
 
     Args:
-        backend: the place. Closed with the store.
-        verify: whether the checksum of every block is compared when it is read.
+        backend: the place; closed with the store.
+        verify: whether to compare the checksum of every block that is read.
         limits: quota, watermarks and free-space floor.
-        counters: where faults and traffic are counted.
-        cipher: what blocks are encrypted with, if they are. Segments of another key, or of none, are left alone.
+        counters: counts faults and traffic.
+        cipher: encrypts the blocks, if the store has a key. Segments written with another key, or without one, are
+            neither used nor changed.
     """
 
     def __init__(
@@ -68,36 +69,36 @@ class SegmentStore:
         self.limits, self.counters, self.cipher = limits, counters, cipher or Plain()
         self.readers = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
-        """Told of segments that are gone, or others now."""
+        """Callbacks that receive the ids of deleted or replaced segments."""
         self._verify = verify
         self._notices = Notices()
-        self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are left alone
+        self._hidden: dict[str, float] = {}  # segments that failed in this process, and until when they are not used
         self.index = Index(backend, counters, self._notices)
-        self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted lately
+        self._removed: deque[str] = deque(maxlen=1024)  # segments that this process deleted recently
         self._publisher = Publisher(backend, self.index, self.cipher, self.make_room, self.is_hidden)
         self.beside = Beside(backend, self.cipher, counters, self._notices, self._publisher.reserved)
-        self._keys = self.index.keys() - {""}  # of what was there when it was opened
+        self._keys = self.index.keys() - {""}  # of the segments present when the store was opened
 
     def path(self, segment_id: str) -> Path:
-        """The file of a segment, for tools that look at it."""
+        """Return the path of a segment's file, for tools that inspect it."""
         return Path(self.backend.where(segment_id))
 
     def warn(self, topic: str, message: str) -> None:
-        """Say it the first time; later occurrences are only counted."""
+        """Log a warning the first time that its topic occurs; later occurrences are only counted."""
         self._notices.warn(topic, message)
 
     # --- finding and reading
 
     def find(self, prefix_hashes: Sequence[bytes]) -> list[SegmentRow]:
-        """The live segments whose chain begins with one of `prefix_hashes`; none if the catalogue fails."""
+        """Return the usable segments whose chain begins with one of `prefix_hashes`; none if the catalogue fails."""
         return [row for row in self.index.beginning_with(prefix_hashes) if not self.is_hidden(row.id)]
 
     def is_hidden(self, segment_id: str) -> bool:
-        """Whether it failed to be read in this process lately."""
+        """Return whether this process recently failed to read the segment."""
         return self._hidden.get(segment_id, 0.0) > time.monotonic()
 
     def reader(self, segment_id: str) -> SegmentReader | None:
-        """An open segment, or None (counted, and reported) if it cannot be used."""
+        """Return an open segment, or None (counted and logged) if it cannot be used."""
         reader = self.readers.get(segment_id)
         if reader is not None and not reader.is_current():
             self.let_go([segment_id])
@@ -112,9 +113,9 @@ class SegmentStore:
         return reader
 
     def found(self, row: SegmentRow) -> SegmentReader | None:
-        """The segment that a row stands for, opened, or None (counted) if it cannot be used, or is another.
+        """Open the segment of a row. Returns None (counted) if it cannot be used or does not match the row.
 
-        Of the two only the segment is believed: a row that says otherwise would have other tokens' KV served.
+        The segment file is authoritative: a wrong row would serve the KV of other tokens. It is read again.
         """
         reader = self.reader(row.id)
         if reader is None or row.fits(reader.header, reader.chain):
@@ -134,11 +135,11 @@ class SegmentStore:
             return SegmentReader(self.backend, segment_id, self._verify, self.cipher)
 
     def report(self, segment_id: str, error: BaseException) -> None:
-        """Note that a segment could not be used: from now on only what stands before the fault is offered.
+        """Handle a segment that could not be used. From now on only its part before the fault is offered.
 
-        One that was read and found without a whole beginning is deleted, so that it can be stored anew. A read error
-        may pass, so it hides the segment from this process alone, and for a while. What is no fault of the file has no
-        consequence for it.
+        A segment without an intact beginning is deleted, so that it can be stored again. A read error may be temporary,
+        so it hides the segment from this process only, and for a limited time. Errors that are not caused by the file
+        have no consequence for it.
         """
         if isinstance(error, FileNotFoundError) and segment_id in self._removed:
             return  # it was deleted, or replaced, since it was looked up
@@ -161,7 +162,7 @@ class SegmentStore:
             self._hidden[segment_id] = time.monotonic() + _HIDDEN_SECONDS if isinstance(error, OSError) else inf
 
     def _judge(self, segment_id: str, error: BaseException) -> None:
-        """Limit or delete a damaged segment, unless another process has put a whole one in its place."""
+        """Limit or delete a damaged segment, unless another process has replaced it by an intact one."""
         valid_hashes = error.valid_hashes if isinstance(error, IntegrityError) else 0
         try:
             if not self._is_damaged(segment_id, error):
@@ -177,7 +178,7 @@ class SegmentStore:
             self._hidden.setdefault(segment_id, time.monotonic() + _HIDDEN_SECONDS)
 
     def _is_damaged(self, segment_id: str, error: BaseException) -> bool:
-        """Whether what is there now is what was found wrong."""
+        """Return whether the stored segment is still the one that was found damaged."""
         if isinstance(error, IntegrityError):
             if error.version is None:
                 return True
@@ -191,12 +192,12 @@ class SegmentStore:
             return True
 
     def other_key(self) -> str | None:
-        """The key that all encrypted segments here are of, if this store has a key and it is not theirs."""
+        """Return the id of a key of the encrypted segments, if this store has a key and none of them uses it."""
         others = self._keys - {self.cipher.key_id}
         return min(others) if self.cipher.key_id and others == self._keys != set() else None
 
     def continuing(self, rows: Collection[SegmentRow]) -> list[SegmentRow]:
-        """Return the segments that continue these, and what continues those in turn. Unreadable ones are left out."""
+        """Return the segments that continue these, directly or indirectly. Unreadable segments are skipped."""
         ids, ends, continuing = (
             {row.id for row in rows},
             {(row.fingerprint, end) for row in rows for end in row.hashes},
@@ -222,18 +223,18 @@ class SegmentStore:
         ancestors: Iterable[str] = (),
         written: Written = lambda block_group, blocks, content: None,
     ) -> bool:
-        """Write a segment and make it visible, whole or not at all.
+        """Write a segment and make it visible atomically.
 
         Args:
-            header: without its sections.
-            prefix_hashes: its prefix hashes.
-            block_groups: for each block group its blocks, `[chunks, block_bytes]`; each is done with before the next.
-            ancestors: segments it continues; counted as used with it, so that they are not evicted before it.
-            written: is told of each block group. The segment may still come to nothing.
+            header: header without its sections.
+            prefix_hashes: prefix hashes of the segment.
+            block_groups: blocks of each KV cache group, `[chunks, block_bytes]`; each is consumed before the next.
+            ancestors: segments that it continues. Their use is recorded with it, so that it is evicted before them.
+            written: callback for each KV cache group that was written. The segment may still be dropped.
 
         Returns:
-            Whether the segment is in the store now. A full disk, the quota, an unwritable folder or a lock that is not
-            to be had drop the write: counted, and said once.
+            Whether the segment is stored now. A full disk, the quota, an unwritable folder or an unavailable lock drop
+            the write, which is counted and logged once.
         """
         header = lay_out(replace(header, seal=self.cipher.new_seal()), len(prefix_hashes))
         if not self.backend.writable:
@@ -251,11 +252,11 @@ class SegmentStore:
             self.counters.add("duplicate_writes")
             if self.index.row(header.id) is None:
                 self.index.adopt([header.id])
-        except (OSError, QuotaError, StoreBusyError, ModelChangedError) as error:
+        except (OSError, NotOursError, QuotaError, StoreBusyError, ModelChangedError) as error:
             self.counters.add("dropped_writes")
             self.warn(type(error).__name__, f"a segment of {header.file_bytes} bytes was not stored: {error}")
             if out_of_descriptors(error):
-                self.readers.close_others()  # so that the next one is
+                self.readers.close_others()  # so that the next segment can be stored
             return False
         else:
             self.counters.add("segments_written")
@@ -278,36 +279,37 @@ class SegmentStore:
                 f"{self.place} cannot be made durable ({error.strerror}); check the disk and call flush() again"
             ) from error
 
-    # --- room
+    # --- space
 
     def used_bytes(self) -> int:
-        """Bytes that the store takes on disk (segments, what lies beside them, catalogue) or soon may.
+        """Return the bytes that the store takes on disk (segments, sidecars, catalogue), plus catalogue growth.
 
         Raises:
-            OSError: that cannot be found out.
+            OSError: the size cannot be determined.
         """
-        written = self.backend.usage()  # first: what gets its name meanwhile counts twice, and not never
+        written = self.backend.usage()  # first: a file that is published meanwhile must count twice rather than never
         listed = self.index.listed_bytes()
-        if listed is None:  # no shared catalogue, or one that is new: it would not know what others have written
+        if listed is None:  # no shared catalogue, or a new one, which may lack segments of other processes
             total = sum(map(self.nbytes_of, self.backend.names()))
         else:
             total = listed + sum(map(self.nbytes_of, self.index.unlisted))
         return total + quota.CATALOGUE_GROWTH + written + sum(self.backend.beside().values())
 
     def nbytes_of(self, segment_id: str) -> int:
-        """Bytes that stand under a name; none if it is gone. Raises OSError."""
+        """Return the bytes that a segment takes on disk; 0 if it is gone. Raises OSError."""
         found = self.backend.find(segment_id)
         return 0 if found is None else found.nbytes
 
     def make_room(self, nbytes: int, spared: Collection[str] = ()) -> None:
-        """Evict until `nbytes` more fit. The caller holds the backend's lock.
+        """Evict segments until `nbytes` more fit. The caller holds the backend's lock.
 
         Args:
-            spared: these segments stay, as pinned ones do.
+            nbytes: bytes to be written.
+            spared: ids of segments to keep, in addition to pinned ones.
 
         Raises:
-            QuotaError: they would not fit with everything evicted that may be; then nothing is.
-            OSError: it cannot be found out.
+            QuotaError: evicting all permitted segments would not free enough; then no segment is evicted.
+            OSError: the sizes cannot be determined, or a segment cannot be deleted.
         """
         self.clean_up()
         self.forget_lost_readers()
@@ -325,8 +327,10 @@ class SegmentStore:
         self.evict(found)
 
     def victims(self, nbytes: int, but: Collection[str] = ()) -> list[tuple[str, int]]:
-        """Which segments go until `nbytes` are freed, pinned ones and `but` left out: ids, and bytes with what lies
-        beside them.
+        """Select the segments to evict until `nbytes` are freed, except pinned ones and `but`.
+
+        Returns:
+            Ids, and bytes including sidecars.
         """
         beside = self.beside.by_segment()
         uses = [
@@ -335,20 +339,20 @@ class SegmentStore:
         return quota.victims(uses, nbytes, self.pinned().union(but), time.time())
 
     def evict(self, segments: list[tuple[str, int]]) -> None:
-        """Delete these, as `victims` returned them."""
+        """Delete segments as returned by `victims`. Raises OSError if one could not be deleted."""
         removed, failed = self._remove([segment_id for segment_id, _ in segments])
         self.counters.add("evicted_segments", removed)
         if failed is not None:
             raise failed
 
     def clean_up(self, dry_run: bool = False) -> dict[str, int]:
-        """Delete what dead processes left unfinished. The caller holds the backend's lock.
+        """Delete unfinished files of dead processes. The caller holds the backend's lock.
 
         Returns:
-            What was deleted, or with `dry_run` would be, and the bytes that each takes.
+            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
         """
         removed, published = self.backend.clean_up(dry_run)
-        if published and not dry_run:  # killed when the file was there, and its row was not
+        if published and not dry_run:  # killed after the file was published, and before its row was added
             self.index.scan()
         return removed
 
@@ -357,13 +361,13 @@ class SegmentStore:
         if not self.backend.writable:
             raise StoreError(f"{self.place} cannot be written, so nothing in it can be changed; check its permissions")
 
-    # --- forgetting
+    # --- deletion
 
     def remove(self, ids: Iterable[str]) -> int:
-        """Delete segments and what lies beside them. Returns how many there were.
+        """Delete segments and their sidecars. Returns the number of deleted segments.
 
         Raises:
-            OSError: one could not be deleted; the others are.
+            OSError: a segment could not be deleted; the others were.
         """
         removed, failed = self._remove(list(ids))
         if failed is not None:
@@ -373,7 +377,7 @@ class SegmentStore:
     def _remove(self, ids: Collection[str]) -> tuple[int, OSError | None]:
         gone, removed, failed = [], 0, None
         self._removed.extend(ids)
-        self.beside.remove(ids)  # first: without its segment it would lie about
+        self.beside.remove(ids)  # first, so that no sidecar remains without its segment
         for segment_id in ids:
             try:
                 removed += self.backend.delete(segment_id)
@@ -386,7 +390,7 @@ class SegmentStore:
         return removed, failed
 
     def let_go(self, ids: Collection[str]) -> None:
-        """These segments are gone, or others: so is what this process has of them."""
+        """Drop everything that this process holds of deleted or replaced segments."""
         for segment_id in ids:
             if (reader := self.readers.get(segment_id)) is not None:
                 reader.gone = True
@@ -395,25 +399,25 @@ class SegmentStore:
             tell(ids)
 
     def forget_lost_readers(self) -> None:
-        """Let go of open segments that others have deleted or replaced: what is open keeps its room on the disk."""
+        """Close segments that other processes deleted or replaced: an open file still takes disk space."""
         opened = [(segment_id, self.readers.get(segment_id)) for segment_id in self.readers]
         lost = [name for name, reader in opened if reader is not None and not reader.is_current()]
         if lost:
             self.let_go(lost)
 
     def forget_deleted(self, ids: Iterable[str]) -> None:
-        """Let go of those of these segments that others have deleted."""
-        with suppress(OSError):  # which says nothing
+        """Drop the given segments that other processes deleted."""
+        with suppress(OSError):  # an error proves nothing
             if lost := [segment_id for segment_id in ids if self.backend.find(segment_id) is None]:
                 self.let_go(lost)
 
     def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
-        """Keep segments from eviction, or let them go again."""
+        """Pin segments, which excludes them from eviction, or unpin them."""
         for segment_id in ids:
             self.backend.pin(segment_id, pinned)
 
     def pinned(self) -> set[str]:
-        """Which segments are pinned. Raises OSError: what cannot be listed is not to be taken for none."""
+        """Return the ids of pinned segments. Raises OSError: see `SegmentBackend.pinned`."""
         return self.backend.pinned()
 
     def close(self) -> None:

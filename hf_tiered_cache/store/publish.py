@@ -1,4 +1,4 @@
-"""How a segment gets into the store: whole, within the quota, and together with its row in the catalogue."""
+"""Publication of segments: atomic, within the quota, and together with the catalogue row."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from .index import Index
 from .segment import read_head
 
 Written = Callable[[int, torch.Tensor, int], None]
-"""Told of a block group that was written: its number, its blocks, and the content that `SegmentReader.owner` names."""
+"""Callback for a written KV cache group: its number, its blocks, and the content hash in `SegmentReader.owner`."""
 
 
 class Publisher:
-    """Writes segments.
+    """Writer of segments to a backend and its index.
 
     Args:
-        backend: where they go.
-        index: is told of them in the same moment.
-        cipher: what blocks are encrypted with, if they are.
-        make_room: is asked for so many bytes, alone among all who use the backend, and spares these segments. Raises
-            QuotaError.
-        is_hidden: whether a segment failed here, and gives way to another of its name.
+        backend: backend to write to.
+        index: index that lists each segment as it is published.
+        cipher: cipher of the blocks; `Plain` does not encrypt them.
+        make_room: function that evicts segments until the given number of bytes fit, except the given segments. It is
+            called with the backend's lock held, and raises QuotaError.
+        is_hidden: function that returns whether a segment recently failed in this process, so that it may be replaced.
     """
 
     def __init__(
@@ -49,19 +49,23 @@ class Publisher:
     def write(
         self, header: SegmentHeader, prefix_hashes: list[bytes], block_groups: Iterable[Group], written: Written
     ) -> tuple[int, bool]:
-        """Write a segment and make it visible, whole or not at all.
+        """Write a segment and publish it atomically.
 
         Args:
-            header: with its sections.
-            prefix_hashes: its prefix hashes.
-            block_groups: for each block group its blocks, `[chunks, block_bytes]`; each is done with before the next.
-            written: is told of each block group. The segment may still come to nothing.
+            header: header with its sections (see `lay_out`).
+            prefix_hashes: prefix hashes of the segment.
+            block_groups: blocks of each KV cache group, uint8 `[chunks, block_bytes]`. Each item is fully written
+                before the next one is requested.
+            written: callback for each KV cache group. The segment may still fail to be stored.
 
         Returns:
-            Bytes that it takes, and whether it took the place of another one.
+            Size of the segment in bytes, and whether it replaced another segment.
 
         Raises:
-            FileExistsError: another one was first. QuotaError, StoreBusyError, OSError: it was not stored.
+            FileExistsError: a segment with this id exists, and is not to be replaced.
+            QuotaError: there is no room within the quota or on the disk.
+            StoreBusyError: the store or its catalogue is locked by another process, or the catalogue cannot be opened.
+            OSError: the segment cannot be written.
         """
         guard, replaces = self._cipher.guard(header.seal), self._makes_way(header.id)
         if not self._index.is_shared():
@@ -77,16 +81,18 @@ class Publisher:
                 offset += blocks.numel()
             upload.write(memoryview(encode_head(header, prefix_hashes, np.concatenate(digests), guard)), 0)
             row = SegmentRow.of(header, b"".join(prefix_hashes), upload.nbytes())
-            # before what is unfinished goes, so that its room stays reckoned
+            # before the upload's context ends, so that its bytes stay counted
             self._publish(header, row, upload, replaces)
         return row.nbytes, replaces
 
     @contextmanager
     def reserved(self, name: str, nbytes: int, spared: Collection[str] = ()) -> Iterator[Upload]:
-        """Room for what gets this name, taken from the quota and from the backend before a byte is written.
+        """Reserve room, within the quota and on the backend, and yield the upload to write to.
 
         Args:
-            spared: segments that do not go for it.
+            name: name to publish under.
+            nbytes: bytes to reserve.
+            spared: segments that are not evicted.
         """
         with ExitStack() as stack:
             with self._backend.locked():
@@ -95,12 +101,12 @@ class Publisher:
             yield upload
 
     def _publish(self, header: SegmentHeader, row: SegmentRow, upload: Upload, replaces: bool) -> None:
-        """Name and row at once. A segment that nobody could be told of is none."""
+        """Publish the file and its catalogue row together. If the row cannot be added, a new file is deleted again."""
         done = False
 
         def publish() -> None:
             nonlocal done
-            if not done:  # it may be asked again, of a catalogue that has taken the place of the first
+            if not done:  # it may be called again, after the catalogue was replaced
                 upload.publish(replaces)
                 done = True
 
@@ -111,28 +117,34 @@ class Publisher:
         told = False
         try:
             told = self._index.ask(enter, False)
-        finally:  # a Ctrl-C comes before a row is entered, or behind it
+        finally:  # Ctrl-C interrupts before or after the row is added
             if done and not told and not replaces and self._index.row(header.id) is None:
                 self._backend.delete(header.id)
         if not told:
             raise StoreBusyError("the catalogue cannot be told of it; end the process that keeps it locked")
 
     def _makes_way(self, segment_id: str) -> bool:
-        """Whether what has the name is damaged, expired or failing. Raises FileExistsError where it serves."""
+        """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.
+
+        Raises:
+            FileExistsError: the existing segment is usable.
+            NotOursError: the existing segment has another key or a newer format.
+            OSError: the existing segment cannot be read.
+        """
         known = self._index.row(segment_id)
         try:
             header = read_head(partial(self._backend.head, segment_id), self._cipher).header
         except FileNotFoundError:
             return False
-        except NotOursError:
-            raise FileExistsError(segment_id) from None
+        except NotOursError:  # before its base class, of damaged files
+            raise
         except FormatError:
             return True
         except OSError:
             if self._is_hidden(segment_id):
                 return True
             raise
-        expires = header.expires if known is None else known.expires  # a clock that was ahead is set right there
+        expires = header.expires if known is None else known.expires  # the row corrects clocks that were ahead
         if self._is_hidden(segment_id) or (known is not None and not known.valid_hashes):
             return True
         if expires is not None and expires <= time.time():
@@ -143,9 +155,18 @@ class Publisher:
 def write_blocks(
     upload: Upload, offset: int, guard: Guard, first: int, blocks: torch.Tensor, linear: np.ndarray | None = None
 ) -> np.ndarray:
-    """Write blocks, numbered from `first` on, and return their digests, `DIGEST_DTYPE` `[blocks]`."""
+    """Write blocks and return their digests, `DIGEST_DTYPE` `[blocks]`.
+
+    Args:
+        upload: upload to write to.
+        offset: byte offset of the first block in the file.
+        guard: encrypts blocks, if the store has a key, and computes their digests.
+        first: number of the first block in the file.
+        blocks: uint8 `[blocks, block_bytes]` on the CPU.
+        linear: int64 `[blocks]`, their lin64 if known.
+    """
     digests = [np.empty(0, DIGEST_DTYPE)]
-    for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # it may hold no token
+    for piece, table in guard.seal(first, blocks, linear) if len(blocks) else ():  # a KV cache group may hold no tokens
         upload.write(piece.numpy().data.cast("B"), offset)
         offset += piece.numel()
         digests.append(table)
