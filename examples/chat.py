@@ -13,8 +13,9 @@ The model that ships with the project needs no network, and is no conversational
 what k49 and a few others are, and answers who asks for one of them. Any model of the hub, or of a folder, is talked to
 as usual.
 
-`--method` says how a conversation is kept. `krul`, the default, merges layers that attend alike, so it is approximate;
-`exact` does not. With `--calibrate` what is quicker to compute than to load is computed when a conversation comes back.
+`--method` says how a conversation is stored. `krul`, the default, merges layers if their attention is very similar,
+which is approximate; `exact` does not. With `--calibrate`, KV that is faster to compute than to load is computed on
+return.
 
     /idle   puts the conversation away, as the end does: memory holds nothing of it, and the next turn restores it
     /undo   takes the last turn back: what stood before it is restored all the same

@@ -314,9 +314,9 @@ class KVStore:
     def calibrate_quality(self, model: torch.nn.Module, input_ids: Any, **settings: Any) -> list[QualityFinding]:
         """Measure the loss of methods at several budgets, on this model and these texts.
 
-        `ContiguousKV(quality=0.02)` then uses the lowest budget that lost at most 0.02 nats. The texts are stored in a
-        temporary folder during the measurement, encrypted with a temporary key if this store is encrypted. For
-        arguments see `hf_tiered_cache.quality.calibrate_quality`.
+        `ContiguousKV(quality=0.02)` then uses the lowest budget that lost at most a quarter of 0.02 nats. The texts are
+        stored in a temporary folder during the measurement, encrypted with a temporary key if this store is encrypted.
+        For arguments see `hf_tiered_cache.quality.calibrate_quality`.
         """
         return calibrate_quality(self._storage, self._scratch, model, input_ids, **settings)
 

@@ -34,8 +34,8 @@ def read(folder, name):
 def test_every_bench_has_a_test_that_runs_it():
     """It, or another one that imports it."""
     imports = {path.stem: _imported(path) for path in BENCH.glob("*.py")}
-    run = set().union(*(_imported(path) for path in TESTS.glob("test_*.py"))) & imports.keys()
-    text = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    run = set().union(*(_imported(path) for path in TESTS.rglob("test_*.py"))) & imports.keys()
+    text = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     run |= {name for name in imports if re.search(rf'"(bench/)?{name}\.(py|sh)"', text)}
     while more := set().union(*(imports[name] for name in run)) & imports.keys() - run:
         run |= more

@@ -375,7 +375,11 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
             assert why in stats.reason and bool(stats.reason) == bool(why)
             assert (stats.index_bytes, list(stats.reasons.values())) == (need, [1] * bool(why))
         read = [stats.bytes_identifying for stats in requests]
-        assert read[0] >= need and read == ([read[0], 0, 0] if room == need else 3 * read[:1])
+        assert read[0] >= need
+        if room == need - 1:  # of two segments memory keeps the index of one
+            assert all(read[0] // batch <= again <= read[0] for again in read[1:])
+        else:
+            assert read == ([read[0], 0, 0] if room == need else 3 * read[:1])
         assert caplog.text.count("index_memory") == 2 * bool(why)  # the sentence names it twice
 
 
