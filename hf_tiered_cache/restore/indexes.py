@@ -84,7 +84,8 @@ class RowIndexes:
         self._kind, self.chunk_tokens = kind, chunk_tokens
         self._fetcher, self._rows, self._kept = fetcher, rows, kept
         # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
-        self._held = {reader: self._in_memory(reader) for row in rows for reader in {p.reader for p in row.pieces()}}
+        readers = {piece.reader for row in rows for piece in row.pieces()}
+        self._held = {reader: self._in_memory(reader) for reader in readers}
         self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
         self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all known ones, by layer
         self._made: set[SegmentReader] = set()
@@ -135,7 +136,7 @@ class RowIndexes:
 
     @property
     def fit(self) -> bool:
-        """Whether the index cache has room for all indexes of whole segments. True if its budget is 0."""
+        """True if the index cache has room for all indexes of whole segments. True if its budget is 0."""
         shared = sum(index.nbytes for some in self._of_segment.values() for index in some.values())
         return not 0 < self._fetcher.residency.resident.budget < shared
 
@@ -143,6 +144,7 @@ class RowIndexes:
         """Merge the indexes of each layer and row for decoding. Call when all layers have theirs."""
         for where, found in self._found.items():
             self._found[where] = [*self._kind.merged([index for index in found if index is not None])]
+        self._held.clear()
         self._of_file.clear()
         self._of_segment.clear()
 
@@ -215,7 +217,7 @@ class RowIndexes:
         if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
             return None
         resident = self._fetcher.residency.resident
-        found = self._held[reader].get(layer)
+        found = self._held.get(reader, {}).get(layer)
         if found is None:
             found = resident.get(self._owner(reader, layer), device)
         if found is None:
