@@ -28,7 +28,7 @@ class _Column:
     unit: float = 1
     interval: bool = False
     zeros: bool = True
-    """Whether to show the column if it is 0 in all rows."""
+    """True if the column is shown even if it is 0 in all rows."""
 
 
 _COLUMNS = (
@@ -52,7 +52,7 @@ _READ = (
     "token, from whichever tier, and held something that it attends to; `identified`: besides, those that choices were "
     "made from alone; `guessed`: those that came for choices that fell otherwise; `a token`: all that came for each "
     "token after the first. Where an index stays in memory, figures are of a request that finds it there: `index` is "
-    "what it takes, `index read` what came, once, to make it. `attended`: of the restored tokens, those that layers "
+    "what it takes. `attended`: of the restored tokens, those that layers "
     "attended to, a mean over these. Plots go against all that came until what they show was there. "
 )
 
