@@ -56,7 +56,7 @@ class LayerKV:
     rotary_dims: int = 0
     """Number of leading dimensions of that tensor that rotate; the rest pass through."""
     position_independent: bool = True
-    """Whether the stored tensors are valid at other positions than their own (RoPE deferred, or none)."""
+    """True if the stored tensors are valid at other positions than their own (RoPE deferred, or none)."""
 
     def heads(self, tensor: TensorName) -> int:
         return self.key_heads if tensor == "key" else self.value_heads
@@ -125,7 +125,7 @@ class KVLayout:
 
     @property
     def position_independent(self) -> bool:
-        """Whether all stored tensors are valid at other positions than their own."""
+        """True if all stored tensors are valid at other positions than their own."""
         return all(layer is None or layer.position_independent for layer in self.layers)
 
     @property
@@ -179,9 +179,9 @@ class BlockGroup:
     parts: tuple[Part, ...]
     window: int
     identifies: bool = False
-    """Whether the parts are a separate copy of keys, which selectors read to identify tokens."""
+    """True if the parts are a separate copy of keys, which selectors read to identify tokens."""
     merged: bool = False
-    """Whether the group merges two layers: each part is a shared direction, and a factor of its own."""
+    """True if the group merges two layers: each part is a shared direction, and a factor of its own."""
 
     @cached_property
     def payload_bytes(self) -> int:

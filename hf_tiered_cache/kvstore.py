@@ -399,12 +399,12 @@ class KVStore:
 
     @property
     def usable(self) -> bool:
-        """Whether the store is open and was opened by this process."""
+        """True if the store is open and was opened by this process."""
         return self._storage.usable
 
     @property
     def encrypted(self) -> bool:
-        """Whether the store was opened with a key."""
+        """True if the store was opened with a key."""
         return bool(self._storage.disk.cipher.key_id)
 
     def __repr__(self) -> str:

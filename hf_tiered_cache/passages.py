@@ -50,7 +50,7 @@ class _Passage:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the passage is long enough to be stored."""
+        """True if the passage is long enough to be stored."""
         return len(self.ids) >= HASH_TOKENS
 
     def reader(self, storage: Storage) -> SegmentReader | None:

@@ -74,14 +74,14 @@ class SequenceState:
         """History of the tokens."""
         self._segments, self._layers, self._selects = segments, layers, selects
         self.approximate = False
-        """Whether the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
+        """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
         self._asked: np.ndarray | None = None
         """Tokens that the current pass adds, int64 `[rows, columns]`; None if there was no lookup."""
         self.stored_in_pieces = 0
         """Number of tokens of the current prompt that were computed, stored and released."""
         self._in_prompt = False  # whether the last pass had several positions
         self.tells_passages = bool(method.passages)
-        """Whether to report what became of the passages in a prompt."""
+        """True if the passages of a prompt are reported."""
         self._report = PassageReport()
         self.missed = ""
         """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""

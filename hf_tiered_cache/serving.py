@@ -82,7 +82,7 @@ class Serving:
         self.conversation: Conversation | None = None
         """Conversation that the cache continues, if it has an id."""
         self.untold = True
-        """Whether a prompt has begun that is still unreported."""
+        """True if a prompt has begun that is still unreported."""
         self.forward_pass: ForwardPass | None = None
         """Pass that is running, or None."""
         self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)

@@ -319,7 +319,7 @@ class SegmentShape:
 
     @property
     def whole(self) -> bool:
-        """Whether every KV cache group holds all tokens. False with pairs, which divide them among several groups."""
+        """True if every KV cache group holds all tokens. False with pairs, which divide them among several groups."""
         return not self.geometry.pairs and self.whole_hashes * HASH_TOKENS == self.tokens
 
     def _table(self, group: BlockGroup) -> int:

@@ -417,7 +417,7 @@ class Storage:
 
     @property
     def usable(self) -> bool:
-        """Whether the store is open, and was opened by this process."""
+        """True if the store is open, and was opened by this process."""
         return self._close.alive and os.getpid() == self._pid
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ logger = logging.getLogger("hf_tiered_cache")
 
 _ATTRIBUTE = "_hf_tiered_cache"
 _CHUNKS_GO_ON = Version(transformers.__version__) >= Version("5.23")
-"""Whether chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
+"""True if chunked prefill continues from a cache in use; transformers 5.17 passes the whole prompt again."""
 
 _generating: ContextVar[Attachment | None] = ContextVar("hf_tiered_cache_generating", default=None)
 """Attached model with `generate()` running in this thread."""
@@ -84,11 +84,11 @@ class Attachment:
         self.signature = inspect.signature(model.forward)
         self.compiled = False
         self.causal = False
-        """Whether the model was found to be a causal LM."""
+        """True if the model was found to be a causal LM."""
         self.sessions: list[Session] = []
         """Sessions that supply the cache of a `generate()` that brings none; the last one is active."""
         self.by_session = False
-        """Whether the attachment ends with the sessions that use it."""
+        """True if the attachment ends with the sessions that use it."""
         self.depth = self.config.num_hidden_layers
         """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []

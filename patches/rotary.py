@@ -175,7 +175,7 @@ class RotaryTap:
     tables: list[RotaryTable] = field(default_factory=list)
     last: RotaryCall | None = None
     rotates: bool = False
-    """Whether any layer of this pass was observed to rotate."""
+    """True if any layer of this pass was observed to rotate."""
     _picked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
     _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 

@@ -71,7 +71,7 @@ class Scope:
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     fronts: tuple[int, ...] = ()
     selects: bool = False
-    """Whether `attend` determines what queries attend to."""
+    """True if `attend` determines what queries attend to."""
     observer: QueryObserver | None = None
     """Observer of the queries, if any."""
 

@@ -19,7 +19,7 @@ class Stage:
     text_weight: float = 0.2
     """Weight of the loss on natural text; the loss on answers has weight 1."""
     repeats: bool = False
-    """Whether a question may be repeated. Models only learn lookups from answers given a few tokens before, but they do
+    """True if a question may be repeated. Models only learn lookups from answers given a few tokens before, but they do
     not learn two hops while answers can be looked up there."""
     least_steps: int = 100
     most_steps: int = 1500

@@ -85,13 +85,13 @@ class Method:
     """Eviction policy that the method was published with: `KVStore(path, policy=method.policy)`."""
 
     reorder = False
-    """Whether segments are rewritten in the background, with their tokens ordered by observed importance."""
+    """True if segments are rewritten in the background, with their tokens ordered by observed importance."""
 
     reorder_every = 4
     """Number of prompts before the first reordering; the number doubles each time."""
 
     rechoose = False
-    """Whether each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
+    """True if each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
 
     prefill_tokens = 0
     """Number of tokens per piece of a longer prompt. Each piece is stored before the next is computed. 0 computes it at
@@ -105,10 +105,10 @@ class Method:
     """Number of trailing prompt tokens that select this part."""
 
     decline = False
-    """Whether a prompt is computed if restoring it was measured to be slower."""
+    """True if a prompt is computed if restoring it was measured to be slower."""
 
     flat_front = False
-    """Whether the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
+    """True if the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
 
     @property
     def front(self) -> float | Literal["auto"]:
@@ -132,7 +132,7 @@ class Method:
 
     @property
     def records_approximations(self) -> bool:
-        """Whether KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
+        """True if KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
         return self.provenance != coded_provenance(EXACT, self.geometry.codec)
 
     def for_conversation(self, name: str) -> Method:
@@ -208,7 +208,7 @@ class Method:
 
     @property
     def selects(self) -> bool:
-        """Whether full-attention layers attend to a part of what is restored."""
+        """True if full-attention layers attend to a part of what is restored."""
         return False
 
     def regardless(self) -> Method:

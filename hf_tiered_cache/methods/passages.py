@@ -71,7 +71,7 @@ class Passages(Method, ABC):
 
     @property
     def ranks_in_context(self) -> bool:
-        """Whether a passage is computed a second time to rank its tokens."""
+        """True if a passage is computed a second time to rank its tokens."""
         return bool(self.ranked_by) and self.ranking in RANKED_IN_CONTEXT
 
     @property
@@ -81,7 +81,7 @@ class Passages(Method, ABC):
 
     @property
     def ranks_alone(self) -> bool:
-        """Whether a passage is ranked by its own KV alone."""
+        """True if a passage is ranked by its own KV alone."""
         return bool(self.ranked_by) and self.ranking not in RANKED_IN_CONTEXT
 
     def rank(self, layers: Iterable[KV], kv_in_context: Iterable[KV] | None = None) -> np.ndarray:

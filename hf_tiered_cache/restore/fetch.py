@@ -25,7 +25,7 @@ class FetchUnit:
     reader: SegmentReader
     block_group: BlockGroup
     identifies: bool = False
-    """Whether a selection reads keys from these blocks."""
+    """True if a selection reads keys from these blocks."""
     held: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """int64, ascending: chunks that have arrived or are being fetched."""
     attended: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -54,7 +54,7 @@ class FetchUnit:
 
     @property
     def from_disk(self) -> bool:
-        """Whether any block was read from disk for this unit."""
+        """True if any block was read from disk for this unit."""
         return any(len(leased.from_disk) for leased in self.leased)
 
     def drop(self, lease: Lease) -> None:

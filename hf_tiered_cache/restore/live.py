@@ -84,7 +84,7 @@ class Live(Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether the last selection may be kept if blocks of the next one cannot be read."""
+        """True if the last selection may be kept if blocks of the next one cannot be read."""
 
     def row(self, layer: int, prefix: int, chosen: np.ndarray) -> Any:
         """Return the state of what a layer holds of a row, or None if the row never reselects.

@@ -45,7 +45,7 @@ class SegmentSlice:
     at: int
     """Position of that token in the row, padding not counted."""
     exact: bool = True
-    """Whether the KV equals what computing the row gives. A passage's lacks the context of the tokens before it."""
+    """True if the KV equals what computing the row gives. A passage's lacks the context of the tokens before it."""
     scores: np.ndarray | None = field(default=None, compare=False, repr=False)
     """Scores of a passage's tokens by the ranking that the method uses, float32 `[segment's tokens]`: how much it
     matters that each token is recomputed. None if the passage has not been ranked so."""
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def exact(self) -> bool:
-        """Whether the results of this plan equal those of computing everything."""
+        """True if the results of this plan equal those of computing everything."""
         return (self.budget_tokens is None or self.streamed) and all(
             piece.exact for group in self.groups for piece in group.pieces
         )

@@ -87,7 +87,7 @@ class SelectiveRestore:
         self._live: Live | None = None
         self._indexes: RowIndexes | None = None
         self.index_fits = True
-        """Whether memory has room for the indexes used; otherwise the next request reads them again."""
+        """True if memory has room for the indexes used; otherwise the next request reads them again."""
         self._warm_up: WarmUp | None = None
         if selector.index is not None:
             self._indexes = RowIndexes(*selector.index, fetcher, self._rows, kept)

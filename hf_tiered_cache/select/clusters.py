@@ -114,7 +114,7 @@ class ClusterIndex(DecodeIndex):
 
     @cached_property
     def has_empty(self) -> bool:
-        """Whether a cluster has no chunks."""
+        """True if a cluster has no chunks."""
         return int(self.sizes.min()) == 0
 
     @classmethod

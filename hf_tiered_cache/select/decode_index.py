@@ -35,7 +35,7 @@ class DecodeIndex(ABC):
     chunk_tokens: int
 
     divisible: ClassVar[bool] = False
-    """Whether `part` returns the index of a part of the tokens. The index of a whole segment then serves any prompt."""
+    """True if `part` returns the index of a part of the tokens. The index of a whole segment then serves any prompt."""
 
     @classmethod
     @abstractmethod

@@ -71,7 +71,7 @@ class Selector(ABC):
 
     @property
     def per_head(self) -> bool:
-        """Whether each KV head selects among the chunks of its own blocks. If not, all use the first head's chunks."""
+        """True if each KV head selects among the chunks of its own blocks. If not, all use the first head's chunks."""
         return False
 
     @property

@@ -31,11 +31,11 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     window = 0
     _pass: RestoringPass | None
     selects = False
-    """Whether the layer's queries may select the tokens they attend to."""
+    """True if the layer's queries may select the tokens they attend to."""
 
     @property
     def rechooses(self) -> bool:
-        """Whether the layer reselects in later passes."""
+        """True if the layer reselects in later passes."""
         return self.chosen() is not None
 
     def chosen(self) -> tuple[Live, Sequence[Any]] | None:
@@ -164,7 +164,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
 
     @property
     def is_initialized(self) -> bool:
-        """Whether buffers are allocated."""
+        """True if buffers are allocated."""
         return self._keys is not None
 
     def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -71,7 +71,7 @@ class SegmentBackend(Protocol):
     reads_with: str
     """Description of what reads blocks, such as an engine with its settings. Measurements are valid only for it."""
     writable: bool
-    """Whether anything new can be stored."""
+    """True if anything new can be stored."""
     catalogue: StoreRoot | None
     """Folder of the catalogue that all users of this place share. None: each user has its own, in memory."""
 

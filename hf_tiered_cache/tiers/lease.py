@@ -47,9 +47,9 @@ class Hold:
     over: Event | None = None
     """Event after the device work that was queued before the release, or None before the release."""
     reading: bool = False
-    """Whether a read from disk may be writing to the slots."""
+    """True if a read from disk may be writing to the slots."""
     moves_down: bool = False
-    """Whether blocks evicted from a device are being copied to the slots."""
+    """True if blocks evicted from a device are being copied to the slots."""
     check: LateCheck | None = None
     """Verification of blocks that were read from disk directly to the device."""
     when_whole: list[Callable[[], None]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class Lease:
         self.failed: SegmentReader | None = None
         """Segment that made the fetch or its verification fail, if known."""
         self.owns_memory = False
-        """Whether some blocks are in device memory of the handle's own, allocated on the side stream."""
+        """True if some blocks are in device memory of the handle's own, allocated on the side stream."""
 
     @property
     def has_arrived(self) -> bool:

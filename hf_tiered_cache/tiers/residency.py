@@ -249,15 +249,7 @@ class Residency:
             self.retire(lease)
 
     def note_attention(self, owner: Owner, count: int, chunks: np.ndarray, mass: np.ndarray, share: np.ndarray) -> None:
-        """Record that a selector chose chunks of a KV cache group.
-
-        Args:
-            owner: the segment and KV cache group.
-            count: number of chunks of the KV cache group.
-            chunks: the chosen chunks.
-            mass: attention to each chosen chunk.
-            share: fraction of each chunk's tokens that was chosen.
-        """
+        """Record that a selector chose chunks of a KV cache group (see `ScoreTable.note`)."""
         self.scores.note(owner, count, chunks, mass, share)
         with self._lock, self._step:
             for tier in self._tiers():

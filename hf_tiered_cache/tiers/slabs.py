@@ -18,7 +18,7 @@ class SlabStock:
     def __init__(self) -> None:
         self._ready: list[torch.Tensor] = []
         self.is_ordered = False
-        """Whether another slab is being allocated."""
+        """True if another slab is being allocated."""
 
     @property
     def nbytes(self) -> int:

@@ -37,7 +37,7 @@ class CopyStream:
     """
 
     on_host = True
-    """Whether the device uses host memory."""
+    """True if the device uses host memory."""
 
     def copying(self) -> AbstractContextManager:
         """Return a context manager within which copies are queued on the side stream."""

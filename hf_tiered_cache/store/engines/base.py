@@ -47,7 +47,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     reads_device: bool = False
-    """Whether `dest` may be device memory, filled without passing through the host."""
+    """True if `dest` may be device memory, filled without passing through the host."""
 
     @abstractmethod
     def open(self, path: str) -> EngineFile:
