@@ -36,14 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "page_bounds of 16 (Quest)": {"index": "page_bounds", "chunk_tokens": 16},
     "chunk_means (ShadowKV)": {"index": "chunk_means"},
     "token_clusters (RetroInfer)": {"index": "token_clusters", "chunk_tokens": 1},
-    "all keys, chosen a layer ahead (InfiniGen)": {
-        "index": "keys",
-        "chunk_tokens": 1,
-        "ahead": 1,
-        "choose_ahead": True,
-        "window": 0,
-        "eviction": "none",
-    },
     "random": {"index": "random"},
 }
 

@@ -17,13 +17,13 @@ from .methods import Method
 from .patches.attach import Attachment
 from .patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from .patches.layers import decoder_layers, dropping
-from .patches.lookahead import LookAhead
+from .patches.lookahead import LookAhead, PredictedQuery
 from .patches.rotary import PreRopeKV, RotaryTap
 from .patches.scope import Scope, entered
 from .record import Recorder
 from .restore.fetch import Fetcher
 from .restore.indexes import KeptIndexes
-from .restore.live import Choices, LayerAhead, Live
+from .restore.live import Choices, Live
 from .restore.observe import CacheObserver, ComputedColumns, PassObserver
 from .restore.plan import Plan
 from .restore.prefetch import Prefetch
@@ -71,8 +71,6 @@ class ForwardPass(Scope):
         self.assemble_seconds = 0.0
         """Seconds that this thread spent on restored and selected KV, including waiting for it."""
         self._rechoice: Choices | None = None
-        self._look_ahead: LookAhead | None = None
-        self._choose_ahead = False
         self.kv_sources = kv_sources(sources)
         self.selects = any(source.rechooses for source in self.kv_sources)
         self._captures = recorder is not None or self.selects
@@ -121,23 +119,6 @@ class ForwardPass(Scope):
         """Set up the resources of the pass; `stack` releases them."""
         if self.recorder is not None:
             self.recorder.begin(self._first)
-        choosing = {source.index: chosen[0] for source in self.kv_sources if (chosen := source.chosen()) is not None}
-        for live in list(choosing.values())[:1]:  # all layers share one selector
-            self._predict(stack, live.selector, list(choosing))
-
-    def _predict(self, stack: ExitStack, selector: Selector, layers: list[int]) -> None:
-        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
-        attachment = self.attachment
-        if not selector.ahead:
-            return
-        try:
-            modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
-        except UnsupportedModelError:
-            return
-        first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
-        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, attachment.opaque_layers, first)
-        self._choose_ahead = selector.choose_ahead
-        stack.enter_context(self._look_ahead.watching())
 
     def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
@@ -180,27 +161,6 @@ class ForwardPass(Scope):
             self._stack.callback(self._rechoice.cancel)
         return self._rechoice
 
-    def to_choose_by(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Pass`."""
-        predicted = self._look_ahead.query(layer) if self._look_ahead is not None and self._choose_ahead else None
-        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
-
-    def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
-        """See `Pass`."""
-        if (look_ahead := self._look_ahead) is None:
-            return
-        for target in look_ahead.after(layer):
-            predicted, rows = look_ahead.query(target), self._rows_of(target)
-            if predicted is not None and rows is not None:
-                yield LayerAhead(target, rows, predicted.query, predicted.own_keys, predicted.scaling)
-
-    def _rows_of(self, layer: int) -> Sequence[Any] | None:
-        """Return the selection state of a layer's rows, or None if the layer does not select."""
-        chosen = self.sources[layer].chosen()
-        return None if chosen is None else chosen[1]
-
 
 class RestoringForward(ForwardPass):
     """Forward pass that follows a plan (see `RestoringPass`).
@@ -234,6 +194,7 @@ class RestoringForward(ForwardPass):
         self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
         self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
         self._parked: int | None = None
+        self._look_ahead: LookAhead | None = None
         self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
         self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
         self.selection: SelectiveRestore | None = None
@@ -297,14 +258,23 @@ class RestoringForward(ForwardPass):
         if self.streamed is not None:
             self.streamed.start()
         elif self.selection is not None:
-            if (selector := self.selection.selector).choose_ahead:
-                self._predict(stack, selector, [source.index for source in self.kv_sources if source.selects])
+            self._predict(stack, self.selection.selector)
             self.selection.start()
         self.prefetch.start()
 
-    def _rows_of(self, layer: int) -> Sequence[Any] | None:
-        """Return no rows: the layer's KV is not restored yet."""
-        return ()
+    def _predict(self, stack: ExitStack, selector: Selector) -> None:
+        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
+        if not selector.ahead:
+            return
+        attachment = self.attachment
+        try:
+            modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
+        except UnsupportedModelError:
+            return
+        layers = [source.index for source in self.kv_sources if source.selects]
+        first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
+        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
+        stack.enter_context(self._look_ahead.watching())
 
     def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
         """See `ForwardPass`. No observer is attached if rows compute different positions."""
@@ -371,6 +341,19 @@ class RestoringForward(ForwardPass):
         return super()._compute(forward, self._only(self.plan.computed[0]))
 
     # --- called by sources (see `RestoringPass`)
+
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        predicted = self._look_ahead.query(layer) if self._look_ahead is not None else None
+        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
+
+    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
+        if (look_ahead := self._look_ahead) is None:
+            return
+        for target in look_ahead.after(layer):
+            if (predicted := look_ahead.query(target)) is not None:
+                yield target, predicted
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         computed = self.plan.computed[layer]

@@ -145,14 +145,6 @@ class RequestStats:
     """Bytes of `bytes_brought` in blocks that were fetched for a selection that turned out differently."""
     index_bytes: int = 0
     """Bytes of the in-memory indexes that prompts selected with: 8-bit keys, or indexes of chunks."""
-    ahead_blocks: int = 0
-    """Number of blocks fetched ahead of a decoding layer, by the queries predicted for it."""
-    ahead_hits: int = 0
-    """Number of these blocks that the layer then requested; the others were fetched unnecessarily."""
-    ahead_misses: int = 0
-    """Number of blocks that decoding layers requested and that were not fetched ahead, so that the layers waited for
-    them.
-    """
     io_seconds: float = 0.0
     stall_seconds: float = 0.0
     load_idle_seconds: float = 0.0
@@ -231,8 +223,6 @@ class RequestStats:
             read = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
             rows.insert(2, ("tokens attended, of the restored", self.tokens_attended))
             rows.append(("scoring reads / mis-speculated reads", *read))
-        if self.ahead_blocks:
-            rows.append(("blocks ahead / asked for / late", self.ahead_blocks, self.ahead_hits, self.ahead_misses))
         if self.passages:
             found, tokens = (sum(getattr(each, name) for each in self.passages) for name in ("found", "tokens"))
             rows.append(("passages / their tokens found / missed", len(self.passages), found, tokens - found))

@@ -95,8 +95,6 @@ class Attachment:
         self.kept_tables = rotary.KeptTables()
         """Rotary tables shared by all passes of the model in its current state."""
         self._tables_of = ""
-        self.opaque_layers: set[int] = set()
-        """Layers for which queries could not be predicted."""
         self._tables = rotary.watch_tables(model)
         for module, handle in self._tables:
             pickle_without(module, without_hook(handle))
@@ -129,7 +127,6 @@ class Attachment:
         """Wrap the model's methods, also those replaced or compiled since, and record whether a part is compiled."""
         model = self.model
         self._devices.clear()
-        self.opaque_layers.clear()
         for name, wrapper in _WRAPPERS.items():
             method = getattr(model, name, None)
             if method is not None and not isinstance(method, wrapper):

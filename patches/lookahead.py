@@ -48,7 +48,6 @@ class LookAhead:
         layers: Decoder layers of the model.
         asking: Layers with predicted queries, ascending. The model passes the same arguments to all of them.
         distance: Number of `asking` layers from a prediction to its layer; fewer for the first ones.
-        opaque: Layers that cannot be run this way. They are added here and not tried again.
         targets: Layers of `asking` to predict; None for all.
     """
 
@@ -58,10 +57,9 @@ class LookAhead:
         layers: nn.ModuleList,
         asking: Sequence[int],
         distance: int,
-        opaque: set[int],
         targets: Collection[int] | None = None,
     ) -> None:
-        self._scope, self._layers, self._opaque = scope, layers, opaque
+        self._scope, self._layers = scope, layers
         self._source = {
             layer: asking[max(0, place - distance)]
             for place, layer in enumerate(asking)
@@ -89,7 +87,7 @@ class LookAhead:
     def query(self, layer: int) -> PredictedQuery | None:
         """Return the prediction for a layer; None if its source layer has not begun, or it cannot be predicted."""
         if layer not in self._predicted and self._source.get(layer) in self._seen:
-            self._predicted[layer] = None if layer in self._opaque else self._predict(layer)
+            self._predicted[layer] = self._predict(layer)
             if self.after(source := self._source[layer])[-1] == layer:
                 del self._seen[source]  # the targets of a source are requested in order
         return self._predicted.get(layer)
@@ -115,7 +113,6 @@ class LookAhead:
             return peek.found
         except Exception as error:
             logger.info("the queries of layer %d cannot be predicted: %s: %s", layer, type(error).__name__, error)
-        self._opaque.add(layer)
         return None
 
 

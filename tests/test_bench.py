@@ -466,25 +466,6 @@ def test_decode_answers_of_one_way(tmp_path, monkeypatch):
     }
 
 
-def test_lookahead(tmp_path, monkeypatch):
-    import lookahead
-
-    options = ["--model", str(BENCH.parent / "eval/reference/xs"), "--tokens", "256", "--contexts", "1", "--steps", "6"]
-    options += ["--budgets", "0.25", "--ahead", "1", "2", "--timed", "0", "1", "--timed-contexts", "1"]
-    options += ["--bandwidth", "1e9", "--latencies", "0", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["lookahead.py", *options])
-    lookahead.main()
-    document = json.loads((tmp_path / "lookahead-xs.json").read_text())
-    assert [found["ahead"] for found in document["predicted"]] == [1, 2]
-    for found in document["predicted"]:
-        assert 0 < found["fetched, predicted"] < 1 and 0 < found["brought, wanted"] <= 1
-        assert 0.25 < found["chosen, predicted"] <= 1  # better than chance
-    (waits,) = document["waits"]
-    assert waits["ways"].keys() == {"0", "1"}
-    assert all(len(spent) == 6 - lookahead.COLD for way in waits["ways"].values() for spent in way.values())
-    assert "| 25.00% | 1 |" in (tmp_path / "lookahead-xs.md").read_text()
-
-
 def test_beside(tmp_path, monkeypatch):
     import beside
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -179,12 +177,6 @@ def test_nothing_depends_on_how_many_rows_are_ranked_together(model, tmp_path, m
     for answer, stats in found[1:]:
         same(answer, found[0][0])
         assert stats.bytes_used == found[0][1].bytes_used > 0
-    for size in (8, 2, 1):
-        monkeypatch.setattr(MicroBatches, "of", lambda self, rows, size=size: size)
-        with KVStore(tmp_path, engine="posix", host_memory="64MiB") as store:
-            cache = TieredCache(model, store, method=replace(METHOD, ahead=2), record=False)
-            same(model.generate(ids, past_key_values=cache, **GREEDY), found[0][0])
-            assert cache.stats.ahead_hits > 0
 
 
 def test_padding_of_a_row_that_restores_nothing_is_finite(model, tmp_path, monkeypatch):

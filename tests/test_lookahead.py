@@ -1,11 +1,9 @@
-"""Queries ahead of their layer: what is fetched by them changes nothing but the time, and leaves nothing behind."""
+"""Queries predicted ahead of their layer: they are right where they can be, and leave nothing behind."""
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -14,23 +12,19 @@ from families import build, prompt
 from test_selective import GREEDY, ask, fill, question, same
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.errors import ConfigError, IntegrityError
-from hf_tiered_cache.methods import KVDrive
+from hf_tiered_cache.forward_pass import RestoringForward
+from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.patches.lookahead import LookAhead
 from hf_tiered_cache.patches.scope import current
-from hf_tiered_cache.restore.lookahead import FetchAhead
-from hf_tiered_cache.restore.window import WindowChoices
-from hf_tiered_cache.tiers import residency
-from hf_tiered_cache.tiers.residency import Residency
 
 TOKENS = 400
-FAMILIES = ["qwen2", "llama", "qwen3_moe", "phi3", "gemma3", "olmo2", "smollm3", "cohere", "glm4", "gpt_neox", "opt"]
+FAMILIES = ["qwen2", "llama", "qwen3_moe", "phi3", "olmo2", "smollm3", "cohere", "glm4", "gpt_neox", "opt"]
 LEAVING = ("o_proj", "down_proj", "dense", "dense_4h_to_h", "out_proj", "fc2")
 """By these projections layers add to the residual stream."""
 
 
-def method(ahead, **changes):
-    return KVDrive(**{"budget": 0.2, "local": 16, "ahead": ahead} | changes)
+def method(ahead):
+    return ContiguousKV(0.25, period=2, ahead=ahead, rechoose=False, per_head=False, reorder=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,17 +42,19 @@ def keep(tmp_path, model):
     ids = prompt(TOKENS)
     with KVStore(tmp_path / "kv", engine="posix") as store:
         fill(store, model, ids, method(0))
-        ask(model, store, question(ids), method(0))  # keeps the indexes
+        ask(model, store, question(ids), method(0))  # makes the indexes
+        store.flush()
     return tmp_path / "kv", ids
 
 
-def asked(model, stored, ahead=2, host="64MiB", asks=None, **changes):
-    """An answer in a process that has nothing in memory yet, and the figures."""
+def asked(model, stored, ahead=2, asks=None):
+    """An answer in a process that has only the indexes in memory."""
     path, ids = stored
-    with KVStore(path, engine="posix", host_memory=host) as store:
-        answer, cache = (asks or ask)(model, store, question(ids), method(ahead, **changes))
+    with KVStore(path, engine="posix", host_memory="64MiB") as store:
+        (asks or ask)(model, store, question(ids), method(0))
+        answer, cache = (asks or ask)(model, store, question(ids), method(ahead))
         assert cache.stats.tokens_restored == TOKENS and cache.stats.reason == ""
-        return answer, cache.stats
+        return answer
 
 
 def without_layers(family):
@@ -74,176 +70,59 @@ def without_layers(family):
 # --- what is predicted
 
 
+@pytest.fixture
+def predicted(monkeypatch):
+    """For each layer that chose: whether its queries were predicted, and the predicted and its own queries."""
+    noted = []
+
+    def to_choose_by(self, layer, query, own_keys, real=RestoringForward.to_choose_by):
+        found = real(self, layer, query, own_keys)
+        noted.append((layer, found[0] is not query, found[0], query))
+        return found
+
+    monkeypatch.setattr(RestoringForward, "to_choose_by", to_choose_by)
+    return noted
+
+
+def layers_of(predicted):
+    """The layers that chose by predicted queries."""
+    return [layer for layer, was, *_ in predicted if was]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("ahead", [1, 4])
-def test_where_layers_add_nothing_the_prediction_is_right(family, ahead, tmp_path, monkeypatch):
+def test_where_layers_add_nothing_the_prediction_is_right(family, ahead, tmp_path, predicted):
     """So each family's own norm, projection and rotation are what the queries went through."""
-    predicted, own = {}, []
-
-    def prepare(self, ahead, real=WindowChoices.prepare):
-        predicted[ahead.layer] = ahead
-        return real(self, ahead)
-
-    def follow(self, layer, rows, query, *rest, real=WindowChoices.follow):
-        if layer in predicted:
-            own.append(layer)
-            assert torch.equal(predicted.pop(layer).query, query)
-        return real(self, layer, rows, query, *rest)
-
-    monkeypatch.setattr(WindowChoices, "prepare", prepare)
-    monkeypatch.setattr(WindowChoices, "follow", follow)
     model = without_layers(family)
-    _, stats = asked(model, keep(tmp_path, model), ahead)
-    assert own and not predicted
-    assert stats.ahead_hits == stats.ahead_blocks
+    answer = asked(model, keep(tmp_path, model), ahead)
+    assert layers_of(predicted)
+    assert all(torch.equal(guess, own) for _, _, guess, own in predicted)
+    same(answer, asked(model, (tmp_path / "kv", prompt(TOKENS)), 0))
 
 
 def test_each_layer_but_the_first_is_predicted_from_as_far_as_there_are_layers(model):
     layers = model.model.layers
-    ahead = LookAhead(None, layers, [0, 2, 3, 5], 2, set())
+    ahead = LookAhead(None, layers, [0, 2, 3, 5], 2)
     assert [ahead.after(layer) for layer in range(6)] == [[2, 3], [], [5], [], [], []]
-    ahead = LookAhead(None, layers, [1, 4], 4, set())
+    ahead = LookAhead(None, layers, [1, 4], 4)
     assert [ahead.after(layer) for layer in range(6)] == [[], [4], [], [], [], []]
 
 
-# --- nothing changes
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_bits_however_far_ahead(family, tmp_path):
-    model = build(family)
-    stored = keep(tmp_path, model)
-    expected, off = asked(model, stored, 0)
-    assert off.ahead_blocks == off.ahead_hits == 0 < off.ahead_misses
-    for ahead in (1, 2, 4):
-        found, stats = asked(model, stored, ahead)
-        same(found, expected)
-        assert 0 < stats.ahead_hits <= stats.ahead_blocks
-        assert stats.ahead_hits + stats.ahead_misses == off.ahead_misses
-    found, stats = asked(model, stored, 2, host=0)  # no memory to fetch to
-    same(found, expected)
-    assert stats.ahead_blocks == 0
-
-
-def test_the_same_bits_in_batches_and_beams(model, stored):
-    path, ids = stored
-    rows = torch.zeros(2, TOKENS + 24, dtype=torch.int64)
-    rows[0], rows[1, -88:] = question(ids)[0], question(prompt(64, seed=3))[0]
-    mask = (rows != 0).long()
-    answers = []
-    for ahead in (0, 1, 4):
-        with KVStore(path, engine="posix") as store:
-            batch = TieredCache(model, store, method=method(ahead), record=False)
-            together = model.generate(rows, attention_mask=mask, past_key_values=batch, **GREEDY)
-            beam = TieredCache(model, store, method=method(ahead), record=False)
-            beams = model.generate(question(ids), past_key_values=beam, num_beams=3, do_sample=False, max_new_tokens=8)
-            torch.manual_seed(7)
-            drawn = TieredCache(model, store, method=method(ahead), record=False)
-            sampled = model.generate(question(ids), past_key_values=drawn, do_sample=True, max_new_tokens=8)
-            answers.append((together, beams, sampled, torch.get_rng_state()))
-            assert all((cache.stats.ahead_hits > 0) == (ahead > 0) for cache in (batch, drawn))
-    for together, *rest in answers[1:]:
-        same(together, answers[0][0])
-        assert all(map(torch.equal, rest, answers[0][1:]))
-
-
-def test_blocks_ahead_are_not_fetched_at_their_need(model, stored, monkeypatch):
-    at_need = []
-
-    def fetch(self, requests, device, collector, ahead=False, real=Residency.fetch):
-        at_need[-1] += 0 if ahead else sum(len(request.chunks) for request in requests)
-        return real(self, requests, device, collector, ahead)
-
-    monkeypatch.setattr(Residency, "fetch", fetch)
-    for ahead in (0, 1):
-        at_need.append(0)
-        _, stats = asked(model, stored, ahead)
-    assert at_need[0] - at_need[1] == stats.ahead_hits > at_need[0] / 10
-
-
-# --- faults
-
-
-@pytest.fixture
-def preparing(monkeypatch):
-    """Not empty while something is fetched ahead of its layer."""
-    under_way = []
-
-    def prepare(self, *given, real=FetchAhead.prepare):
-        under_way.append(True)
-        try:
-            return real(self, *given)
-        finally:
-            under_way.clear()
-
-    monkeypatch.setattr(FetchAhead, "prepare", prepare)
-    return under_way
-
-
-@pytest.mark.parametrize("error", [OSError(5, "no good"), IntegrityError("no good"), MemoryError()], ids=repr)
-@pytest.mark.parametrize("begins", [True, False])
-def test_a_read_that_fails_ahead_of_its_need_changes_nothing(error, begins, model, stored, preparing, monkeypatch):
-    expected, _ = asked(model, stored, 0)
-    doomed, failed = threading.local(), []
-
-    def begin(self, *given, real=Residency._begin):
-        read, arrive = real(self, *given)
-        if not preparing or read is None:
-            return read, arrive
-
-        def read_doomed():
-            doomed.now = True
-            try:
-                read()
-            finally:
-                doomed.now = False
-
-        return read_doomed, arrive
-
-    def read_batch(*given, real=residency.read_batch):
-        if not getattr(doomed, "now", False):
-            return real(*given)
-        failed.append(True)
-        if not begins:
-            raise error
-        future = Future()
-        future.set_exception(error)
-        return future
-
-    monkeypatch.setattr(Residency, "_begin", begin)
-    monkeypatch.setattr(residency, "read_batch", read_batch)
-    found, stats = asked(model, stored, 2)
-    same(found, expected)
-    assert failed and stats.ahead_blocks > 0
-    assert stats.read_errors + stats.verification_failures > 0 == stats.recomputed
-
-
-def test_a_fetch_that_cannot_begin_ahead_changes_nothing(model, stored, preparing, monkeypatch):
-    expected, _ = asked(model, stored, 0)
-
-    def fetch(self, *given, real=Residency.fetch):
-        if preparing:
-            raise MemoryError
-        return real(self, *given)
-
-    monkeypatch.setattr(Residency, "fetch", fetch)
-    found, stats = asked(model, stored, 2)
-    same(found, expected)
-    assert stats.ahead_blocks == 0 < stats.read_errors
+# --- nothing is left behind, and nobody else notices
 
 
 def test_a_pass_that_fails_lets_go_of_what_was_on_its_way(model, stored):
     path, ids = stored
     with KVStore(path, engine="posix") as store:
-        cache = TieredCache(model, store, method=method(4), record=False)
-        with torch.no_grad():
-            model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
-            hook = model.model.layers[2].register_forward_hook(interrupting)
-            try:
-                with pytest.raises(KeyboardInterrupt):
-                    model(input_ids=prompt(1), past_key_values=cache, logits_to_keep=1)
-            finally:
-                hook.remove()
+        ask(model, store, question(ids), method(0))
+        store._storage.residency.clear()
+        cache = TieredCache(model, store, method=method(4), record=False, tag="hooked")
+        hook = model.model.layers[2].register_forward_hook(interrupting)
+        try:
+            with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+                model(input_ids=question(ids), past_key_values=cache, logits_to_keep=1)
+        finally:
+            hook.remove()
         tiers, until = store._storage.residency, time.monotonic() + 30
         while len(tiers._holds) and time.monotonic() < until:  # reads that are under way end by themselves
             time.sleep(0.01)
@@ -254,9 +133,6 @@ def test_a_pass_that_fails_lets_go_of_what_was_on_its_way(model, stored):
 
 def interrupting(*_):
     raise KeyboardInterrupt
-
-
-# --- nothing is left behind, and nobody else notices
 
 
 def hooks(model):
@@ -286,7 +162,7 @@ def tagged(model, store, ids, chosen):
 
 
 @pytest.mark.parametrize("where", ["layer", "inside"])
-def test_hooks_of_others_do_not_see_it(where, tmp_path):
+def test_hooks_of_others_do_not_see_it(where, tmp_path, predicted):
     model, calls = build("qwen2"), []
     layer = model.model.layers[3]
     module = layer if where == "layer" else layer.self_attn.q_proj
@@ -299,25 +175,24 @@ def test_hooks_of_others_do_not_see_it(where, tmp_path):
         filling.store_now()
         store.flush()
     for ahead in (0, 1, 2):
-        calls.clear()
-        answer, stats = asked(model, (tmp_path / "kv", ids), ahead, asks=tagged)
-        counts.append((len(calls), answer.sequences.tolist()))
-        assert (stats.ahead_blocks > 0) == (ahead > 0)  # the other layers are predicted
-    assert counts == counts[:1] * 3
+        calls.clear(), predicted.clear()
+        asked(model, (tmp_path / "kv", ids), ahead, asks=tagged)
+        counts.append(len(calls))
+        assert bool(layers_of(predicted)) == (ahead > 0)  # the other layers are predicted
+    assert counts[0] > 0 and counts == counts[:1] * 3
 
 
-def test_layers_of_accelerate_run_as_before(tmp_path):
+def test_layers_of_accelerate_run_as_before(tmp_path, predicted):
     model = build("qwen2")
     stored = keep(tmp_path, model)
-    expected, _ = asked(model, stored, 0)
+    expected = asked(model, stored, 0)
     detach(model)
     model = dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
-    found, stats = asked(model, stored, 2)
-    same(found, expected)
-    assert stats.ahead_blocks == 0
+    same(asked(model, stored, 2), expected)
+    assert not layers_of(predicted)
 
 
-def test_a_layer_that_needs_its_cache_runs_as_before_and_is_tried_once(tmp_path, monkeypatch, caplog):
+def test_a_layer_that_needs_its_cache_runs_as_before(tmp_path, monkeypatch, caplog, predicted):
     model = build("qwen2")
     kind = type(model.model.layers[0])
 
@@ -329,15 +204,14 @@ def test_a_layer_that_needs_its_cache_runs_as_before_and_is_tried_once(tmp_path,
 
     monkeypatch.setattr(kind, "forward", forward)
     stored = keep(tmp_path, model)
-    expected, _ = asked(model, stored, 0)
-    found, stats = asked(model, stored, 1)
-    same(found, expected)
+    expected = asked(model, stored, 0)
+    same(asked(model, stored, 1), expected)
     tried = [record.msg for record in caplog.records if record.name == "tried"]
-    assert stats.ahead_blocks == 0 and tried == [1, 2, 3, 4, 5]
+    assert not layers_of(predicted) and tried == [2, 4]  # the layers that choose
 
 
-def test_a_layer_that_writes_to_its_hidden_states_writes_to_its_own(tmp_path, monkeypatch):
-    model = build("qwen2")
+def test_a_layer_that_writes_to_its_hidden_states_writes_to_its_own(tmp_path, monkeypatch, predicted):
+    model = without_layers("qwen2")
     kind = type(model.model.layers[0])
 
     def forward(self, hidden_states, *args, real=kind.forward, **kwargs):
@@ -345,28 +219,6 @@ def test_a_layer_that_writes_to_its_hidden_states_writes_to_its_own(tmp_path, mo
 
     monkeypatch.setattr(kind, "forward", forward)
     stored = keep(tmp_path, model)
-    expected, _ = asked(model, stored, 0)
-    found, stats = asked(model, stored, 1)
-    same(found, expected)
-    assert stats.ahead_blocks > 0
-
-
-# --- choosing by them
-
-
-def test_choosing_ahead_is_choosing_by_the_predicted_queries(model, stored, tmp_path):
-    changes = {"index": "keys", "chunk_tokens": 1, "window": 0, "eviction": "none", "budget": 0.05}
-    own, _ = asked(model, stored, 1, **changes)
-    predicted, stats = asked(model, stored, 1, choose_ahead=True, **changes)
-    assert not all(map(torch.equal, own.logits, predicted.logits))
-    assert not torch.equal(own.logits[0], predicted.logits[0])  # the prompt's own pass too
-    assert stats.ahead_hits == stats.ahead_blocks > 0
-    idle = without_layers("qwen2")
-    kept = keep(tmp_path / "idle", idle)
-    same(asked(idle, kept, 1, choose_ahead=True, **changes)[0], asked(idle, kept, 0, **changes)[0])
-
-
-@pytest.mark.parametrize("wrong", [{"ahead": -1}, {"ahead": 0, "choose_ahead": True}], ids=str)
-def test_settings_that_cannot_be(wrong):
-    with pytest.raises(ConfigError):
-        KVDrive(**wrong)
+    expected = asked(model, stored, 0)
+    same(asked(model, stored, 1), expected)  # RMSNorm undoes the factor, so the predicted queries are the layer's own
+    assert layers_of(predicted)

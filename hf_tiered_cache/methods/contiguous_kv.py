@@ -140,7 +140,6 @@ class ContiguousKV(BudgetMethod):
 
     def selector(self) -> Selector:
         resident = self.identify == "index"
-        ahead = self.ahead if resident else 0
         return TopChunks(
             self.period,
             self.solo_layers,
@@ -150,6 +149,5 @@ class ContiguousKV(BudgetMethod):
             self.mass,
             self.gain,
             self.per_head,
-            ahead=ahead,
-            choose_ahead=ahead > 0,
+            ahead=self.ahead if resident else 0,
         )

@@ -27,7 +27,7 @@ class KVDrive(BudgetMethod):
 
     Selected chunks, and recently selected ones in a window, are in device memory; others are fetched from the tiers.
     The hierarchical index, windows with a size per head, and lookahead eviction are the paper's. Ours are the default
-    index, the limit `exact_from`, and prediction ahead of a layer. `KVDrive.paper()` has the paper's settings.
+    index and the limit `exact_from`. `KVDrive.paper()` has the paper's settings.
 
     Args:
         budget: Share of the prefix's chunks that a head attends to, in (0, 1]. At 1 the output is that of `Exact`.
@@ -53,11 +53,6 @@ class KVDrive(BudgetMethod):
             the paper's prefill. 0: never.
         observed: Number of trailing tokens, of those that attend to the whole prefix, that select the first chunks for
             decoding (Section 7.1).
-        ahead: Number of full-attention layers between a layer and the hidden states that its queries are predicted from
-            while decoding, so that blocks are prefetched as far as the store's memory has room. The output stays the
-            same: layers wait less, and the CPU does more (`bench/lookahead.py`). 0 disables it. (Beyond the paper; the
-            idea is InfiniGen's, Lee et al., OSDI 2024.)
-        choose_ahead: Whether the predicted queries select instead of the layer's own, as in InfiniGen: a baseline.
     """
 
     geometry: Geometry = field(init=False, default=Geometry())
@@ -72,8 +67,6 @@ class KVDrive(BudgetMethod):
     prefill_tokens: int = 4096
     exact_from: int = 256
     observed: int = 64
-    ahead: int = 0
-    choose_ahead: bool = False
 
     rechoose = True
 
@@ -100,8 +93,6 @@ class KVDrive(BudgetMethod):
             raise ConfigError(f"observed is at least 1, not {self.observed}")
         if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
             raise ConfigError(f"prefill_tokens is 0, or 64 or more and a multiple of 16, not {self.prefill_tokens}")
-        if self.ahead < int(self.choose_ahead):
-            raise ConfigError("ahead is not negative, and at least 1 to choose by")
 
     @classmethod
     def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:
@@ -151,6 +142,4 @@ class KVDrive(BudgetMethod):
             window=self.window_multiple,
             eviction=self.eviction,
             window_sizes=() if isinstance(self.window_sizes, str) else self.window_sizes,
-            ahead=self.ahead,
-            choose_ahead=self.choose_ahead,
         )

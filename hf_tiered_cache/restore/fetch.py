@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -56,12 +55,6 @@ class FetchUnit:
     def from_disk(self) -> bool:
         """True if any block was read from disk for this unit."""
         return any(len(leased.from_disk) for leased in self.leased)
-
-    def drop(self, lease: Lease) -> None:
-        """Remove the blocks of one block handle from this unit."""
-        place = self.leases.index(lease)
-        del self.leases[place], self.leased[place]
-        self.held = np.unique(np.concatenate([np.empty(0, np.int64), *(leased.chunks for leased in self.leased)]))
 
     def use(self, layers: Iterable[int], sets: Sequence[np.ndarray]) -> None:
         """Record that `layers` attend to tokens, int64 `[n]` per set: one set for all heads, or one for each."""
@@ -177,30 +170,6 @@ class Fetcher:
                     self._wait(lease)
                 except Exception as error:
                     raise restore_error(self.collector, lease.failed or unit.reader, error) from error
-
-    def drop_failed(self, ahead: Mapping[FetchUnit, Sequence[Lease]]) -> bool:
-        """Wait for the block handles of prefetches and drop those that failed, as if they had not been requested.
-
-        Returns:
-            Whether any failed.
-        """
-        failed = [lease for lease in dict.fromkeys(chain(*ahead.values())) if not self._arrives(lease)]
-        for unit, leases in ahead.items():
-            for lease in failed:
-                if lease in leases:
-                    unit.drop(lease)
-                    self._let_go(lease)
-        return bool(failed)
-
-    def _arrives(self, lease: Lease) -> bool:
-        try:
-            self._wait(lease)
-            self.confirm()
-        except Exception as error:
-            if not isinstance(error, RestoreError):  # a RestoreError is counted already
-                restore_error(self.collector, lease.failed or lease.leased[0].request.reader, error)
-            return False
-        return True
 
     def _wait(self, lease: Lease) -> None:
         if lease.has_arrived:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,25 +14,6 @@ from ..stats import StatsCollector
 Rotate = Callable[[torch.Tensor, np.ndarray, int], None]
 """Function that rotates `[heads, n, dim]` in place to positions, int64 `[sets, n]`: one set for all heads, or one for
 each. All positions are below the third argument."""
-
-
-@dataclass(frozen=True, eq=False)
-class LayerAhead:
-    """Layer that is about to select, with the queries predicted for it.
-
-    Args:
-        layer: Index of a layer with full attention.
-        rows: What the layer holds of each row, if anything (see `Choices.follow`).
-        query: `[batch, heads, n, dim]`, predicted, rotated.
-        own_keys: `[batch, kv_heads, n, dim]`, predicted for the same tokens, rotated.
-        scaling: Scale of the logits; None for dim ** -0.5.
-    """
-
-    layer: int
-    rows: Sequence[Any]
-    query: torch.Tensor
-    own_keys: torch.Tensor
-    scaling: float | None
 
 
 class Choices(Protocol):
@@ -67,9 +47,6 @@ class Choices(Protocol):
         Raises:
             RestoreError: A block did not arrive; nothing has changed.
         """
-
-    def prepare(self, ahead: LayerAhead) -> None:
-        """Start to fetch what a layer would select for its predicted queries. Does not change what the layer holds."""
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""

@@ -22,7 +22,7 @@ from ..transfers import to_device
 from .chosen import Gathers, RowPrefix
 from .fetch import Fetcher, FetchUnit
 from .indexes import RowIndexes, rotate_nothing
-from .live import LayerAhead, Rotate
+from .live import Rotate
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +122,6 @@ class Rechoice:
         self._chosen: dict[int, list[np.ndarray | None]] = {}  # by period, for each row int64 [sets, n]
         self._changes: dict[int, list[list[_Change]]] = {}  # by period, for each row
         self._units: dict[int, dict[tuple[SegmentReader, int], FetchUnit]] = {}
-
-    def prepare(self, ahead: LayerAhead) -> None:
-        """See `Choices`. Fetches nothing ahead."""
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ..geometry import in_groups
+from ..patches.lookahead import PredictedQuery
 from ..select.by_index import ByIndex
 from ..select.decode_index import DecodeIndex, rank
 from ..select.selector import Selection, SelectionInput, Selector
@@ -29,7 +30,7 @@ from .assemble import share_row
 from .chosen import Gathers, RowPrefix, key_groups, restoring_groups, sets_in
 from .fetch import Fetcher, FetchUnit
 from .indexes import KeptIndexes, RowIndexes, rotate_nothing
-from .live import LayerAhead, Live, Rotate
+from .live import Live, Rotate
 from .plan import Plan
 from .rechoose import LiveSelection
 from .warm_up import WarmUp
@@ -181,19 +182,19 @@ class SelectiveRestore:
         columns = tuple(self._columns.values())
         return self.plan if set(columns) <= {self.plan.num_selected} else replace(self.plan, selected=columns)
 
-    def prepare(self, ahead: LayerAhead) -> None:
+    def prepare(self, layer: int, predicted: PredictedQuery) -> None:
         """Select for a period from the queries predicted for its first layer, and start to fetch the selection.
 
         This needs existing indexes: to build one, the layer's own pass must provide the rotation of its keys. Without
         them, the keys are fetched, and the layer selects later from the same prediction.
         """
-        number = self._period_of[ahead.layer]
-        if number in self._chosen or ahead.layer != self._periods[number][0] or self._indexes is None:
+        number = self._period_of[layer]
+        if number in self._chosen or layer != self._periods[number][0] or self._indexes is None:
             return
-        if any(self._indexes.lacks(ahead.layer, place) for place in range(len(self._rows))):
+        if any(self._indexes.lacks(layer, place) for place in range(len(self._rows))):
             self._fetch_keys(number, None, ahead=True)
             return
-        self._choose(number, ahead.query, ahead.own_keys, rotate_nothing, ahead.scaling, ahead=True)
+        self._choose(number, predicted.query, predicted.own_keys, rotate_nothing, predicted.scaling, ahead=True)
 
     def keys_to_index(self, layer: int, like: torch.Tensor) -> list[torch.Tensor | None]:
         """Return empty tensors, `[kv_heads, tokens, dim]`, for the keys of rows that lack an index; None for others.
@@ -228,7 +229,7 @@ class SelectiveRestore:
             )
         elif self._live is None:
             self._live = LiveSelection(
-                replace(self.selector, ahead=0, choose_ahead=False),
+                replace(self.selector, ahead=0),
                 self.residency,
                 device_of,
                 self._periods,
@@ -293,7 +294,7 @@ class SelectiveRestore:
         if number + 1 < len(self._periods) and not (self.plan.streamed and self._indexes is not None):
             if "keys" in self._prefetches:
                 self._fetch_keys(number + 1, self.selector.probe_heads, ahead=True)
-            guesses = "guesses" in self._prefetches and not self.selector.choose_ahead
+            guesses = "guesses" in self._prefetches and not self.selector.ahead
             if guesses and self.residency.guesses.worth((self.selector, number + 1)):
                 self._bring(number + 1, self._periods[number + 1], guess=True)
 

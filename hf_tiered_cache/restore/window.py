@@ -28,9 +28,8 @@ from .chosen import RowPrefix, parts_of, restoring_groups
 from .fetch import Fetcher, FetchUnit
 from .gather import Gather, gather_chunks, holds_chunks
 from .grown import INDEXED_TOKENS, GrownChunks, grown
-from .indexes import RowIndexes, rotate_nothing
-from .live import LayerAhead, Rotate
-from .lookahead import FetchAhead
+from .indexes import RowIndexes
+from .live import Rotate
 from .micro_batches import MicroBatches
 
 
@@ -181,7 +180,6 @@ class WindowChoices:
     def __init__(self, live: WindowedSelection, collector: StatsCollector) -> None:
         self._live, self._collector = live, collector
         self._fetcher = Fetcher(live.residency, collector, live.device_of)
-        self._ahead = FetchAhead(self._fetcher, collector)
 
     def cancel(self) -> None:
         """Release all block handles, wherever the pass has stopped."""
@@ -199,14 +197,14 @@ class WindowChoices:
     ) -> Sequence[WindowRow | None]:
         """Copy the chunks selected for a layer's queries to its positions. See `Choices`."""
         steps: list[_Step] = []
-        units, started = self._ahead.take(layer), time.perf_counter()
+        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
+        started = time.perf_counter()
         size = self._live.micro_batches.of(len(rows))
         for first in range(0, len(rows), size):  # ranking overlaps with fetches of other rows
             with self._collector.timing("select_seconds"):
                 some = self._plan(layer, first, rows[first : first + size], query, rotate_, scaling)
-            self._ahead.complete([wanted for step in some for wanted in self._find(step, layer, units)])
+            self._fetcher.bring([wanted for step in some for wanted in self._find(step, layer, units)])
             steps += some
-        self._ahead.drop_others(units)
         self._fetcher.wait_for(units.values())
         self._fetcher.confirm()  # writes in place cannot be undone
         for step in steps:
@@ -214,14 +212,6 @@ class WindowChoices:
         self._fetcher.finish(units.values())
         self._live.micro_batches.took(time.perf_counter() - started)
         return rows
-
-    def prepare(self, ahead: LayerAhead) -> None:
-        """See `Choices`."""
-        with self._collector.timing("select_seconds"):
-            steps = self._plan(ahead.layer, 0, ahead.rows, ahead.query, rotate_nothing, ahead.scaling)
-        units: dict[tuple[SegmentReader, int], FetchUnit] = {}
-        wanted = [wanted for step in steps for wanted in self._find(step, ahead.layer, units)]
-        self._ahead.prepare(ahead.layer, units, wanted)
 
     def _plan(
         self,

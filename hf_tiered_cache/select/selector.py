@@ -59,15 +59,13 @@ class Selector(ABC):
     Args:
         period: Number of consecutive full-attention layers that share a selection, made at the first of them.
         solo_layers: Number of leading full-attention layers that each select for themselves, before the periods begin.
-        ahead: Number of full-attention layers between a selection and the hidden states that it is predicted from, so
-            that the expected blocks are prefetched. 0 disables prediction.
-        choose_ahead: Whether the predicted queries make the selection itself.
+        ahead: Number of full-attention layers between a selection for the prompt and the hidden states that its queries
+            are predicted from, so that its blocks arrive earlier. 0 disables prediction.
     """
 
     period: int = 1
     solo_layers: int = 0
     ahead: int = field(default=0, kw_only=True)
-    choose_ahead: bool = field(default=False, kw_only=True)
 
     @property
     def per_head(self) -> bool:

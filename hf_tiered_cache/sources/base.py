@@ -9,8 +9,9 @@ import torch
 
 from ..errors import UnsupportedModelError
 from ..geometry import LayerKV
+from ..patches.lookahead import PredictedQuery
 from ..patches.rotary import PreRopeKV, RotaryTap
-from ..restore.live import Choices, LayerAhead, Live
+from ..restore.live import Choices, Live
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..restore.selective import SelectiveRestore
@@ -28,14 +29,6 @@ class Pass(Protocol):
     def rechoice(self, live: Live) -> Choices:
         """Return the decode selections of the pass, for cache layers that reselect."""
 
-    def to_choose_by(
-        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys of the same tokens to select by: the layer's own, or predicted ones if required."""
-
-    def layers_ahead(self, layer: int) -> Iterator[LayerAhead]:
-        """Yield the layers whose queries can be predicted after `layer` has selected; none without prediction."""
-
 
 class RestoringPass(Pass, Protocol):
     """Forward pass that restores stored KV."""
@@ -46,6 +39,14 @@ class RestoringPass(Pass, Protocol):
     """Selection of the restored tokens that layers hold; None if no tokens are selected."""
     streamed: StreamedPrefix | None
     """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
+
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
+
+    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
+        """Yield the layers whose queries can be predicted after `layer` has selected; none without prediction."""
 
     def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
         """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.

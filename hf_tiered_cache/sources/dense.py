@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -14,7 +12,6 @@ from ..geometry import LayerKV
 from ..patches.rotary import PreRopeKV
 from ..patches.scope import picked
 from ..restore.assemble import restore_layer
-from ..restore.live import Live
 from .base import Pass, RestoringPass
 from .buffer import KVBuffer
 
@@ -36,11 +33,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
     @property
     def rechooses(self) -> bool:
         """True if the layer reselects in later passes."""
-        return self.chosen() is not None
-
-    def chosen(self) -> tuple[Live, Sequence[Any]] | None:
-        """Return the decode selector and what is selected now in each row; None if the layer never reselects."""
-        return None
+        return False
 
     def __init__(self, index: int) -> None:
         self.index = index

@@ -44,9 +44,10 @@ class SelectedSource(DenseSource):
         self._rows: Sequence[Any] = []  # last selection of each row
         self._pre_rope: PreRopeKV | None = None  # of the current pass
 
-    def chosen(self) -> tuple[Live, Sequence[Any]] | None:
+    @property
+    def rechooses(self) -> bool:
         """See `DenseSource`."""
-        return None if self._live is None else (self._live, self._rows)
+        return self._live is not None
 
     def append(
         self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
@@ -129,8 +130,8 @@ class SelectedSource(DenseSource):
         if selection is not None:
             chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
             selection.fill(self.index, *chosen, rotate_)
-            for ahead in restoring.layers_ahead(self.index):
-                selection.prepare(ahead)
+            for layer, predicted in restoring.layers_ahead(self.index):
+                selection.prepare(layer, predicted)
         all_keys[:, :, self._num_selected :] = keys
         all_values[:, :, self._num_selected :] = values
         if selection is not None and (live := selection.live(self.index, keys.shape[0])) is not None:
@@ -145,16 +146,12 @@ class SelectedSource(DenseSource):
         rotate_ = _rotation(forward_pass, pre_rope)
         try:
             choices = forward_pass.rechoice(live)
-            asked, _ = forward_pass.to_choose_by(self.index, query, keys)
-            self._rows = choices.follow(self.index, self._rows, asked, keys, values, rotate_, scaling)
+            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
         except RestoreError as error:  # the last selection is still held
             if not live.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
             logger.warning("%s; from here on what was chosen stays", error)
             self._live = None
-            return
-        for ahead in forward_pass.layers_ahead(self.index):
-            choices.prepare(ahead)
 
     def settle(self) -> None:
         """See `KVSource`. Offloads older computed positions, which are then selected like restored ones."""
