@@ -42,7 +42,8 @@ from serving import Bench, System, add_arguments, ask_all
 from telling import MIB, calibrated, first_cells, workload_and_memory
 from workload import RandomTokens, requests
 
-from hf_tiered_cache.methods import ContiguousKV, Recompute
+from eval.baselines import Recompute
+from hf_tiered_cache.methods import ContiguousKV
 
 WANTED = (OURS, AHEAD, KEYS, IMPRESS, H2O_LFU, ATTENTION_STORE)
 BANDWIDTHS = "19,38,66,94,150,300,0"

@@ -23,6 +23,8 @@ import hf_tiered_cache
 from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.memory import aligned_bytes
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
+
 T = TypeVar("T")
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen2.5-0.5b": {
@@ -97,7 +99,6 @@ def build(
 
 def load(folder: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """Load a trained model: of a folder, or by a short name of eval.models."""
-    sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
     from eval.models import resolve
 
     return AutoModelForCausalLM.from_pretrained(resolve(str(folder)), dtype=dtype).to(device).eval()

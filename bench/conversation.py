@@ -40,8 +40,9 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 from workload import Prompts, RandomTokens, ReferenceLanguage, Turn, turns_of
 
+from eval.baselines import MiniCache, PartialRecompute
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.methods import Exact, Krul, Method, MiniCache, PartialRecompute
+from hf_tiered_cache.methods import Exact, Krul, Method
 
 LATENCY_S = 100e-6
 """Of a read from an emulated disk."""

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from eval.baselines import MiniCache
 from hf_tiered_cache.codecs.pairs import TOWARD
-from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method, MiniCache
+from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.select.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
 
 NOISE = "full, rounded otherwise"

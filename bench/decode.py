@@ -50,6 +50,7 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
+import eval.baselines  # noqa: F401  # registers their indexes
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Exact, KVDrive, Method
 from hf_tiered_cache.store.engines import PosixEngine

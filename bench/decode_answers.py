@@ -23,6 +23,7 @@ from common import machine, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+import eval.baselines  # noqa: F401  # registers their indexes
 from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS

@@ -27,9 +27,10 @@ from transformers import DynamicCache, PreTrainedModel
 from workload import RandomTokens
 
 import hf_tiered_cache
+from eval.baselines import Recompute
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import ContiguousKV, Exact, Method, Recompute
+from hf_tiered_cache.methods import ContiguousKV, Exact, Method
 from hf_tiered_cache.store.engines import Engine, PosixEngine, open_engine
 
 SUFFIX = 64

@@ -21,8 +21,9 @@ from common import build, first_token, interleaved, machine, median, ratio, save
 from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
+from eval.baselines import Recompute
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.methods import Exact, Method, Recompute
+from hf_tiered_cache.methods import Exact, Method
 
 LATENCY_S = 100e-6
 """Of a read from an emulated disk."""

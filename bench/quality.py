@@ -22,6 +22,7 @@ from common import machine, save, table
 from tqdm.auto import tqdm
 from transformers import DynamicCache
 
+import eval.baselines  # noqa: F401  # registers them
 from eval.data import Data
 from eval.encode import encode
 from eval.models import load, revision_of

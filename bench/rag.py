@@ -35,8 +35,9 @@ from rag_load import batch, served, tables
 from slow_disk import SlowDisk, SlowDiskEngine
 from tqdm.auto import tqdm
 
+from eval.baselines import Recompute
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact, Method, Recompute
+from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact, Method
 
 BALANCED = {"ssd": 0.31, "hdd": 0.36}
 """Where computing and loading balance on the emulated disks."""

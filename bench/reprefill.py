@@ -40,7 +40,8 @@ from serving import PARTS, Bench, System, add_arguments, ask_all
 from telling import MIB, disk_and_memory, first_requests, memory_cell
 from workload import CONTEXT, RandomTokens, ReferenceLanguage
 
-from hf_tiered_cache.methods import H2O, AttentionStore, ContiguousKV, Recompute
+from eval.baselines import H2O, AttentionStore, Recompute
+from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched
 from hf_tiered_cache.stats import TIERS
 

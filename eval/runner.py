@@ -19,6 +19,7 @@ from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import Passages, make_method
 
+from . import baselines  # noqa: F401  # registers them
 from .encode import Prompt, encode
 from .errors import EvalError
 from .metrics import METRICS, interval

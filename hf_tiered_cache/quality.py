@@ -27,7 +27,7 @@ from .serving import CacheOptions
 from .storage import Storage
 from .stored_cache import StoredCache
 
-METHODS = ("contiguous_kv", "contiguous_kv:codec=int8", "h2o")
+METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")
 """Methods that are measured by default."""
 BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
 QUESTION_TOKENS, QUESTIONS = 32, 4

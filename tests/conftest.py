@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import eval.baselines  # noqa: F401  # registered, so that what is asked of every method is asked of them
+
 # the same examples each time, so that who changes nothing breaks nothing; `make test-thorough` looks for others
 settings.register_profile(
     "default",

@@ -10,9 +10,10 @@ from families import build, prompt
 from test_lookahead import without_layers
 from test_selective import PREFIX, ask, fill, question, same
 
+from eval.baselines import H2O
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import H2O, ContiguousKV, Impress, make_method
+from hf_tiered_cache.methods import ContiguousKV, Impress, make_method
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched, SelectiveRestore
 from hf_tiered_cache.tiers.residency import Residency

@@ -18,21 +18,12 @@ from segments import hashes, open_store, read_back, segment
 from test_forged import forge, page_of
 from test_geometry import geometries, layouts
 
+from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.codecs import CODECS, codec_in, coded_provenance, make_codec
 from hf_tiered_cache.errors import ConfigError, FormatError, NewerFormatError
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
-from hf_tiered_cache.methods import (
-    H2O,
-    METHODS,
-    AttentionStore,
-    CacheTune,
-    ContiguousKV,
-    Epic,
-    Exact,
-    Impress,
-    make_method,
-)
+from hf_tiered_cache.methods import METHODS, CacheTune, ContiguousKV, Epic, Exact, Impress, make_method
 from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
 from hf_tiered_cache.store.relayout import relayout_segment

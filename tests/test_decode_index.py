@@ -8,15 +8,15 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
+from eval.baselines.chunk_means import ChunkMeanIndex
+from eval.baselines.random_chunks import RandomIndex
+from eval.baselines.token_clusters import TokenClusterIndex
 from hf_tiered_cache.select import DECODE_INDEXES
 from hf_tiered_cache.select import decode_index as shared
-from hf_tiered_cache.select.chunk_means import ChunkMeanIndex
 from hf_tiered_cache.select.clusters import ClusterIndex
 from hf_tiered_cache.select.decode_index import best_first, best_named, rank
 from hf_tiered_cache.select.kmeans import nearest, segmented_kmeans, spherical_step, strided_directions
 from hf_tiered_cache.select.page_bounds import PageBoundsIndex
-from hf_tiered_cache.select.random_chunks import RandomIndex
-from hf_tiered_cache.select.token_clusters import TokenClusterIndex
 
 KINDS = sorted(DECODE_INDEXES)
 SHAPES = [  # kv heads, group, queries, dim, chunk tokens, tokens of each index

@@ -26,10 +26,11 @@ from segments import hashes, open_store, read_back, read_file, segment
 from test_forged import ODD, places
 from test_relayout import geometries
 
+from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
 from hf_tiered_cache.geometry import HASH_TOKENS
-from hf_tiered_cache.methods import H2O, AttentionStore, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
 from hf_tiered_cache.store.digest import xxh3

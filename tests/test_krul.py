@@ -17,6 +17,7 @@ from reference import kv_of, prefilled
 from test_pairs_restore import merged_kv
 from transformers import DynamicCache
 
+from eval.baselines import MiniCache
 from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
@@ -25,7 +26,7 @@ from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, note_in
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import Exact, Krul, MiniCache, describe_method, krul, make_method
+from hf_tiered_cache.methods import Exact, Krul, describe_method, krul, make_method
 from hf_tiered_cache.methods.krul import share_of_bytes
 from hf_tiered_cache.payoff import idle_front
 from hf_tiered_cache.shape import SegmentShape, TokenTables

@@ -10,8 +10,9 @@ import transformers
 from families import build, prompt
 from transformers import GptOssConfig, GptOssForCausalLM
 
+from eval.baselines import H2O
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, attach, detach, tiered
-from hf_tiered_cache.methods import H2O, METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress
+from hf_tiered_cache.methods import METHODS, CacheBlend, CacheTune, ContiguousKV, Epic, Impress
 from hf_tiered_cache.methods.budget import DEFAULT_BUDGET
 from hf_tiered_cache.patches import attachment_of
 

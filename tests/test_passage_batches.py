@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from test_asking import LAYERS, NARROW_AT, Noting, Replacing, stored_kv
 from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, join, tune
 
+from eval.baselines import Recompute
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.methods import Recompute
 from hf_tiered_cache.restore.columns import of_row, places, repeats, row_by_row, side_by_side
 from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 from families import build, prompt
 
+from eval.baselines import AttentionStore
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
 from hf_tiered_cache import calibrate as module
 from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import AttentionStore, make_method
+from hf_tiered_cache.methods import make_method
 
 CPU = torch.device("cpu")
 DOCUMENT = prompt(160)

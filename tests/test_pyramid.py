@@ -13,12 +13,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from reference import kv_of
 
+from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
 from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
 from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
-from hf_tiered_cache.methods import PartialRecompute, make_method
+from hf_tiered_cache.methods import make_method
 from hf_tiered_cache.payoff import plan_fronts, settle, streams_of
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts

@@ -15,10 +15,11 @@ from reference import kv_of
 from test_selective import ask, fill, question
 from transformers import AutoTokenizer, DynamicCache
 
+from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.calibrations import QualityFinding, keep_quality
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import H2O, ContiguousKV, Impress, KVDrive, describe_method, make_method
+from hf_tiered_cache.methods import ContiguousKV, Impress, KVDrive, describe_method, make_method
 
 METHODS = ("contiguous_kv:reorder=False", "h2o")
 BUDGETS = (0.1, 0.5)

@@ -12,10 +12,11 @@ from families import build, prompt
 from reference import kv_of, put
 from transformers import DynamicCache
 
+from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.geometry import in_groups
-from hf_tiered_cache.methods import H2O, ContiguousKV
+from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
 from hf_tiered_cache.sources import SelectedSource

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, tokens_of_mass, top_chunks
-from hf_tiered_cache.select.mass import head_mass
+from hf_tiered_cache.select.mass import head_mass, top_of_each
 from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
 from hf_tiered_cache.select.selector import SelectionInput
 from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.select.top_tokens import top_of_each
 
 
 @st.composite

@@ -11,25 +11,15 @@ from families import FAMILIES, build, prompt
 from reference import kv_of, put
 from transformers import DynamicCache
 
+from eval.baselines import H2O, AttentionStore, Recompute, TopTokens
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
 from hf_tiered_cache.geometry import Geometry, in_groups
-from hf_tiered_cache.methods import (
-    H2O,
-    AttentionStore,
-    ContiguousKV,
-    Exact,
-    Impress,
-    KVDrive,
-    Recompute,
-    describe_method,
-    make_method,
-)
+from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.patches import attachment_of
 from hf_tiered_cache.select.probe_heads import ProbeHeads
 from hf_tiered_cache.select.selector import Selection
 from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.select.top_tokens import TopTokens
 from hf_tiered_cache.tiers.guesses import Guesses
 from hf_tiered_cache.units import format_bytes
 

@@ -18,9 +18,10 @@ from families import build, prompt
 from torch.overrides import TorchFunctionMode
 
 import hf_tiered_cache
+from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import H2O, CacheBlend, CacheTune, ContiguousKV, Exact, Impress
+from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.gather import Gather
 from hf_tiered_cache.transfers import to_host
 

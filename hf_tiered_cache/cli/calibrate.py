@@ -50,7 +50,7 @@ def calibrate(
     ] = None,
     methods: Annotated[
         str, typer.Option(help="With --quality: the methods to measure, by comma.")
-    ] = "contiguous_kv,contiguous_kv:codec=int8,h2o",
+    ] = "contiguous_kv,contiguous_kv:codec=int8",
     length: Annotated[
         int, typer.Option(min=256, help="With --quality: texts are cut into prompts of so many tokens.")
     ] = 1024,

@@ -1,19 +1,52 @@
-"""Codecs that encode the tensors of a block. Each codec is one module and one entry in `CODECS`."""
+"""Codecs that encode the tensors of a block. Each codec is one module and one entry of `CODECS`."""
 
 from __future__ import annotations
 
 from ..errors import ConfigError
+from ..plugins import Registry
 from .base import Codec, Field
 from .fp8 import Fp8
 from .int8 import Int8
 from .pairs import Direction
 from .raw import Raw
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (Raw(), Int8(), Fp8())}
+
+def _fault(name: str, part: object) -> str:
+    if isinstance(part, type):
+        return "it is a class; give an instance"
+    if missing := [key for key in ("name", "lossless", "fields", "encode", "decode") if not hasattr(part, key)]:
+        return f"it lacks {', '.join(missing)} (see `Codec`)"
+    return "" if part.name == name else f"its name is {part.name!r}"  # type: ignore[attr-defined]
+
+
+_BUILT_IN: tuple[Codec, ...] = (Raw(), Int8(), Fp8())
+CODECS: Registry[Codec] = Registry(
+    "codec", "hf_tiered_cache.codecs", {codec.name: codec for codec in _BUILT_IN}, _fault
+)
+"""Codecs by name, those of plug-ins included."""
 RAW = Raw.name
 _DIRECTION = Direction()
 
-__all__ = ["CODECS", "RAW", "Codec", "Field", "codec_in", "coded_provenance", "make_codec", "merged_codec"]
+__all__ = [
+    "CODECS",
+    "RAW",
+    "Codec",
+    "Field",
+    "codec_in",
+    "coded_provenance",
+    "make_codec",
+    "merged_codec",
+    "register_codec",
+]
+
+
+def register_codec(codec: Codec) -> None:
+    """Add a codec: `KVStore(codec=codec.name)` uses it. Reading its segments needs it, too.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or `codec` lacks members of `Codec`.
+    """
+    CODECS.register(getattr(codec, "name", ""), codec)
 
 
 def make_codec(name: str) -> Codec:

@@ -1,43 +1,55 @@
-"""Methods: how a prompt's KV is cut into blocks, planned and restored. Each is a file and a row of `METHODS`."""
+"""Methods: how a prompt's KV is cut into blocks, planned and restored. Each is a file and an entry of `METHODS`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import Field, fields, is_dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from ..plugins import Registry
 from .base import IdleConversation, Method
-from .baselines import H2O, AttentionStore, PartialRecompute, Recompute
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
-from .krul import Krul, MiniCache
+from .krul import Krul
 from .kv_drive import KVDrive
 from .passage_baselines import CacheBlend, Epic
 from .passages import Passages
 
-METHODS: dict[str, type[Method]] = {
-    "exact": Exact,
-    "contiguous_kv": ContiguousKV,
-    "impress": Impress,
-    "recompute": Recompute,
-    "attention_store": AttentionStore,
-    "partial_recompute": PartialRecompute,
-    "h2o": H2O,
-    "cache_tune": CacheTune,
-    "epic": Epic,
-    "cache_blend": CacheBlend,
-    "kv_drive": KVDrive,
-    "krul": Krul,
-    "mini_cache": MiniCache,
-}
+
+def _fault(name: str, part: object) -> str:
+    if not (isinstance(part, type) and issubclass(part, Method)):
+        return f"it is not a subclass of Method, but {part!r}"
+    if not is_dataclass(part) or "__dataclass_fields__" not in vars(part):
+        return "it is not a dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
+    try:
+        part()
+    except TypeError as error:
+        return f"it cannot be made without arguments: {error}"
+    return ""
+
+
+METHODS: Registry[type[Method]] = Registry(
+    "method",
+    "hf_tiered_cache.methods",
+    {
+        "exact": Exact,
+        "contiguous_kv": ContiguousKV,
+        "impress": Impress,
+        "cache_tune": CacheTune,
+        "epic": Epic,
+        "cache_blend": CacheBlend,
+        "kv_drive": KVDrive,
+        "krul": Krul,
+    },
+    _fault,
+)
+"""Methods by name, those of plug-ins included."""
 
 __all__ = [
-    "H2O",
     "METHODS",
-    "AttentionStore",
     "CacheBlend",
     "CacheTune",
     "ContiguousKV",
@@ -48,13 +60,20 @@ __all__ = [
     "KVDrive",
     "Krul",
     "Method",
-    "MiniCache",
-    "PartialRecompute",
     "Passages",
-    "Recompute",
     "describe_method",
     "make_method",
+    "register_method",
 ]
+
+
+def register_method(name: str, kind: type[Method]) -> None:
+    """Add a method: `make_method(name)`, the command line and the evaluations find it by this name.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or `kind` is not a dataclass derived from `Method` with defaults.
+    """
+    METHODS.register(name, kind)
 
 
 def make_method(method: Method | str | None) -> Method:
@@ -98,7 +117,7 @@ def make_method(method: Method | str | None) -> Method:
 
 def describe_method(method: Method) -> str:
     """Return the string that `make_method` takes for a method: its name and its settings that differ from defaults."""
-    name = next((name for name, kind in METHODS.items() if kind is type(method)), type(method).__name__)
+    name = METHODS.name_of(type(method)) or type(method).__name__
     said = [option for option in fields(method) if option.init and option.repr and option.name != "geometry"]
     values = ((option, getattr(method, option.name)) for option in said)
     return ":".join([name, *(f"{option.name}={value}" for option, value in values if value != option.default)])

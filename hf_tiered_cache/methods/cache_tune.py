@@ -54,7 +54,7 @@ class CacheTune(Passages):
             no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
             1 recomputes the same tokens in all layers.
-        narrow_at: First layer that recomputes fewer tokens, at least 1 (ours); None for layer 3, or 3 / 8 of the layers
+        narrow_at: First layer that recomputes fewer tokens, at least 1 (ours); None for layer 6, or 3 / 8 of the layers
             of a small model.
         floor: Weight of a token that the query probe does not attend to, where mean attention adds 1 (ours). It is not
             0, since what the probe asks for may depend on such tokens.
@@ -168,7 +168,8 @@ class CacheTune(Passages):
 
 
 _LONGEST_QUESTION = 32
-_NARROW_AT = 3
+_NARROW_AT = 6
+"""On 16 questions of HotpotQA SmolLM2 (30 layers) loses 0.131 nats with 6, 0.166 with 3, 0.137 with 10."""
 _SMALL = 1e-30
 
 

@@ -125,29 +125,6 @@ class Krul(Method):
         return found.pairs
 
 
-@dataclass(frozen=True, kw_only=True)
-class MiniCache(Krul):
-    """MiniCache baseline: fixed pairs for all conversations, neighboring layers in the deeper half (Liu et al. 2024).
-
-    All tokens are stored. Krul's baseline of fixed pairs (its Section 8.1).
-    """
-
-    recompute: float | Literal["auto"] = 0.0
-    toward: float = TOWARD
-
-    kind: ClassVar[str] = "minicache"
-
-    def observer(self, later: Later | None) -> CacheObserver | None:
-        return None
-
-    def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        kinds = idle.readers[0].shape.layout.layers
-        full = [layer for layer, kind in enumerate(kinds) if kind is not None and not kind.window]
-        wanted = round(self.layers_shared * len(full) / 2)
-        deepest = list(zip(full[::-1][1::2], full[::-1][::2], strict=False))
-        return tuple(sorted(deepest[:wanted]))
-
-
 def share_of_bytes(layout: KVLayout, geometry: Geometry, retained: float) -> float:
     """Return the mean size of a token's KV, as a share of its unmerged size."""
     groups = block_groups(layout, geometry)

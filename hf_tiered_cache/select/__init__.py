@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from .all_keys import AllKeysIndex, Int8KeysIndex
-from .chunk_means import ChunkMeanIndex
+from inspect import isabstract
+
+from ..plugins import Registry
 from .cluster_boxes import ClusterBoxIndex
 from .clusters import ClusterIndex
 from .decode_index import DecodeIndex
 from .page_bounds import PageBoundsIndex
-from .random_chunks import RandomIndex
-from .token_clusters import TokenClusterIndex
 
-DECODE_INDEXES: dict[str, type[DecodeIndex]] = {
-    "clusters": ClusterIndex,
-    "cluster_boxes": ClusterBoxIndex,
-    "page_bounds": PageBoundsIndex,
-    "chunk_means": ChunkMeanIndex,
-    "token_clusters": TokenClusterIndex,
-    "keys": AllKeysIndex,
-    "int8_keys": Int8KeysIndex,
-    "random": RandomIndex,
-}
 
-__all__ = ["DECODE_INDEXES", "DecodeIndex"]
+def _fault(name: str, part: object) -> str:
+    if not (isinstance(part, type) and issubclass(part, DecodeIndex)):
+        return f"it is not a subclass of DecodeIndex, but {part!r}"
+    missing = ", ".join(sorted(getattr(part, "__abstractmethods__", ())))
+    return f"it lacks {missing}" if isabstract(part) else ""
+
+
+DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(
+    "index",
+    "hf_tiered_cache.indexes",
+    {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex, "page_bounds": PageBoundsIndex},
+    _fault,
+)
+"""Index types by name, those of plug-ins included."""
+
+
+def register_index(name: str, kind: type[DecodeIndex]) -> None:
+    """Add an index type: `KVDrive(index=name)` uses it.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or `kind` is not a complete subclass of `DecodeIndex`.
+    """
+    DECODE_INDEXES.register(name, kind)
+
+
+__all__ = ["DECODE_INDEXES", "DecodeIndex", "register_index"]

@@ -1,8 +1,6 @@
 """Indexes of all rotated keys. They rank chunks by the actual attention weights of their tokens.
 
-`AllKeysIndex` is as large as the keys themselves, so it is a baseline. With chunks of one token it ranks as InfiniGen
-(Lee et al., OSDI 2024) would with complete keys and queries; InfiniGen uses parts of both. `Int8KeysIndex` has a
-quarter of the size of float32 keys, and selects the same tokens except among nearly equal ones.
+`Int8KeysIndex` has a quarter of the size of float32 keys, and selects the same tokens except among nearly equal ones.
 """
 
 from __future__ import annotations
@@ -54,28 +52,6 @@ class KeysIndex(DecodeIndex):
             return weights
         missing = -weights.shape[1] % self.chunk_tokens
         return pad(weights, (0, missing), value=-torch.inf).unflatten(1, (-1, self.chunk_tokens)).logsumexp(-1)
-
-
-@dataclass(frozen=True, eq=False)
-class AllKeysIndex(KeysIndex):
-    """Index of all keys in their own dtype.
-
-    Args:
-        keys: Rotated keys, `[kv_heads, tokens, dim]`.
-    """
-
-    keys: torch.Tensor
-
-    @classmethod
-    def build(cls, keys: torch.Tensor, chunk_tokens: int = 1) -> Self:
-        return cls(chunk_tokens, keys.clone())
-
-    @property
-    def num_tokens(self) -> int:
-        return self.keys.shape[1]
-
-    def keys_as(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.keys.to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""Attention that the queries of a prompt pay to each restored token."""
+"""Attention that the queries of a prompt pay to each restored token, and the tokens with most of it."""
 
 from __future__ import annotations
 
@@ -53,3 +53,8 @@ def head_mass(
 def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
     """Return float32 `[kv_heads, group * n, tokens]`: one product per KV head, without copying keys for its group."""
     return (grouped.flatten(1, 2) @ keys.transpose(-1, -2)).float().mul_(scaling)
+
+
+def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` largest columns of each row of `[rows, tokens]`, first on ties: int64 ascending."""
+    return mass.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values

@@ -8,9 +8,8 @@ from itertools import combinations
 import numpy as np
 
 from ..transfers import to_host
-from .mass import head_mass
+from .mass import head_mass, top_of_each
 from .selector import Selection, SelectionInput, Selector
-from .top_tokens import top_of_each
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,12 @@ from test_run import lines, row, run
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eval import report
+from eval.baselines import H2O
 from eval.encode import Prompt
 from eval.plots import draw_overview, draw_task, styles_of
 from eval.subject import Subject
 from hf_tiered_cache import Exact, KVStore
-from hf_tiered_cache.methods import H2O, ContiguousKV, KVDrive
+from hf_tiered_cache.methods import ContiguousKV, KVDrive
 
 PREFIX, NEW = 512, 5
 EACH_LAYER = ContiguousKV(0.25, chunk_tokens=16, rechoose=False, reorder=False)

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent.parent))
+sys.path += [str(Path(__file__).parent.parent), str(Path(__file__).parent.parent.parent)]
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from drawn_faults import Faults
 from families import prompt
 from transformers import PreTrainedModel
 
+import eval.baselines  # noqa: F401  # registers h2o
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, StoreClosedError, StoreError
 from hf_tiered_cache.methods import CacheTune, make_method

@@ -1,4 +1,4 @@
-"""Baseline: RetroInfer's index (Chen et al. 2025, Section 4.2), clusters of the rotated keys of single tokens.
+"""RetroInfer's index (Chen et al. 2025, Section 4.2), clusters of the rotated keys of single tokens.
 
 It is KVDRIVE's index with chunks of one token and without a second stage, since means of one-token chunks would be all
 keys. So the last cluster is truncated by position. Differs from the paper: tokens that are not selected are left out of
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .clusters import ClusterIndex
+from hf_tiered_cache.select.clusters import ClusterIndex
 
 if TYPE_CHECKING:
     from typing_extensions import Self

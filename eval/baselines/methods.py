@@ -1,22 +1,24 @@
-"""Baselines of ContiguousKV, IMPRESS and Krul, as their papers define them."""
+"""Methods that the papers compare with: recomputation, AttentionStore, partial recomputation, H2O and MiniCache."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
-from ..errors import ConfigError
-from ..geometry import Geometry
-from ..restore.plan import PlanContext
-from ..restore.selective import Prefetched
-from ..select.chunks import budgeted_tokens
-from ..select.selector import Selector
-from ..select.top_tokens import TopTokens
-from .base import Method
-from .budget import BudgetMethod
-from .exact import Exact
+from hf_tiered_cache.codecs.pairs import TOWARD
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
+from hf_tiered_cache.methods.budget import BudgetMethod
+from hf_tiered_cache.restore.observe import CacheObserver, Later
+from hf_tiered_cache.restore.plan import PlanContext
+from hf_tiered_cache.restore.selective import Prefetched
+from hf_tiered_cache.select.chunks import budgeted_tokens
+from hf_tiered_cache.select.mass import head_mass, top_of_each
+from hf_tiered_cache.select.selector import Selection, SelectionInput, Selector
+from hf_tiered_cache.transfers import to_host
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,15 @@ class PartialRecompute(Exact):
     flat_front = True
 
 
+@dataclass(frozen=True)
+class TopTokens(Selector):
+    """Selector of the tokens with the most attention, for each KV head; the query heads of a KV head are summed."""
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)  # [kv_heads, tokens]
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class H2O(BudgetMethod):
     """H2O baseline: each KV head attends to the single tokens of the prefix that its queries attend to most.
@@ -84,3 +95,26 @@ class H2O(BudgetMethod):
 
     def selector(self) -> Selector:
         return TopTokens()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniCache(Krul):
+    """MiniCache baseline: fixed pairs for all conversations, neighboring layers in the deeper half (Liu et al. 2024).
+
+    All tokens are stored. Krul's baseline of fixed pairs (its Section 8.1).
+    """
+
+    recompute: float | Literal["auto"] = 0.0
+    toward: float = TOWARD
+
+    kind: ClassVar[str] = "minicache"
+
+    def observer(self, later: Later | None) -> CacheObserver | None:
+        return None
+
+    def pairs(self, idle: IdleConversation, shared: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        kinds = idle.readers[0].shape.layout.layers
+        full = [layer for layer, kind in enumerate(kinds) if kind is not None and not kind.window]
+        wanted = round(self.layers_shared * len(full) / 2)
+        deepest = list(zip(full[::-1][1::2], full[::-1][::2], strict=False))
+        return tuple(sorted(deepest[:wanted]))

@@ -1,4 +1,4 @@
-"""Baseline: random selection, which any index must beat at the same budget.
+"""random selection, which any index must beat at the same budget.
 
 Random numbers are derived from the query's bits and the chunk's number. So another query selects other chunks, the same
 query selects the same ones, and several indexes behave as one.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .decode_index import DecodeIndex, best_first
+from hf_tiered_cache.select.decode_index import DecodeIndex, best_first
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""Baseline: ShadowKV's index (Sun et al. 2024, Section 4), the mean rotated key of each chunk and outlier chunks.
+"""ShadowKV's index (Sun et al. 2024, Section 4), the mean rotated key of each chunk and outlier chunks.
 
 The score of a chunk is the softmax over the means for each query head, the largest weight among the query heads of a KV
 head, summed over queries. A mean represents a chunk badly if one of its keys points in another direction. The 48 chunks
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .decode_index import (
+from hf_tiered_cache.select.decode_index import (
     DecodeIndex,
     best_first,
     cut_in_chunks,

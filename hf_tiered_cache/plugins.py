@@ -1,0 +1,100 @@
+"""Registries of named parts: built in, registered by a program, or provided by an installed package (entry points)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from .errors import ConfigError
+
+logger = logging.getLogger("hf_tiered_cache")
+
+Part = TypeVar("Part")
+
+
+class Registry(Mapping[str, Part], Generic[Part]):
+    """Parts of one kind by name. Iteration yields all names; a plug-in is loaded when its name is looked up.
+
+    Args:
+        kind: What the parts are, for messages, such as "method".
+        group: Entry point group of the plug-ins.
+        built_in: Parts of this package. A plug-in cannot take their names.
+        fault: Function that returns what is wrong with a part of a name, or "".
+    """
+
+    def __init__(
+        self, kind: str, group: str, built_in: Mapping[str, Part], fault: Callable[[str, object], str]
+    ) -> None:
+        self._kind, self._group, self._fault = kind, group, fault
+        self._built_in = frozenset(built_in)
+        self._parts = dict(built_in)
+
+    def register(self, name: str, part: Part) -> None:
+        """Add a part. A part that a program registers takes precedence over one of an installed package.
+
+        Args:
+            name: Name of the part: letters, digits and underscores.
+            part: The part. The same part may be registered again.
+
+        Raises:
+            ConfigError: The name is invalid or taken, or the part is invalid.
+        """
+        if not name.isidentifier():
+            raise ConfigError(f"a {self._kind} is named with letters, digits and underscores, not {name!r}")
+        if fault := self._fault(name, part):
+            raise ConfigError(f"{name} cannot be registered as a {self._kind}: {fault}")
+        if self._parts.get(name, part) is not part:
+            raise ConfigError(f"there is another {self._kind} of the name {name!r}; choose another name")
+        self._parts[name] = part
+
+    def name_of(self, part: object) -> str | None:
+        """Return the name of a part, or None. Loads no plug-in."""
+        for name, known in self._parts.items():
+            if known is part:
+                return name
+        address = f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', '')}"
+        return next((name for name, entry in self._installed.items() if entry.value == address), None)
+
+    def __getitem__(self, name: str) -> Part:
+        if name not in self._parts and isinstance(name, str) and name in self._installed:
+            self._parts[name] = self._load(self._installed[name])
+        return self._parts[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts or name in self._installed
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._parts, *self._installed]))
+
+    def __len__(self) -> int:
+        return len(set(self._parts) | set(self._installed))
+
+    @cached_property
+    def _installed(self) -> dict[str, EntryPoint]:
+        """Entry points of installed packages, by name."""
+        found: dict[str, EntryPoint] = {}
+        for entry in entry_points(group=self._group):
+            if entry.name in self._built_in or entry.name in found:
+                logger.warning("the %s %s of %s is ignored: the name is taken", self._kind, entry.name, _package(entry))
+            else:
+                found[entry.name] = entry
+        return found
+
+    def _load(self, entry: EntryPoint) -> Part:
+        try:
+            part: Part = entry.load()
+        except Exception as error:  # whatever a plug-in raises
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(
+                f"the {self._kind} {entry.name} of {_package(entry)} cannot be loaded: {reason}"
+            ) from error
+        if fault := self._fault(entry.name, part):
+            raise ConfigError(f"{entry.value} of {_package(entry)} is not a {self._kind}: {fault}")
+        return part
+
+
+def _package(entry: EntryPoint) -> str:
+    return f"package {entry.dist.name}" if entry.dist is not None else entry.value
