@@ -251,7 +251,7 @@ def goes_on(model, cache, stored, chosen, tokens):
         expected, _ = attending_to(model, stored, choices, kv, tokens[row : row + 1], RESTORED + behind)
         torch.testing.assert_close(logits[row : row + 1, -1], expected, rtol=0, atol=1e-4)
         for layer, (keys, values), took in zip(cache.layers, stored, choices, strict=True):
-            _, rows = layer.chosen()
+            rows = layer._rows
             assert sorted(rows[row].tokens[0].tolist()) == took.tolist()
             columns = slice(0, len(took))
             assert layer.held == len(took) + behind + tokens.shape[1]

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..select.decode_index import DecodeIndex
-from ..select.selector import SelectionInput, Selector
+from ..select.selector import SelectionInput, Selector, check_selection
 from ..stats import StatsCollector
 from ..store.segment import SegmentReader
 from ..tiers.residency import Residency
@@ -242,7 +242,9 @@ class Rechoice:
             held.tokens.shape[1],
             lambda: live.indexes_of(first, held.prefix),
         )
-        return live.selector.choose_again(asked, held.tokens)
+        tokens = live.selector.choose_again(asked, held.tokens)
+        check_selection(live.selector, tokens, asked, exactly=True)
+        return tokens
 
 
 def _among(some: np.ndarray, others: np.ndarray, tokens: int) -> np.ndarray:

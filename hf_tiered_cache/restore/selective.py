@@ -22,7 +22,7 @@ from ..geometry import in_groups
 from ..patches.lookahead import PredictedQuery
 from ..select.by_index import ByIndex
 from ..select.decode_index import DecodeIndex, rank
-from ..select.selector import Selection, SelectionInput, Selector
+from ..select.selector import Selection, SelectionInput, Selector, check_selection
 from ..store.segment import SegmentReader
 from ..tiers.importance import TokenImportance
 from ..transfers import to_host
@@ -282,7 +282,8 @@ class SelectiveRestore:
                 )
                 for place, row in enumerate(self._rows)
             ]
-            for row, choice in zip(self._rows, self.selector.choose_rows(asked), strict=True):
+            for row, request, choice in zip(self._rows, asked, self.selector.choose_rows(asked), strict=True):
+                check_selection(self.selector, choice.tokens, request)
                 chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)
         if before and "guesses" in self._prefetches:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..errors import ConfigError
 from .chunks import ChunkMap
 from .decode_index import DecodeIndex
 
@@ -50,6 +51,31 @@ class Selection:
 
     tokens: np.ndarray
     mass: np.ndarray
+
+
+def check_selection(selector: object, tokens: np.ndarray, asked: SelectionInput, exactly: bool = False) -> None:
+    """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
+
+    Args:
+        selector: The selector, for the message.
+        tokens: Its result, see `Selection.tokens`.
+        asked: Selection request.
+        exactly: Whether `asked.count` tokens must be selected, not fewer.
+
+    Raises:
+        ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
+    """
+    name, sets = type(selector).__name__, (1, asked.own_keys.shape[0])
+    if tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
+        form = f"{tokens.dtype} of shape {list(tokens.shape)}"
+        raise ConfigError(f"{name} selected {form}; int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets")
+    count = tokens.shape[1]
+    if not 1 <= count <= asked.count or (exactly and count < asked.count):
+        raise ConfigError(f"{name} selected {count} tokens where {asked.count} were asked for")
+    if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= asked.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
+        raise ConfigError(
+            f"{name} selected tokens that are not distinct, ascending and from 0 to {asked.chunks.tokens - 1}"
+        )
 
 
 @dataclass(frozen=True)

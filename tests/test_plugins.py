@@ -1,0 +1,210 @@
+"""Parts of other packages: found by their names wherever a name is asked for, and refused with a reason."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from families import build, prompt
+from test_selective import ask, fill, question
+
+from hf_tiered_cache import KVStore, TieredCache, plugins
+from hf_tiered_cache.codecs import make_codec, register_codec
+from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.methods import Exact, Method, describe_method, make_method, register_method
+from hf_tiered_cache.methods.budget import BudgetMethod
+from hf_tiered_cache.plugins import Registry
+from hf_tiered_cache.select import register_index
+from hf_tiered_cache.select.decode_index import DecodeIndex
+from hf_tiered_cache.select.selector import Selection, SelectionInput, Selector
+
+DOCS = Path(__file__).parent.parent / "docs"
+PREFIX = 200
+
+
+def fault(name, part):
+    return "" if isinstance(part, int) else "it is not a number"
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Registry of numbers with one built in, and the entry points that packages seem to have."""
+
+    def with_entries(**entries):
+        points = [EntryPoint(name, value, "group") for name, value in entries.items()]
+        monkeypatch.setattr(plugins, "entry_points", lambda group: points)
+        return Registry("number", "group", {"zero": 0}, fault)
+
+    return with_entries
+
+
+def test_a_plug_in_is_loaded_when_it_is_asked_for(installed):
+    numbers = installed(large="sys:maxsize", broken="nowhere:x", wrong="sys:path")
+    assert list(numbers) == ["zero", "large", "broken", "wrong"] and len(numbers) == 4
+    assert numbers["large"] == sys.maxsize and numbers["zero"] == 0
+    assert "broken" in numbers and "other" not in numbers
+    with pytest.raises(ConfigError, match="number broken of nowhere:x cannot be loaded: ModuleNotFoundError"):
+        numbers["broken"]
+    with pytest.raises(ConfigError, match="sys:path of sys:path is not a number: it is not a number"):
+        numbers["wrong"]
+    with pytest.raises(KeyError):
+        numbers["other"]
+
+
+def test_a_plug_in_cannot_take_a_name_of_this_package(installed, caplog):
+    numbers = installed(zero="sys:maxsize")
+    assert numbers["zero"] == 0 and list(numbers) == ["zero"]
+    assert "the number zero of sys:maxsize is ignored" in caplog.text
+
+
+def test_names_are_registered_once(installed):
+    numbers = installed()
+    numbers.register("one", 1)
+    numbers.register("one", 1)
+    assert numbers["one"] == 1 and numbers.name_of(1) == "one" and numbers.name_of(2) is None
+    for name, part, reason in [
+        ("one", 2, "another number"),
+        ("a:b", 3, "named with letters"),
+        ("two", "2", "not a number"),
+    ]:
+        with pytest.raises(ConfigError, match=reason):
+            numbers.register(name, part)
+
+
+def test_a_method_is_known_by_its_entry_point_before_that_is_loaded(installed):
+    numbers = installed(path=f"{Method.__module__}:{Method.__qualname__}")
+    assert numbers.name_of(Method) == "path"
+
+
+class Plain(Exact):
+    """Lacks the decorator."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demanding(Exact):
+    """Cannot be made without arguments."""
+
+    wanted: int
+
+
+class Half(DecodeIndex):
+    """Ranks nothing."""
+
+
+@pytest.mark.parametrize(
+    ("register", "reason"),
+    [
+        (lambda: register_method("plain", Plain), "not a dataclass"),
+        (lambda: register_method("demanding", Demanding), "without arguments"),
+        (lambda: register_method("made", Exact()), "not a subclass of Method"),
+        (lambda: register_method("exact", BudgetMethod), "another method of the name 'exact'"),
+        (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
+        (lambda: register_codec(type("Nameless", (), {"name": "nameless"})()), "it lacks lossless"),
+        (lambda: register_codec(type("Class", (), {"name": "class"})), "it is a class"),
+    ],
+)
+def test_what_cannot_work_is_refused(register, reason):
+    with pytest.raises(ConfigError, match=reason):
+        register()
+
+
+# --- a selector whose result cannot be attended to
+
+
+@dataclass(frozen=True)
+class Faulty(Selector):
+    """Selects whatever it is told, given the number of restored tokens and the number asked for."""
+
+    make: object = None
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        tokens = self.make(asked.chunks.tokens, asked.count)
+        return Selection(tokens, np.zeros((1, asked.chunks.tokens), np.float32))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByFaulty(BudgetMethod):
+    """Selects by it."""
+
+    make: object = None
+    rechoose: bool = False
+
+    def token_budget(self, prefix_tokens: int) -> int:
+        return int(self.budget * prefix_tokens)
+
+    def selector(self) -> Selector:
+        return Faulty(make=self.make)
+
+
+FAULTS = {
+    "too many": (lambda tokens, count: np.arange(count + 1)[None], "where 48 were asked for"),
+    "none": (lambda tokens, count: np.arange(0)[None], "0 tokens where 48"),
+    "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "distinct, ascending"),
+    "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "distinct, ascending"),
+    "beyond": (lambda tokens, count: np.arange(count)[None] + tokens - count + 1, "from 0 to 191"),
+    "negative": (lambda tokens, count: np.arange(count)[None] - 1, "from 0 to 191"),
+    "sets": (lambda tokens, count: np.stack([np.arange(count)] * 3), r"with 1 or 2 sets"),
+    "flat": (lambda tokens, count: np.arange(count), "int64 .sets, tokens. is expected"),
+    "dtype": (lambda tokens, count: np.arange(count, dtype=np.int32)[None], "int32 of shape"),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("qwen2")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory, model):
+    with KVStore(tmp_path_factory.mktemp("plugins"), engine="posix") as store:
+        fill(store, model, prompt(PREFIX), ByFaulty())
+        yield store
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_faulty_selection_is_refused(kind, model, store):
+    make, reason = FAULTS[kind]
+    with pytest.raises(ConfigError, match=f"Faulty selected .*{reason}"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=make))
+
+
+def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
+    counts = []
+
+    def fewer(tokens, count):
+        counts.append(count)
+        return np.arange(count - (len(counts) > model.config.num_hidden_layers))[None]
+
+    with pytest.raises(ConfigError, match="selected 47 tokens where 48 were asked for"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, rechoose=True))
+
+
+# --- the page for authors of plug-ins
+
+
+def blocks_of(page):
+    """The Python blocks of a page, in order."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
+
+
+def test_the_code_of_the_page_runs(tmp_path):
+    """In a process of its own, since it registers its parts; it asserts what the page claims."""
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks_of("extending.md")))
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "restored" in done.stdout
+
+
+def test_a_baseline_is_found_by_its_name():
+    assert describe_method(make_method("h2o:budget=0.1")) == "h2o:budget=0.1"
+    with pytest.raises(ConfigError, match="unknown codec 'int3'"):
+        make_codec("int3")
+    assert TieredCache and torch  # imported for the page's sake
