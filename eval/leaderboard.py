@@ -24,8 +24,7 @@ this page.
 - *same token, %*: how often the first new token is full KV's; *KL, nats*: how far its distribution is from that; means
   over the tasks. Intervals, plots, times and each task stand behind the link of a table.
 - *KV read, %*: of the KV of the stored prefix, what came for the first token, with what choices were made from; an
-  index that stays in memory stands apart. *computed, %*: of the tokens of stored passages, what was computed anew, the
-  question's own pass included.
+  index that stays in memory stands apart. *computed, %*: of the tokens of stored passages, what was computed anew.
 - Of running text, these figures are means over 32 tokens that follow, fed one by one, and the KV read is all that came
   for them, so methods that choose again at each token are compared with those that choose once.
 - Each method has its defaults, unless its name says otherwise; `.paper` has its paper's settings.

@@ -82,10 +82,7 @@ def page(config: dict[str, Any], tasks: dict[str, list[Row]]) -> str:
     """Return the Markdown page."""
     notes = ""
     if any("compute" in row for rows in tasks.values() for row in rows):
-        notes = (
-            "`computed`: of the passages' stored tokens, as measured, a mean over the layers; a question's own pass "
-            "counts. "
-        )
+        notes = "`computed`: of the passages' stored tokens, as measured, a mean over the layers. "
     if (half := config.get("half")) is not None:
         notes += f"Of the examples that were drawn every second one, from number {half} on. "
     if any("read" in row for rows in tasks.values() for row in rows):

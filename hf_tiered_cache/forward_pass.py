@@ -247,7 +247,9 @@ class RestoringForward(ForwardPass):
                 raise needs_attention(self.method, self.attachment.model, WRAPPED)
             if plan.fronts and can_select(config) and shows_queries(self.attachment.model):
                 self.fronts = plan.fronts
-            self._place(plan)
+            front = self.fronts[0] if self.fronts else 0
+            self.positions = to_device(plan.computed[0][front:] + plan.base, self.attachment.device_of(0))
+            self._drop_with_depth(plan)
             if self.rows or plan.under_way is not None:
                 layers = decoder_layers(self.attachment.model, len(plan.computed))
                 first = 1 if plan.under_way is not None else min(self.rows)
@@ -289,13 +291,8 @@ class RestoringForward(ForwardPass):
             self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
         )
 
-    def _place(self, plan: Plan) -> None:
-        """Set the positions of a plan's queries, and the hidden states that each layer keeps."""
-        told = plan.computed[0][self.fronts[0] if self.fronts else 0 :]
-        self.positions = to_device(told + plan.base, self.attachment.device_of(0))
-        self._drop_with_depth(plan)
-
     def _drop_with_depth(self, plan: Plan) -> None:
+        """Set the hidden states that each layer keeps."""
         self.rows.clear()
         self.kept.clear()
         before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
@@ -372,9 +369,6 @@ class RestoringForward(ForwardPass):
 
     def cannot_select(self) -> UnsupportedModelError:
         return cannot_select(self.method, self.attachment.model)
-
-    def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
-        return None
 
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         return None

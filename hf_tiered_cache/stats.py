@@ -113,7 +113,7 @@ class RequestStats:
     tokens_restored: int = 0
     tokens_recomputed: int = 0
     """Number of restored tokens that layers computed nevertheless, because that was faster or because other text
-    precedes a passage now. Mean over the layers. The separate pass of a query probe counts as well.
+    precedes a passage now. Mean over the layers.
     """
     tokens_computed: int = 0
     tokens_stored: int = 0

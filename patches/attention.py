@@ -97,11 +97,9 @@ def make_mask(
     if scope.positions is not None:
         positions = on(kwargs["device"], scope.positions)  # [queries] or [batch, queries]
         asked = mask_function
-        visible = None if scope.visible is None else on(kwargs["device"], scope.visible)
 
         def mask_function(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            seen = asked(batch, head, positions[query] if positions.ndim == 1 else positions[batch, query], key)
-            return seen if visible is None else seen & visible[batch, key]
+            return asked(batch, head, positions[query] if positions.ndim == 1 else positions[batch, query], key)
 
         kwargs |= {"q_offset": 0, "allow_is_causal_skip": False}
         if scope.fronts:

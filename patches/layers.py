@@ -47,26 +47,6 @@ def can_drop(model: nn.Module, count: int) -> bool:
     return all(inspect.signature(forward).parameters.keys() <= _TAKEN for forward in forwards)
 
 
-class Stopped(Exception):
-    """Signal that a pass has reached the layer at which it was to stop."""
-
-
-@contextmanager
-def stopping(layers: nn.ModuleList, before: int) -> Iterator[None]:
-    """Stop this thread's current pass with `Stopped` before layer `before`, within this context."""
-    scope = current()
-
-    def stop(module: nn.Module, args: tuple) -> None:
-        if current() is scope:
-            raise Stopped
-
-    handle = layers[before].register_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
 @contextmanager
 def dropping(layers: nn.ModuleList, first: int, scope: Scope) -> Iterator[None]:
     """Keep only the hidden states that `scope` specifies, in its pass from layer `first` on, within this context."""

@@ -56,7 +56,6 @@ class Scope:
             `[batch, queries]` if rows have different ones. Index tensors are on the model's device.
         kept: For each layer that computes fewer positions than the one before, the indexes of that layer's hidden
             states that it keeps. Shapes as for `positions`.
-        visible: Positions that queries may attend to at all, bool `[batch, columns]`; None: as the model's mask says.
         rows: For each layer that computes fewer positions than the first one, the indexes of the first layer's queries
             that it has. Shapes as for `positions`.
         fronts: For each layer, the number of its queries that belong to a recomputed prefix: the first ones, at the
@@ -66,7 +65,6 @@ class Scope:
     cache: object
     tap: RotaryTap
     positions: torch.Tensor | None = None
-    visible: torch.Tensor | None = None
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
     rows: dict[int, torch.Tensor] = field(default_factory=dict)
     fronts: tuple[int, ...] = ()

@@ -54,11 +54,11 @@ def close(ours, theirs):
 METHODS = {
     "reuse": tune(0.0),
     "first layer": tune(0.3, check_layer=1),
-    "settled": tune(0.3, probe=False, widen=1),
-    "each passage": tune(0.3, probe=False, widen=1, across=False),
-    "moved": tune(0.3, probe=False),
-    "asked": tune(0.3, probe=True),
-    "asked, no floor": tune(0.3, probe=True, floor=0.0),
+    "settled": tune(0.3, widen=1),
+    "each passage": tune(0.3, widen=1, across=False),
+    "moved": tune(0.3, question=0),
+    "asked": tune(0.3),
+    "asked, no floor": tune(0.3, floor=0.0),
     "blend": blend(0.15),
     "blend, gradual": blend(0.15, gradual=2),
     "epic": epic(),
@@ -114,7 +114,7 @@ def expected(model, row, pad, columns, computed):
 @pytest.mark.parametrize("how", ["reuse", "settled", "asked"])
 def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
     """Against transformers, each row alone."""
-    model, method = build("qwen2"), Noting(**{k: getattr(METHODS[how], k) for k in ("recompute", "probe", "widen")})
+    model, method = build("qwen2"), Noting(**{k: getattr(METHODS[how], k) for k in ("recompute", "widen")})
     fill(store, model)
     given, pads = padded(ROWS[:3])
     ours, _ = run(model, store, ROWS[:3], method)
@@ -126,20 +126,19 @@ def test_a_row_reuses_its_own_passages_and_computes_its_own_tokens(how, store):
 
 
 def test_the_question_of_each_row_sees_what_it_would_see_alone(store):
-    """Its own tokens, what is restored of its row, and the row's first token; of other rows nothing."""
-    model, method = build("qwen2"), Noting(0.3, probe=True)
+    """Its own tokens, and what is computed and restored of its row; of other rows nothing."""
+    model, method = build("qwen2"), Noting(0.3)
     fill(store, model)
     rows = [ROWS[0], (QUESTION[:20], *ROWS[1][1:]), ROWS[2]]
     _, pads = padded(rows)
     run(model, store, rows, method)
-    together = method.attention, method.asked_again
+    together = method.attention
     for number, (row, pad) in enumerate(zip(rows, pads, strict=True)):
         run(model, store, [row], method)
-        for asked, alone in zip(together, (method.attention, method.asked_again), strict=True):
-            if number == 2:
-                assert asked[number] is None and alone is None
-            else:
-                np.testing.assert_allclose(asked[number][pad:], alone[0], rtol=1e-3, atol=1e-6)
+        if number == 2:
+            assert together[number] is None and method.attention is None
+        else:
+            np.testing.assert_allclose(together[number][pad:], method.attention[0], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["moved", "asked", "blend"])
@@ -239,13 +238,13 @@ def test_rows_that_are_alike_share_their_columns(store):
     model, exact = build("qwen2"), [(PASSAGES[0], QUESTION), (PASSAGES[1], QUESTION)]
     fill(store, model)
     for rows, alike in (([ROWS[0]] * 2, True), (ROWS[:2], False), (exact, True)):
-        method = Noting(0.3, probe=True)
+        method = Noting(0.3)
         ours, cache = run(model, store, rows, method)
         assert (method.first.ndim == 1) is alike and cache.stats.tokens_restored > 60
     close(ours, run(model, store, exact, Recompute())[0])
 
 
-@pytest.mark.parametrize("method", [tune(1.0), tune(1.0, probe=True), epic(recompute=1.0)], ids=str)
+@pytest.mark.parametrize("method", [tune(1.0), epic(recompute=1.0)], ids=str)
 def test_computing_everything_is_full_recompute_bit_for_bit(method, store):
     model = build("qwen2")
     fill(store, model)

@@ -49,7 +49,7 @@ def join(*parts):
 
 def fixed(recompute, **options):
     """Of each passage the tokens that its ranking says, the same in all layers, whatever is asked."""
-    return tune(recompute, **({"probe": False, "widen": 1, "across": False} | options))
+    return tune(recompute, **({"widen": 1, "across": False} | options))
 
 
 @torch.no_grad()

@@ -147,7 +147,7 @@ def test_a_decoded_token_waits_for_its_choices_alone(model, tmp_path, rechoose):
 
 @pytest.mark.parametrize(
     "method, choices",
-    [(CacheTune.paper(), 0), (CacheTune(probe=False), 2), (CacheTune(probe=True), 3), (CacheBlend(), 1)],
+    [(CacheTune.paper(), 0), (CacheTune(question=0), 1), (CacheTune(), 2), (CacheBlend(), 1)],
     ids=["paper", "unasked", "asked", "blend"],
 )
 def test_passages_wait_for_what_is_chosen_alone(model, tmp_path, method, choices):

@@ -261,15 +261,6 @@ class Method:
         """Return the deferred parts of an inexact plan, or None if nothing is deferred."""
         return None
 
-    def first_computed(self, context: PlanContext, attention: Asked | None) -> tuple[Columns, ...]:
-        """Return `positions_to_compute`, refined by the attention of the query probe.
-
-        Args:
-            context: What to plan for.
-            attention: Attention of each row's query probe, or None if it is not available.
-        """
-        return self.positions_to_compute(context)
-
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
         """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
         raise TypeError(f"{type(self).__name__} compares nothing")
@@ -284,7 +275,7 @@ class Method:
             layer: Layer that compares.
             columns: Positions computed so far, n per row.
             moved: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
-            attention: As for `first_computed`, in the same pass.
+            attention: Attention of each row's query probe in the layers so far, or None if it is not available.
         """
         raise TypeError(f"{type(self).__name__} compares nothing")
 

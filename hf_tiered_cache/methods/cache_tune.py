@@ -2,9 +2,8 @@
 
 In the paper, the tokens to recompute are determined when a passage is stored, whatever the prompt. This implementation
 refines them during the pass: the first layers compute many tokens; the other layers skip those with computed KV close
-to the stored KV, or with little attention from the query probe (the prompt's question). Optionally the query probe runs
-first, alone, through the first half of the layers, over stored KV, and its attention counts from the first layer on.
-ProphetKV (arXiv 2602.02579), FusionRAG (2601.12904) and QCFuse (2606.05875) do this by other means.
+to the stored KV, or with little attention from the query probe (the prompt's question). ProphetKV (arXiv 2602.02579),
+FusionRAG (2601.12904) and QCFuse (2606.05875) use the question by other means.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ..restore.plan import PlanContext, SegmentSlice, UnderWay
 from ..restore.recompute import LOWEST, narrowed_shares
 from ..restore.spectral import RANKED_IN_CONTEXT
 from ..sources import LayerTensors
-from .passages import Passages, check_share, columns_of_passages, count_of, importance_of, questions_of
+from .passages import Passages, check_share, count_of, importance_of, question_tokens
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -45,11 +44,6 @@ class CacheTune(Passages):
         across: Whether the share applies to all passages of a row together, so that passages that depend more on
             preceding text get more of it (ours). If not, it applies to each passage. Only for the ranking "context",
             since only its scores are comparable between passages.
-        probe: Whether the query probe runs through the first half of the layers, over stored KV, before tokens are
-            selected (ours). These layers are loaded before any other is computed. On real text this comes slightly
-            closer to full recompute, but answers that need several passages are lost more often (docs/evaluation.md),
-            so it is off by default. "auto" probes unless `calibrate` found that more than the minimum share is worth
-            recomputing, which means that loading is slow.
         question: Maximum number of tokens after the last passage that form the query probe (ours); None for 32, 0 for
             no probe. A prompt that ends in a passage has no probe: tokens are then selected by KV deviation alone.
         widen: Number of tokens recomputed in the first layers, as a multiple of the number in the other layers (ours);
@@ -62,7 +56,6 @@ class CacheTune(Passages):
 
     recompute: float | Literal["auto"] = field(default=0.15, kw_only=False)
     across: bool = True
-    probe: bool | Literal["auto"] = False
     question: int | None = None
     widen: float = 6.0
     narrow_at: int | None = None
@@ -72,8 +65,6 @@ class CacheTune(Passages):
         super().__post_init__()
         if self.recompute != "auto":
             check_share(self.recompute)
-        if self.probe not in (True, False, "auto"):
-            raise ConfigError(f'probe is True, False or "auto", not {self.probe!r}')
         if self.question is not None and self.question < 0:
             raise ConfigError(f"question is a number of tokens, not {self.question!r}")
         if self.widen < 1:
@@ -86,25 +77,23 @@ class CacheTune(Passages):
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
         """Return the paper's settings: tokens are ranked by low frequencies at storage time, the same in all layers."""
-        return cls(recompute, lead=1, ranking="low_frequency", probe=False, question=0, widen=1)
+        return cls(recompute, lead=1, ranking="low_frequency", question=0, widen=1)
 
     @property
     def ranked_by(self) -> str:
         return f"{self.ranking} {self.alpha}" if self.ranking.endswith("frequency") else self.ranking
 
     def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> CacheTune:
-        if self.recompute != "auto" and self.probe != "auto":
+        if self.recompute != "auto":
             return self
         found = ratio()
-        if found is None and self.recompute == "auto":
+        if found is None:
             logger.warning(
                 'CacheTune(recompute="auto"): nothing was measured for this model on this device, so %s is taken; '
                 "run `hf-tiered-cache calibrate`, or KVStore.calibrate(model)",
                 LOWEST,
             )
-        share = self.recompute if self.recompute != "auto" else LOWEST if found is None else found
-        probe = (found is None or found <= LOWEST) if self.probe == "auto" else self.probe
-        return replace(self, recompute=share, probe=probe)
+        return replace(self, recompute=LOWEST if found is None else found)
 
     # --- tokens to compute
 
@@ -129,27 +118,16 @@ class CacheTune(Passages):
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
         """See `Method`."""
-        every, least = columns_of_passages(context)
-        if not 0 < self._share < 1 or np.array_equal(every, least):
+        under_way = super().under_way(context)
+        if under_way is None:
             return None
-        questions = questions_of(context, _LONGEST_QUESTION if self.question is None else self.question)
-        asked = context.layers // 2 if self.probe and questions else 0
-        compared = tuple(layer for layer, _ in self.narrowing(context.layers))
-        if not asked and not compared:
-            return None
-        return UnderWay(context, every, least, questions, asked, compared)
+        most = _LONGEST_QUESTION if self.question is None else self.question
+        return replace(under_way, question_tokens=question_tokens(context, most))
 
-    def reused_tokens(
-        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         if not passages:
             return []
         importance = [importance_of(piece) for piece in passages]
-        if attention is not None:
-            mean = float(np.concatenate(attention).mean())
-            importance = [
-                score * self.asked_for(given, mean) for score, given in zip(importance, attention, strict=True)
-            ]
         # unranked passages use token order, which is not comparable between passages
         together = self.across and self.ranking in RANKED_IN_CONTEXT and all(p.scores is not None for p in passages)
         pools = [np.concatenate(importance)] if together else importance

@@ -43,9 +43,7 @@ class Epic(Passages):
         """Return the paper's settings: passages are computed with nothing before them."""
         return cls(recompute, lead=0)
 
-    def reused_tokens(
-        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.arange(min(self._beginning(piece.count), piece.count), piece.count) for piece in passages]
 
     def _beginning(self, count: int) -> int:
@@ -88,9 +86,7 @@ class CacheBlend(Passages):
         shares = (self.recompute * (1 + (last - step) / max(1, last)) for step in range(last))
         return tuple(enumerate([*(min(1.0, share) for share in shares), self.recompute], start=1))[: layers - 1]
 
-    def reused_tokens(
-        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         return [np.empty(0, np.int64)] * len(passages)
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:

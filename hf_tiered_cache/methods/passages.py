@@ -96,14 +96,11 @@ class Passages(Method, ABC):
     # --- tokens to compute
 
     @abstractmethod
-    def reused_tokens(
-        self, passages: Sequence[SegmentSlice], attention: Sequence[np.ndarray] | None = None
-    ) -> list[np.ndarray]:
+    def reused_tokens(self, passages: Sequence[SegmentSlice]) -> list[np.ndarray]:
         """Return the restored tokens of each passage of a row, counted from the piece's first token: int64 each.
 
         Args:
             passages: Passages of the row, in order.
-            attention: Attention of the query probe to the tokens of each passage, if known.
         """
 
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
@@ -114,15 +111,9 @@ class Passages(Method, ABC):
         return ()
 
     def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
-        under_way = self.under_way(context)
-        if under_way is not None and under_way.asked_layers:
-            return (under_way.least,) * context.layers
-        return self.first_computed(context, None)
-
-    def first_computed(self, context: PlanContext, attention: Asked | None) -> tuple[Columns, ...]:
         """See `Method`."""
-        every, least = columns_of_passages(context)
-        chosen = self._computed(context, attention)
+        every, least = _columns_of_passages(context)
+        chosen = self._computed(context)
         narrowing = self.narrowing(context.layers)
         wide = narrowing[0][0] + 1 if narrowing else context.layers
         checked = min(self.check_layer, wide)
@@ -131,7 +122,7 @@ class Passages(Method, ABC):
     def under_way(self, context: PlanContext) -> UnderWay | None:
         """See `Method`."""
         narrowing = self.narrowing(context.layers)
-        every, least = columns_of_passages(context)
+        every, least = _columns_of_passages(context)
         if not narrowing or np.array_equal(every, least):
             return None
         return UnderWay(context, every, least, compare_layers=tuple(layer for layer, _ in narrowing))
@@ -162,21 +153,18 @@ class Passages(Method, ABC):
         """
         return np.ones_like(attention)
 
-    def _computed(self, context: PlanContext, attention: Asked | None) -> Columns:
+    def _computed(self, context: PlanContext) -> Columns:
         """Return the positions of tokens that rows do not restore."""
         restored = []
         for group in context.groups:
-            mine, asked = _held(context, group), None if attention is None else attention[group.rows[0]]
-            passages = [piece for piece in group.pieces if not piece.exact]
-            columns = [_columns_of(context, group, piece) for piece in passages]
-            given = None if asked is None else [asked[each] for each in columns]
-            for each, tokens in zip(columns, self.reused_tokens(passages, given), strict=True):
-                mine[_in_pass(each[tokens])] = True
+            mine, passages = _held(context, group), [piece for piece in group.pieces if not piece.exact]
+            for piece, tokens in zip(passages, self.reused_tokens(passages), strict=True):
+                mine[_in_pass(_columns_of(context, group, piece)[tokens])] = True
             restored.append(mine)
         return _not_restored(context, restored)
 
 
-def columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
+def _columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
     """Return the positions that may be computed, which are all inexact ones, and those that must be."""
     exact = [_held(context, group) for group in context.groups]
     stored = [mine.copy() for mine in exact]
@@ -186,19 +174,17 @@ def columns_of_passages(context: PlanContext) -> tuple[Columns, Columns]:
     return _not_restored(context, exact), _not_restored(context, stored)
 
 
-def questions_of(context: PlanContext, most: int) -> tuple[int, ...]:
-    """Return the first position of each row's query probe, which has at most `most` tokens; () if no row has one.
+def question_tokens(context: PlanContext, most: int) -> tuple[int, ...]:
+    """Return the number of tokens of each row's query probe, at most `most`; () if no row has one.
 
-    The probe follows the last passage. For a row without passages, or one that ends in a passage, the result is the
-    number of positions.
+    The probe follows the last passage. A row without passages, or one that ends in a passage, has none.
     """
-    firsts = {row: context.columns for group in context.groups for row in group.rows}
+    counts = {row: 0 for group in context.groups for row in group.rows}
     for group in context.groups:
         if any(not piece.exact for piece in group.pieces):
             end = max(_columns_of(context, group, piece)[-1] + 1 for piece in group.pieces)
-            firsts |= dict.fromkeys(group.rows, int(max(end, context.columns - most)))
-    found = tuple(firsts[row] for row in sorted(firsts))
-    return found if any(first < context.columns for first in found) else ()
+            counts |= dict.fromkeys(group.rows, int(min(context.columns - end, most)))
+    return tuple(counts[row] for row in sorted(counts)) if any(counts.values()) else ()
 
 
 def _not_restored(context: PlanContext, restored: Sequence[np.ndarray]) -> Columns:

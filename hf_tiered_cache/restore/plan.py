@@ -68,29 +68,21 @@ class UnderWay:
         context: Input of the plan.
         every: Candidate positions: all that are not exact.
         least: Required positions, which are computed in any case.
-        questions: First position of each row's question. Every layer computes it and all positions after it. The number
-            of positions of the pass for a row without a question; () if no row has one.
-        asked_layers: Number of first layers that a query probe runs before the pass, over stored KV, to select what
-            they compute. The plan computes only the required positions until then. 0 if this is planned already.
         compare_layers: Layers, ascending, at which stored KV is compared with computed KV. From there on, or from the
             next layer on, fewer positions are computed.
+        question_tokens: Number of tokens of each row's query probe, the last ones of the row; 0 for a row without a
+            probe, () if no row has one.
     """
 
     context: PlanContext
     every: Columns
     least: Columns
-    questions: tuple[int, ...] = ()
-    asked_layers: int = 0
-    compare_layers: tuple[int, ...] = ()
-
-    @property
-    def asking_tokens(self) -> tuple[int, ...]:
-        """Number of tokens of each row's question; () if no row has one."""
-        return tuple(self.context.columns - first for first in self.questions)
+    compare_layers: tuple[int, ...]
+    question_tokens: tuple[int, ...] = ()
 
     def wants_all(self, layers: Sequence[int]) -> bool:
-        """Return whether one of `layers`, ascending, also needs the stored KV of tokens that it computes."""
-        return layers[0] < self.asked_layers or not set(layers).isdisjoint(self.compare_layers)
+        """Return whether one of `layers` also needs the stored KV of tokens that it computes."""
+        return not set(layers).isdisjoint(self.compare_layers)
 
 
 @dataclass(frozen=True)
@@ -262,14 +254,12 @@ class Plan:
 
     @property
     def recomputed_tokens(self) -> float:
-        """Number of restored tokens that a layer computes nevertheless, with the query probe (mean over the layers)."""
+        """Number of restored tokens that a layer computes nevertheless (mean over the layers)."""
         layers = len(self.computed)
         if self.fronts:
             return sum(len(group.rows) for group in self.groups) * sum(self.fronts) / layers
         counts = {id(columns): self._tokens_in(columns) for columns in self.computed}
         more = sum(counts[id(columns)] for columns in self.computed) - layers * counts[id(self.computed[-1])]
-        if self.under_way is not None:
-            more += sum(self.under_way.asking_tokens) * self.under_way.asked_layers
         return more / layers
 
     @property

@@ -63,12 +63,6 @@ class RestoringPass(Pass, Protocol):
     def cannot_select(self) -> UnsupportedModelError:
         """Return the error for a model with attention that cannot be observed."""
 
-    def hidden(self, first: int, device: torch.device) -> torch.Tensor | None:
-        """Return a mask of positions from `first` on that are not restored or computed, bool `[batch, n]`, or None.
-
-        No query sees these positions.
-        """
-
     def take_filled(self, layer: int) -> dict[str, Any] | None:
         """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
 

@@ -119,9 +119,6 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
                 whole[:, :, plan.restored_until :] = computed[:, :, front:]
             return self._visible(None)
         columns = restoring.columns(self.index, first, keys.device)
-        if (hidden := restoring.hidden(first, keys.device)) is not None:
-            for tensor in (keys, values):
-                tensor.masked_fill_(hidden[:, None, :, None], 0)  # masked, but must be finite
         if restoring.compares(self.index):
             stored = picked(keys, columns, 2), picked(values, columns, 2)
             restoring.compare(self.index, stored, (key_states, value_states))
