@@ -35,7 +35,7 @@ from eval.data import Data
 from eval.encode import encode
 from eval.models import load
 from eval.tasks import Draw, find_tasks
-from hf_tiered_cache.select.mass import head_mass
+from hf_tiered_cache.selection.selectors import head_mass
 
 QUERIES = 8
 """Last tokens of a question that choose, as in `ContiguousKV`."""

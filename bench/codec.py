@@ -45,8 +45,8 @@ from transformers import AutoTokenizer, Cache, DynamicCache, PreTrainedModel, Qu
 from transformers.utils import is_hqq_available
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.codecs import CODECS
-from hf_tiered_cache.geometry import HASH_TOKENS
+from hf_tiered_cache.store.codecs import CODECS
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 SUFFIX = 64
 GROUP = 64

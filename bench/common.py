@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import hf_tiered_cache
-from hf_tiered_cache.geometry import ALIGNMENT
+from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.store.memory import aligned_bytes
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package

@@ -46,10 +46,10 @@ from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.conversations.sharing import ALIKE, LayerDistances, calibrated_gamma, share_layers
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Method
-from hf_tiered_cache.select.sharing import ALIKE, LayerDistances, calibrated_gamma, share_layers
-from hf_tiered_cache.shape import SegmentShape
+from hf_tiered_cache.store.shape import SegmentShape
 
 CPU = torch.device("cpu")
 REFERENCE = Path(__file__).resolve().parents[1] / "eval" / "reference"

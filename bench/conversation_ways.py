@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from eval.baselines import MiniCache
-from hf_tiered_cache.codecs.pairs import TOWARD
+from hf_tiered_cache.conversations.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
-from hf_tiered_cache.select.sharing import I_R_SHARE, LayerDistances, calibrated_gamma
+from hf_tiered_cache.store.codecs.pairs import TOWARD
 
 NOISE = "full, rounded otherwise"
 """Full KV, computed in pieces of an odd size: nothing is lost, but kernels round otherwise."""

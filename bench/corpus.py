@@ -21,10 +21,10 @@ import torch
 from common import SHAPES, build, interleaved, load, machine, median, save, table
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.passages import BATCH_TOKENS
-from hf_tiered_cache.restore.spectral import Ranking
+from hf_tiered_cache.operations.passages import BATCH_TOKENS
+from hf_tiered_cache.passages.ranking import Ranking
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 RANKINGS: dict[str, Ranking] = {"not ranked": "random", "by energy": "low_frequency", "by context": "context"}
 """The random ranking takes no time."""

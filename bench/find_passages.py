@@ -22,12 +22,12 @@ from common import build, machine, median, save, table
 from tqdm.auto import tqdm
 
 from hf_tiered_cache import KVStore
+from hf_tiered_cache.cache.executor import CacheOptions
+from hf_tiered_cache.cache.stored_cache import StoredCache
 from hf_tiered_cache.identity import Fingerprinter, rope_regime
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.restore.passages import find_passages, sink_token
-from hf_tiered_cache.serving import CacheOptions
-from hf_tiered_cache.stored_cache import StoredCache
+from hf_tiered_cache.passages.finder import find_passages, sink_token
 
 STEPS = {
     "scan": "quick hashes of the prompt, at every token",

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from eval.models import load
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import Impress
-from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
+from hf_tiered_cache.selection.selectors import ProbeHeads, jaccard_threshold, mean_jaccard
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,9 @@ from eval.reference.language import Language
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.select.all_keys import Int8KeysIndex
-from hf_tiered_cache.select.chunks import budgeted_tokens, top_chunks
-from hf_tiered_cache.select.mass import head_mass
-from hf_tiered_cache.select.selector import Selection, SelectionInput
-from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.selection.all_keys import Int8KeysIndex
+from hf_tiered_cache.selection.selector import Selection, SelectionInput, budgeted_tokens, top_chunks
+from hf_tiered_cache.selection.selectors import TopChunks, head_mass
 
 BUDGETS = (0.05, 0.1, 0.25, 0.5)
 WAYS = ("eight bits", "first kv head", "chunk means", "chunk min/max")

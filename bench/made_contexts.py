@@ -14,10 +14,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.geometry import HASH_TOKENS, LayerKV
+from hf_tiered_cache.cache.request import DecodingCheck
 from hf_tiered_cache.identity import Identity, rope_regime
 from hf_tiered_cache.methods import Exact, Method
-from hf_tiered_cache.request import DecodingCheck
+from hf_tiered_cache.store.geometry import HASH_TOKENS, LayerKV
 
 SUFFIX = 16
 """Tokens of the prompt behind the context: the first choice is theirs."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hf_tiered_cache.methods import Impress
-from hf_tiered_cache.select.probe_heads import ProbeHeads
+from hf_tiered_cache.selection.selectors import ProbeHeads
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from eval.encode import encode
 from eval.models import load, revision_of
 from eval.tasks import Draw, find_tasks
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.calibrations import keep_quality
+from hf_tiered_cache.cache.calibrations import keep_quality
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.methods import make_method
 

@@ -42,7 +42,7 @@ from workload import CONTEXT, RandomTokens, ReferenceLanguage
 
 from eval.baselines import H2O, AttentionStore, Recompute
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched
+from hf_tiered_cache.selection.prompt import PREFETCHED, Prefetched
 from hf_tiered_cache.stats import TIERS
 
 OURS, AHEAD, KEYS, IMPRESS = "ContiguousKV", "ContiguousKV, ahead", "ContiguousKV as in the paper", "IMPRESS"

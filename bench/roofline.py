@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 from common import SHAPES, table, vocabulary
 
-from hf_tiered_cache.geometry import HASH_TOKENS
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 GB = 1e9
 LONGEST = 1 << 15

@@ -38,9 +38,9 @@ import torch
 from common import table
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_tiered_cache.select.clusters import ClusterIndex
-from hf_tiered_cache.select.decode_index import mean_keys, rank
-from hf_tiered_cache.tiers.window import Window
+from hf_tiered_cache.selection.clusters import ClusterIndex
+from hf_tiered_cache.selection.decode_index import mean_keys, rank
+from hf_tiered_cache.selection.window_slots import Window
 
 TOKENS_OF_TOPIC, RUN = 64, 16
 NOISE = 1.0

@@ -29,16 +29,9 @@ from eval.reference.language import KINDS
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import KVDrive
-from hf_tiered_cache.profiling import decode
-from hf_tiered_cache.tiers.window import Window
-from hf_tiered_cache.tiers.window_sizes import (
-    SIZES,
-    WindowProfile,
-    exhaustive_sizes,
-    greedy_sizes,
-    measure,
-    replay,
-)
+from hf_tiered_cache.operations.windows import decode
+from hf_tiered_cache.selection.window_sizes import SIZES, WindowProfile, exhaustive_sizes, greedy_sizes, measure, replay
+from hf_tiered_cache.selection.window_slots import Window
 
 INDEXES = {
     "cluster_boxes": "cluster_boxes (ours)",

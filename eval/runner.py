@@ -16,8 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import Passages, make_method
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 from . import baselines  # noqa: F401  # registers them
 from .encode import Prompt, encode

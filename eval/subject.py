@@ -12,8 +12,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_tiered_cache import KVStore, Method, RequestStats, TieredCache
-from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import Passages
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 from .encode import Prompt
 from .reading import Reading, reading_of

@@ -5,10 +5,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .logs import mark_lines
+from .store.notices import mark_lines
 
 if TYPE_CHECKING:
-    from .cache import TieredCache
     from .errors import (
         CacheMismatchError,
         ConfigError,
@@ -25,14 +24,14 @@ if TYPE_CHECKING:
         TieredCacheError,
         UnsupportedModelError,
     )
-    from .geometry import Geometry
     from .kvstore import KVStore
-    from .lookup import Lookup
     from .methods import METHODS, Exact, Method
+    from .operations.precompute import Lookup
+    from .operations.prompt import Passage, Prompt, build_prompt
     from .patches import detach
-    from .prompt import Passage, Prompt, build_prompt
-    from .session import TieredSession, attach, tiered
     from .stats import PassageStats, RequestStats, StoreStats
+    from .store.geometry import Geometry
+    from .tiered_cache import TieredCache, TieredSession, attach, tiered
 
 __version__ = "0.1.0"
 
@@ -73,21 +72,21 @@ __all__ = [
 _ELSEWHERE = {
     "METHODS": "methods",
     "Exact": "methods",
-    "Geometry": "geometry",
+    "Geometry": "store.geometry",
     "KVStore": "kvstore",
-    "Lookup": "lookup",
+    "Lookup": "operations.precompute",
     "Method": "methods",
-    "Passage": "prompt",
+    "Passage": "operations.prompt",
     "PassageStats": "stats",
-    "Prompt": "prompt",
+    "Prompt": "operations.prompt",
     "RequestStats": "stats",
     "StoreStats": "stats",
-    "TieredCache": "cache",
-    "TieredSession": "session",
-    "attach": "session",
-    "build_prompt": "prompt",
+    "TieredCache": "tiered_cache",
+    "TieredSession": "tiered_cache",
+    "attach": "tiered_cache",
+    "build_prompt": "operations.prompt",
     "detach": "patches",
-    "tiered": "session",
+    "tiered": "tiered_cache",
 }
 """Submodules of the public names; names not listed here are in `errors`. Each name is imported on first access, so
 listing a store on the command line does not import torch."""

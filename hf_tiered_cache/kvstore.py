@@ -13,29 +13,27 @@ from typing import Any
 
 import torch
 
-from .calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
-from .codecs import RAW, codec_in, make_codec
-from .documents import documents_of, finish_documents, remove_documents
+from .cache.storage import DEFAULT_POLICY, Storage
 from .errors import ConfigError
-from .geometry import Geometry
-from .lookup import Lookup, lookup, warm
 from .methods import Exact, Method, make_method
-from .passages import BATCH_TOKENS, precompute_passages
-from .precompute import PrecomputeReport, precompute
-from .profiling import WindowFindings, profile_windows
-from .quality import QualityFinding, calibrate_quality
-from .ranking import passages_method, rank_stored
+from .operations.calibrate import Calibration, PrefixCosts, calibrate, calibrate_prefix
+from .operations.documents import documents_of, finish_documents, remove_documents
+from .operations.passages import BATCH_TOKENS, passages_method, precompute_passages, rank_stored
+from .operations.precompute import Lookup, PrecomputeReport, lookup, precompute, warm
+from .operations.quality import QualityFinding, calibrate_quality
+from .operations.windows import WindowFindings, profile_windows
 from .stats import Counters, StoreStats
-from .storage import DEFAULT_POLICY, Storage
 from .store import maintain
 from .store.catalogue import SegmentRow
 from .store.cipher import Hidden, cipher_of
+from .store.codecs import RAW, codec_in, make_codec
 from .store.conversations import ConversationInfo
 from .store.disk import SegmentStore
 from .store.documents import DocumentInfo
 from .store.engines import Engine, open_engine
 from .store.folder import FolderBackend
-from .store.quota import Limits
+from .store.geometry import Geometry
+from .store.publish import Limits
 from .tiers.residency import Residency
 from .units import parse_bytes
 
@@ -291,7 +289,7 @@ class KVStore:
     def calibrate(self, model: torch.nn.Module, **settings: Any) -> Calibration:
         """Measure the fastest recompute ratio for this model, machine and store.
 
-        `CacheTune(recompute="auto")` uses the result. For settings see `hf_tiered_cache.calibrate.calibrate`.
+        `CacheTune(recompute="auto")` uses the result. Settings: see `hf_tiered_cache.operations.calibrate.calibrate`.
         """
         return calibrate(self._storage, model, **settings)
 
@@ -299,7 +297,7 @@ class KVStore:
         """Measure the cost per prefix token of computing and of restoring, for this model, machine and store.
 
         `Exact()` then chooses the share of a prefix to compute while the rest is loaded, up to all of it, that makes
-        the prefix available soonest. For settings see `hf_tiered_cache.calibrate.calibrate_prefix`.
+        the prefix available soonest. For settings see `hf_tiered_cache.operations.calibrate.calibrate_prefix`.
         """
         return calibrate_prefix(self._storage, model, **settings)
 
@@ -307,7 +305,7 @@ class KVStore:
         """Measure which window sizes save most reads while decoding after long contexts, per layer and head.
 
         `KVDrive()` then divides the memory of its windows among heads accordingly. For arguments see
-        `hf_tiered_cache.profiling.profile_windows`.
+        `hf_tiered_cache.operations.windows.profile_windows`.
         """
         return profile_windows(self._storage, model, input_ids, **settings)
 
@@ -316,7 +314,7 @@ class KVStore:
 
         `ContiguousKV(quality=0.02)` then uses the lowest budget that lost at most a quarter of 0.02 nats. The texts are
         stored in a temporary folder during the measurement, encrypted with a temporary key if this store is encrypted.
-        For arguments see `hf_tiered_cache.quality.calibrate_quality`.
+        For arguments see `hf_tiered_cache.operations.quality.calibrate_quality`.
         """
         return calibrate_quality(self._storage, self._scratch, model, input_ids, **settings)
 

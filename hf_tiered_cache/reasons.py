@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from .codecs import RAW, codec_in, coded_provenance
-from .geometry import HASH_TOKENS
-from .identity import differing_facts
-from .restore.passages import find_passages
-from .store import EXACT, PASSAGE
-from .store.format import is_behind_text, is_passage
+from .store.geometry import HASH_TOKENS
 from .units import format_bytes
-
-if TYPE_CHECKING:
-    from .storage import Storage
 
 NOTHING = "nothing is stored that begins with these tokens"
 SWITCHED_OFF = "the cache was made with restore=False"
@@ -86,7 +73,6 @@ SLOWER = (
 OWN_CACHE = "generate() was given a cache of another kind, which it uses as it is"
 DAMAGED = "a stored segment could not be read, so its tokens were computed"
 
-_MOST_MODELS = 64
 _EXPECTED = frozenset({NOTHING, SWITCHED_OFF, NOT_RECORDED, APPROXIMATE, SLOWER, OWN_CACHE})
 _BYPASSES = {
     "use_cache": "generate() runs without a cache (use_cache=False); leave that out of the call and the configurations",
@@ -170,80 +156,3 @@ def bypassed(setting: str, value: object = None) -> str:
 def is_expected(reason: str) -> bool:
     """Return whether a reason is part of ordinary use, such as a first prompt, and needs no warning."""
     return reason in _EXPECTED
-
-
-def of_a_miss(
-    store: Storage,
-    tokens: np.ndarray,
-    fingerprint: str,
-    facts: Mapping[str, str],
-    regime: str,
-    passages: tuple[str, int | None] | None = None,
-    codec: str = RAW,
-) -> str:
-    """Return the reason why nothing was found for a prompt.
-
-    Args:
-        store: Store that was searched.
-        tokens: int64 `[n]`, tokens of one row, without padding.
-        fingerprint: Fingerprint of the model.
-        facts: Facts of the model (`Identity.facts`).
-        regime: RoPE regime of the prompt.
-        passages: For methods that reuse passages, the provenance that they look for and the sink token; else None.
-        codec: Codec of the lookup.
-    """
-    if len(tokens) < HASH_TOKENS:
-        return SHORT
-    known = store.disk.index.models()
-    others = [name for name in known if name != fingerprint][:_MOST_MODELS]
-    for other in others:
-        if _begins(store, tokens, other, codec, regime):
-            parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
-            return f"these tokens are stored for another state of the model, which differs in {parts}"
-    for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
-        if _begins(store, tokens, fingerprint, other, regime):
-            return other_codec(other)
-    if passages is not None and (why := _passages_otherwise(store, tokens, fingerprint, regime, *passages)):
-        return why
-    if why := _other_keys(store, fingerprint):
-        return why
-    return NO_PASSAGES if passages is not None and has_passages(store, fingerprint, passages[0]) else NOTHING
-
-
-def has_passages(store: Storage, fingerprint: str, provenance: str) -> bool:
-    """Return whether passages of a model are stored under this provenance."""
-    return provenance in store.disk.index.provenances(fingerprint)
-
-
-def _begins(store: Storage, tokens: np.ndarray, fingerprint: str, codec: str, regime: str) -> bool:
-    """Return whether a stored prefix with this model and codec begins with the same tokens."""
-    hasher = store.hasher(fingerprint, coded_provenance(EXACT, codec), regime)
-    return bool(store.disk.find(hasher.hashes(tokens[:HASH_TOKENS])))
-
-
-def _other_keys(store: Storage, fingerprint: str) -> str:
-    """Return the reason if all KV of the model is stored with other encryption keys, or an empty string.
-
-    Prefix hashes depend on the key, so the KV cannot be found without it.
-    """
-    keys, mine = store.disk.index.keys(fingerprint), store.disk.cipher.key_id
-    if not keys or mine in keys:
-        return ""
-    return NO_KEY if not mine else OTHER_KEY if keys - {""} else NOT_ENCRYPTED
-
-
-def _passages_otherwise(
-    store: Storage, tokens: np.ndarray, fingerprint: str, regime: str, provenance: str, sink: int | None
-) -> str:
-    """Return the reason why stored passages are not found, or an empty string."""
-    others = {p: codec_in(p) for p in store.disk.index.provenances(fingerprint) if is_passage(p) and p != provenance}
-    for other, codec in others.items():
-        hasher = store.passage_hasher(fingerprint, other, sink, regime)
-        if not _is_old(other) and find_passages(tokens, hasher, store.find_parts):
-            return OTHER_LEAD if codec == codec_in(provenance) else other_codec(codec)
-    return OLD_PASSAGES if any(map(_is_old, others)) else ""
-
-
-def _is_old(provenance: str) -> bool:
-    """Return whether an earlier version stored the passages of this provenance."""
-    return not is_behind_text(provenance) and provenance != coded_provenance(PASSAGE, codec_in(provenance))

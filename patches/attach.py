@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
-from . import rotary
+from . import rope, rotary
 from .attention import patch_attention, unpatch_attention
 from .layers import decoder_layers
 from .pickling import pickle_as_it_is, pickle_without, without_hook
@@ -92,7 +92,7 @@ class Attachment:
         self.depth = self.config.num_hidden_layers
         """Number of layers when the model was attached."""
         self._devices: list[torch.device] = []
-        self.kept_tables = rotary.KeptTables()
+        self.kept_tables = rope.KeptTables()
         """Rotary tables shared by all passes of the model in its current state."""
         self._tables_of = ""
         self._tables = rotary.watch_tables(model)
@@ -114,7 +114,7 @@ class Attachment:
     def keep_tables_of(self, fingerprint: str) -> None:
         """Discard rotary tables that were made under another fingerprint of the model."""
         if fingerprint != self._tables_of:
-            self.kept_tables, self._tables_of = rotary.KeptTables(), fingerprint
+            self.kept_tables, self._tables_of = rope.KeptTables(), fingerprint
 
     def refresh(self) -> None:
         """Examine the model again immediately: its methods, and every byte of its weights."""

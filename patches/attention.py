@@ -18,7 +18,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
-from .scope import Replacement, Scope, current, on
+from .rope import on
+from .scope import Replacement, Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations with masks that accept the position of each query."""

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from ..errors import UnsupportedModelError
-from .rotary import RotaryTap
-from .scope import Scope, current, picked
+from .rope import RotaryTap, picked
+from .scope import Scope, current
 
 _TAKEN = frozenset(
     {

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Cache
 
 from .layers import again, runs_unnoticed
-from .rotary import RotaryTap
+from .rope import RotaryTap
 from .scope import QueryObserver, Scope, current, entered
 
 logger = logging.getLogger("hf_tiered_cache")

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
-if TYPE_CHECKING:
-    from .rotary import RotaryTap
+from .rope import RotaryTap
 
 
 class Replacement:
@@ -98,28 +97,6 @@ class Scope:
     def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
         """Return the mask of a layer's recomputed prefix, bool `[1, 1, queries, columns]`; None if plainly causal."""
         return None
-
-
-def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` on `device`. A copy is made only if a model's layers are on several devices."""
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
-
-
-def picked(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
-    """Select entries along a dimension.
-
-    Args:
-        tensor: `[batch or 1, ...]`.
-        index: int64 `[n]`, or `[batch, n]` with different entries for each row of the batch.
-        dim: Dimension after that of the batch.
-    """
-    index = on(tensor.device, index)
-    if index.ndim == 1:
-        return tensor.index_select(dim, index)
-    rows, count = len(index), tensor.shape[dim]
-    wide = tensor.expand(rows, *tensor.shape[1:]).movedim(dim, 1)
-    flat = index + torch.arange(0, rows * count, count, device=index.device).unsqueeze(1)
-    return wide.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape).movedim(1, dim)
 
 
 _current: ContextVar[Scope | None] = ContextVar("hf_tiered_cache_scope", default=None)

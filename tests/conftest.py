@@ -63,7 +63,7 @@ def _quiet_and_reproducible():
 @pytest.fixture(autouse=True)
 def _no_check_by_chance(monkeypatch):
     """Spot checks come when requests have paid for them, and not by the random credit that they begin with."""
-    from hf_tiered_cache.spot_check import SpotChecks
+    from hf_tiered_cache.cache.spot_check import SpotChecks
 
     monkeypatch.setattr(SpotChecks, "first_credit", staticmethod(lambda: 0.0))
 

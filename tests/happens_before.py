@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_tiered_cache.geometry import ALIGNMENT
+from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.tiers.streams import CopyStream
 
 HOST, COPIES, COMPUTATION = 0, 1, 2

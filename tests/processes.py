@@ -31,7 +31,7 @@ from types import ModuleType
 from typing import IO, Any
 
 _IMPORTED = (
-    "hf_tiered_cache.session",  # which leads to nearly all others
+    "hf_tiered_cache.tiered_cache",  # which leads to nearly all others
     "transformers.generation.utils",
     *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen2", "gemma3")),
 )

@@ -16,8 +16,6 @@ import processes
 import torch
 from drawn_faults import du
 
-from hf_tiered_cache.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
-from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.stats import Counters
 from hf_tiered_cache.store.backend import SegmentBackend
 from hf_tiered_cache.store.cipher import Plain
@@ -25,8 +23,10 @@ from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend, head_of_file
 from hf_tiered_cache.store.format import HASH_BYTES, SegmentHeader
-from hf_tiered_cache.store.quota import Limits
+from hf_tiered_cache.store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV
+from hf_tiered_cache.store.publish import Limits
 from hf_tiered_cache.store.segment import Head, read_head
+from hf_tiered_cache.store.shape import SegmentShape
 
 LAYOUT = KVLayout((LayerKV(2, 8, 2, 8),) * 5, torch.float32)
 

@@ -15,7 +15,7 @@ from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import ContiguousKV, Impress, make_method
 from hf_tiered_cache.restore.fetch import Fetcher
-from hf_tiered_cache.restore.selective import PREFETCHED, Prefetched, SelectiveRestore
+from hf_tiered_cache.selection.prompt import PREFETCHED, Prefetched, SelectiveRestore
 from hf_tiered_cache.tiers.residency import Residency
 
 

@@ -14,8 +14,7 @@ from test_rankings import scores_in
 
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheTune
-from hf_tiered_cache.restore.asking import QuestionAttention
-from hf_tiered_cache.restore.recompute import narrowed_shares
+from hf_tiered_cache.passages.recompute import QuestionAttention, narrowed_shares
 
 COLUMNS = PROMPT.shape[1]
 HOLDS = {n: np.arange(at, at + len(PASSAGES[n])) for n, at in PLACES.items()}

@@ -20,15 +20,16 @@ from memory_backend import MemoryBackend
 from segments import hashes, open_store, read_back, segment, store_over, written_at_once
 from test_forged import ODD, places
 
-from hf_tiered_cache.geometry import Geometry
-from hf_tiered_cache.store import beside, maintain
-from hf_tiered_cache.store.beside import _PREFIX as PREFIX
-from hf_tiered_cache.store.beside import DTYPES, MAGIC
+from hf_tiered_cache.store import maintain
+from hf_tiered_cache.store import sidecars as beside
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.folder import FolderBackend
+from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.sidecars import _PREFIX as PREFIX
+from hf_tiered_cache.store.sidecars import DTYPES, MAGIC
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))
 FACTS = {"clusters": 4, "heads": [0, 1]}

@@ -23,8 +23,8 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertLMHeadModel
 
 from hf_tiered_cache import CacheMismatchError, ConfigError, Exact, KVStore, TieredCache, UnsupportedModelError, detach
+from hf_tiered_cache.layers import DenseSource, sources_for
 from hf_tiered_cache.restore.plan import PlanContext
-from hf_tiered_cache.sources import DenseSource, sources_for
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 

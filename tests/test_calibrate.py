@@ -12,12 +12,12 @@ from families import build
 from test_passages import PROMPT, ask, fill
 
 from hf_tiered_cache import KVStore
-from hf_tiered_cache import calibrate as module
-from hf_tiered_cache.calibrations import calibrated_ratio
+from hf_tiered_cache.cache.calibrations import calibrated_ratio
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import CacheTune, make_method
-from hf_tiered_cache.restore.recompute import LOWEST
+from hf_tiered_cache.operations import calibrate as module
+from hf_tiered_cache.passages.recompute import LOWEST
 
 SMALL = {"passages": 2, "tokens": 64, "suffix": 8, "repeats": 1, "progress": False}
 

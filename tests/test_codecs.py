@@ -20,13 +20,13 @@ from test_geometry import geometries, layouts
 
 from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.codecs import CODECS, codec_in, coded_provenance, make_codec
 from hf_tiered_cache.errors import ConfigError, FormatError, NewerFormatError
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.methods import METHODS, CacheTune, ContiguousKV, Epic, Exact, Impress, make_method
-from hf_tiered_cache.shape import SegmentShape
+from hf_tiered_cache.store.codecs import CODECS, codec_in, coded_provenance, make_codec
 from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.store.writer import PendingSegment
 
 LOSSY = [name for name, codec in CODECS.items() if not codec.lossless]

@@ -20,8 +20,8 @@ from families import build, prompt
 from reference import Remembering, prefilled
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
-from hf_tiered_cache.codecs import coded_provenance
 from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
+from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
 from hf_tiered_cache.store.root import StoreRoot

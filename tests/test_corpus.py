@@ -12,11 +12,12 @@ import torch
 from families import build, prompt
 from test_passages import BOS, PASSAGES, PLACES, PROMPT, QUESTION, ask, epic, join, tune
 
-from hf_tiered_cache import KVStore, documents, passages
+from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError, StoreError
-from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.operations import documents, passages
 from hf_tiered_cache.store.documents import DocumentRecord
+from hf_tiered_cache.store.geometry import Geometry
 
 HERE = str(Path(__file__).parent)
 EPIC = epic()

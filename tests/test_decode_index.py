@@ -11,12 +11,17 @@ import torch
 from eval.baselines.chunk_means import ChunkMeanIndex
 from eval.baselines.random_chunks import RandomIndex
 from eval.baselines.token_clusters import TokenClusterIndex
-from hf_tiered_cache.select import DECODE_INDEXES
-from hf_tiered_cache.select import decode_index as shared
-from hf_tiered_cache.select.clusters import ClusterIndex
-from hf_tiered_cache.select.decode_index import best_first, best_named, rank
-from hf_tiered_cache.select.kmeans import nearest, segmented_kmeans, spherical_step, strided_directions
-from hf_tiered_cache.select.page_bounds import PageBoundsIndex
+from hf_tiered_cache.selection import DECODE_INDEXES
+from hf_tiered_cache.selection import decode_index as shared
+from hf_tiered_cache.selection.boxes import PageBoundsIndex
+from hf_tiered_cache.selection.clusters import (
+    ClusterIndex,
+    nearest,
+    segmented_kmeans,
+    spherical_step,
+    strided_directions,
+)
+from hf_tiered_cache.selection.decode_index import best_first, best_named, rank
 
 KINDS = sorted(DECODE_INDEXES)
 SHAPES = [  # kv heads, group, queries, dim, chunk tokens, tokens of each index
@@ -406,7 +411,7 @@ def test_in_pieces_it_is_the_same(kind, monkeypatch):
     keys, query, chunk_tokens = case(4, 2, 6, 8, 4, [200, 40])
     whole = rank(built(kind, keys, chunk_tokens), query, None, 20)
     for name in ("decode_index", "kmeans"):
-        monkeypatch.setattr(f"hf_tiered_cache.select.{name}.LARGEST", 2000)  # a head, some positions, some rows
+        monkeypatch.setattr(f"hf_tiered_cache.selection.{name}.LARGEST", 2000)  # a head, some positions, some rows
     assert len(list(shared.head_slices(keys[0]))) == 4
     pieces = rank(built(kind, keys, chunk_tokens), query, None, 20)
     assert torch.equal(whole[0], pieces[0])

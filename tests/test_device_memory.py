@@ -13,12 +13,11 @@ from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.store import memory as memory_module
-from hf_tiered_cache.store.memory import page_locked
+from hf_tiered_cache.store.memory import page_locked, to_device
 from hf_tiered_cache.store.notices import Notices
 from hf_tiered_cache.tiers import streams
 from hf_tiered_cache.tiers.residency import Residency
-from hf_tiered_cache.tiers.staging import Staging
-from hf_tiered_cache.transfers import to_device
+from hf_tiered_cache.tiers.streams import Staging
 
 GPU = torch.device("cuda", 0)
 HUGE = 2 << 20

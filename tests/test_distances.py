@@ -20,12 +20,11 @@ from test_plans import Chosen
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.forward_pass import ForwardPass
+from hf_tiered_cache.cache.forward_pass import ForwardPass
+from hf_tiered_cache.conversations.attention_sums import AttentionSums, Stretch, Stretches
+from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import Exact
-from hf_tiered_cache.restore.distances import AttentionDistances
-from hf_tiered_cache.restore.stretches import Stretch, Stretches
-from hf_tiered_cache.select.attention_sums import AttentionSums
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from steps import Operations
@@ -202,7 +201,7 @@ def test_rows_of_a_padded_batch_are_those_of_each_alone(model, store):
 @pytest.mark.parametrize("at_once", [1 << 7, 1 << 13])
 def test_blocks_of_any_size_give_the_same(at_once, model, store, monkeypatch):
     """From a head and a row at a time on."""
-    monkeypatch.setattr("hf_tiered_cache.select.attention_sums._LARGEST", at_once)
+    monkeypatch.setattr("hf_tiered_cache.conversations.attention_sums._LARGEST", at_once)
     ids = prompt(60)
     cache = TieredCache(model, store, method=Watched())
     step(model, cache, ids)
@@ -455,7 +454,7 @@ def test_a_thread_that_reduces_while_the_model_decodes(model, store):
 
 
 def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, monkeypatch):
-    import hf_tiered_cache.restore.distances as distances
+    import hf_tiered_cache.conversations.distances as distances
 
     ids, queue = prompt(100), Queue()
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
@@ -472,7 +471,7 @@ def test_columns_taken_back_while_they_are_reduced_do_not_count(model, store, mo
 
 
 def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatch):
-    import hf_tiered_cache.restore.distances as distances
+    import hf_tiered_cache.conversations.distances as distances
 
     ids, queue, real = prompt(130, rows=2), Queue(), distances._reduced
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}), record=False)
@@ -492,7 +491,7 @@ def test_rows_that_change_places_while_they_are_reduced(model, store, monkeypatc
 
 
 def test_who_waits_for_a_result_waits_for_whoever_reduces(model, store, monkeypatch):
-    import hf_tiered_cache.restore.distances as distances
+    import hf_tiered_cache.conversations.distances as distances
 
     ids, queue, begun, go_on = prompt(60), Queue(), threading.Event(), threading.Event()
     cache = TieredCache(model, store, method=Watched(options=ALL | {"later": queue}))
@@ -553,7 +552,7 @@ def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, 
 
     ids = prompt(61)
     expected = generate(model, ids, TieredCache(model, store, record=False))
-    monkeypatch.setattr("hf_tiered_cache.restore.distances.attention_sums", broken)
+    monkeypatch.setattr("hf_tiered_cache.conversations.distances.attention_sums", broken)
     cache = TieredCache(model, store, method=Watched(), record=False)
     assert torch.equal(generate(model, ids, cache), expected)
     assert "no room" in observer_of(cache).result().missing

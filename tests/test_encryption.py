@@ -29,7 +29,6 @@ from test_relayout import geometries
 from eval.baselines import H2O, AttentionStore
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, FormatError, StoreError
-from hf_tiered_cache.geometry import HASH_TOKENS
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.store.catalogue import Catalogue
 from hf_tiered_cache.store.cipher import StoreCipher, cipher_of, read_key_file
@@ -37,6 +36,7 @@ from hf_tiered_cache.store.digest import xxh3
 from hf_tiered_cache.store.engines import PosixEngine
 from hf_tiered_cache.store.format import _PREFIX as PREFIX
 from hf_tiered_cache.store.format import HASH_BYTES, HEADER_BYTES, MAGIC, TAG_BYTES, decode_header
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 from hf_tiered_cache.store.memory import aligned_bytes
 
 KEY, OTHER_KEY = bytes(range(32)), bytes(range(1, 33))

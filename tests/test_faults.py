@@ -17,11 +17,11 @@ from reference import kv_of, prefilled
 from test_forged import forge, page_of
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
 from hf_tiered_cache.store import segment as segment_module
 from hf_tiered_cache.store.engines import posix as posix_module
 from hf_tiered_cache.store.engines.posix import PosixEngine
+from hf_tiered_cache.store.geometry import ALIGNMENT
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True}
 HERE = os.path.dirname(__file__)

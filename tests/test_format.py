@@ -15,8 +15,6 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file, segment
 
 from hf_tiered_cache.errors import FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
-from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.store.digest import DIGEST_DTYPE, Checksums, block_digests, lin64, xxh3
 from hf_tiered_cache.store.format import (
     FORMAT_VERSION,
@@ -27,7 +25,9 @@ from hf_tiered_cache.store.format import (
     lay_out,
     segment_id,
 )
+from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.segment import SegmentReader
+from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 
 
 @given(

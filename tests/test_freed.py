@@ -10,8 +10,8 @@ import torch
 from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.layers import buffer as buffer_module
 from hf_tiered_cache.methods import METHODS, make_method
-from hf_tiered_cache.sources import buffer as buffer_module
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 SETTINGS = [

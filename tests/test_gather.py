@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.restore.fetch import FetchUnit
 from hf_tiered_cache.restore.gather import Gather, gather_chunks, holds_chunks
-from hf_tiered_cache.shape import SegmentShape, TokenTables
-from hf_tiered_cache.tiers.blocks import Blocks
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.shape import SegmentShape, TokenTables
+from hf_tiered_cache.tiers.slabs import Blocks
 
 LAYERS, HEADS, DIM = 3, 4, 8
 LAYOUT = KVLayout((LayerKV(HEADS, DIM, HEADS, DIM),) * LAYERS, torch.float32)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError, FormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
-from hf_tiered_cache.shape import SegmentShape
+from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.shape import SegmentShape
 
 layers = st.builds(
     LayerKV,

@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.geometry import HASH_TOKENS
-from hf_tiered_cache.restore.history import History
-from hf_tiered_cache.restore.match import longest_prefix
-from hf_tiered_cache.restore.prefix_hasher import PrefixHasher
+from hf_tiered_cache.restore.hashes import History, PrefixHasher
+from hf_tiered_cache.restore.planner import longest_prefix
 from hf_tiered_cache.store.catalogue import SegmentRow
+from hf_tiered_cache.store.geometry import HASH_TOKENS
 
 HASHER = PrefixHasher(("model", "exact", ""))
 words = st.lists(st.integers(0, 1), max_size=8)  # each letter stands for a group of tokens

@@ -23,19 +23,19 @@ from hypothesis import strategies as st
 from segments import hashes, open_store, runs_of, segment
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cache.sequence import SequenceState
+from hf_tiered_cache.cache.storage import _seal
 from hf_tiered_cache.patches.scope import current
-from hf_tiered_cache.sequence import SequenceState
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.storage import _seal
 from hf_tiered_cache.store.catalogue import Catalogue, _transaction
 from hf_tiered_cache.store.disk import SegmentStore
 from hf_tiered_cache.store.engines.posix import PosixFile
 from hf_tiered_cache.store.files import open_regular
+from hf_tiered_cache.store.interrupts import Apart
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.interrupts import Apart
-from hf_tiered_cache.tiers.lease import BlockRequest
+from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
-from hf_tiered_cache.tiers.slots import ORPHANED, RESERVED
+from hf_tiered_cache.tiers.slabs import ORPHANED, RESERVED
 from hf_tiered_cache.tiers.streams import CopyStream
 
 CPU = torch.device("cpu")
@@ -382,7 +382,7 @@ def descriptors(root):
     return [target for target in targets if target.startswith(str(root))]
 
 
-@pytest.mark.parametrize("where", ["store.disk.Index.scan", "storage.ScoreTable.load"])
+@pytest.mark.parametrize("where", ["store.disk.Index.scan", "cache.storage.ScoreTable.load"])
 def test_an_interrupt_while_a_store_is_opened_leaves_nothing_open(tmp_path, monkeypatch, where):
     before = set(threading.enumerate())
     with monkeypatch.context() as patch:

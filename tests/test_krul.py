@@ -22,15 +22,15 @@ from eval.reference.asking import language_of, load
 from eval.reference.check import contexts
 from eval.reference.language import KINDS
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
-from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, note_initial_recent
+from hf_tiered_cache.cache.cost_model import idle_front
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import Exact, Krul, describe_method, krul, make_method
 from hf_tiered_cache.methods.krul import share_of_bytes
-from hf_tiered_cache.payoff import idle_front
-from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.store import segment
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.store.shape import SegmentShape, TokenTables
 from hf_tiered_cache.tiers import residency
 
 XS = Path(__file__).parent.parent / "eval" / "reference" / "xs"

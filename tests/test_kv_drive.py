@@ -11,14 +11,14 @@ from transformers import DynamicCache, StoppingCriteria
 
 from hf_tiered_cache import KVStore, LostKVError, TieredCache
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import KVDrive, make_method
-from hf_tiered_cache.restore import grown, window
-from hf_tiered_cache.restore.micro_batches import MicroBatches
-from hf_tiered_cache.restore.window import WindowChoices
-from hf_tiered_cache.select import DECODE_INDEXES
-from hf_tiered_cache.select.by_index import ByIndex, Span
-from hf_tiered_cache.select.decode_index import rank
-from hf_tiered_cache.sources.buffer import KVBuffer
+from hf_tiered_cache.selection import DECODE_INDEXES, window
+from hf_tiered_cache.selection import offload as grown
+from hf_tiered_cache.selection.by_index import ByIndex, Span
+from hf_tiered_cache.selection.decode_index import rank
+from hf_tiered_cache.selection.offload import MicroBatches
+from hf_tiered_cache.selection.window import WindowChoices
 
 METHOD = KVDrive(budget=0.2, local=16)
 TOKENS = 400

@@ -24,9 +24,9 @@ from hf_tiered_cache import (
     TieredCache,
     attach,
     detach,
-    precompute,
     tiered,
 )
+from hf_tiered_cache.operations import precompute
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6}
 HERE = os.path.dirname(__file__)

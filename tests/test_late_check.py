@@ -12,13 +12,13 @@ from side_stream import SideStream, with_device
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError
-from hf_tiered_cache.geometry import Geometry
+from hf_tiered_cache.layers import dense as dense_module
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.fetch import Fetcher
-from hf_tiered_cache.sources import dense as dense_module
 from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.store.geometry import Geometry
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.lease import BlockRequest
+from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.pool import RESERVED
 from hf_tiered_cache.tiers.residency import Residency
 

@@ -17,9 +17,9 @@ from tokenizers.pre_tokenizers import Split
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache import lead as module
-from hf_tiered_cache.calibrations import _read, keep_records
+from hf_tiered_cache.cache.calibrations import _read, keep_records
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic
+from hf_tiered_cache.operations import passage_cache as module
 from hf_tiered_cache.reasons import OTHER_LEAD
 
 LEAD = 33

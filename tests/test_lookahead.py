@@ -12,7 +12,7 @@ from families import build, prompt
 from test_selective import GREEDY, ask, fill, question, same
 
 from hf_tiered_cache import KVStore, TieredCache, attach, detach
-from hf_tiered_cache.forward_pass import RestoringForward
+from hf_tiered_cache.cache.forward_pass import RestoringForward
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.patches.lookahead import LookAhead
 from hf_tiered_cache.patches.scope import current

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from hf_tiered_cache import KVStore, TieredCache, detach
 from hf_tiered_cache.errors import CacheMismatchError, ConfigError
-from hf_tiered_cache.geometry import in_groups
 from hf_tiered_cache.methods import ContiguousKV, describe_method, make_method
-from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.selection.selectors import TopChunks
+from hf_tiered_cache.store.geometry import in_groups
 
 METHOD = ContiguousKV(
     budget=0.75, mass=0.5, chunk_tokens=8, per_head=False, reorder=False, identify="keys", rechoose=False, queries=4

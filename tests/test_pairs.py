@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, read_file
 from test_forged import ODD, forge, forge_section, page_of, places
 
-from hf_tiered_cache.codecs import CODECS, coded_provenance, make_codec, merged_codec
-from hf_tiered_cache.codecs.pairs import encode
 from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.methods import METHODS, ContiguousKV, Exact
-from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
+from hf_tiered_cache.store.codecs import CODECS, coded_provenance, make_codec, merged_codec
+from hf_tiered_cache.store.codecs.pairs import encode
 from hf_tiered_cache.store.format import HEADER_BYTES, SegmentHeader, decode_header, segment_id
+from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KeyIndex, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.relayout import join_segments
+from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
 
 MERGED = "paired"
 """A provenance of its own, as whoever merges layers has one."""

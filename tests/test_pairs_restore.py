@@ -15,14 +15,14 @@ from side_stream import with_device
 from test_selective import GREEDY, ask, fill, question, same
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.codecs import coded_provenance, make_codec, merged_codec
-from hf_tiered_cache.codecs.pairs import encode
-from hf_tiered_cache.geometry import Geometry, block_groups
 from hf_tiered_cache.methods import METHODS, Exact, Impress, Method
 from hf_tiered_cache.reasons import MERGED
 from hf_tiered_cache.restore.prefetch import units_of
-from hf_tiered_cache.shape import TokenTables
+from hf_tiered_cache.store.codecs import coded_provenance, make_codec, merged_codec
+from hf_tiered_cache.store.codecs.pairs import encode
+from hf_tiered_cache.store.geometry import Geometry, block_groups
 from hf_tiered_cache.store.relayout import join_segments
+from hf_tiered_cache.store.shape import TokenTables
 
 PAIRS = ((1, 4), (2, 3))  # of six layers, one pair inside the other
 RETAINED = {(1, 4): np.array([0, 3, 50, 51, 95]), (2, 3): np.array([17])}

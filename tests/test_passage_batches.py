@@ -17,8 +17,18 @@ from test_passages import BOS, PASSAGES, QUESTION, blend, epic, fill, join, tune
 
 from eval.baselines import Recompute
 from hf_tiered_cache import TieredCache
-from hf_tiered_cache.restore.columns import of_row, places, repeats, row_by_row, side_by_side
-from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice, UnderWay
+from hf_tiered_cache.restore.plan import (
+    Plan,
+    PlanContext,
+    RowGroup,
+    SegmentSlice,
+    UnderWay,
+    of_row,
+    places,
+    repeats,
+    row_by_row,
+    side_by_side,
+)
 
 ROWS = [
     (QUESTION[:7], PASSAGES[2], PASSAGES[1], QUESTION),

@@ -19,14 +19,13 @@ from test_plans import SCALINGS
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import CacheBlend, CacheTune, Epic, Exact
-from hf_tiered_cache.restore.passage_index import PassageIndex
-from hf_tiered_cache.restore.passage_report import CHANGED, COVERED, CUT, NOTHING_BEGINS, TOO_SHORT
-from hf_tiered_cache.restore.passages import find_passages
-from hf_tiered_cache.restore.prefix_hasher import PassageHasher, siphash
-from hf_tiered_cache.restore.spectral import RANKINGS
+from hf_tiered_cache.passages.finder import PassageIndex, find_passages
+from hf_tiered_cache.passages.ranking import RANKINGS
+from hf_tiered_cache.passages.report import CHANGED, COVERED, CUT, NOTHING_BEGINS, TOO_SHORT
+from hf_tiered_cache.restore.hashes import PassageHasher, siphash
 from hf_tiered_cache.store.catalogue import SegmentRow
+from hf_tiered_cache.store.geometry import Geometry
 
 # a passage and the prompt it stands in are under the same frequencies
 ROPES = SCALINGS | {"longrope": SCALINGS["longrope"] | {"original_max_position_embeddings": 2048}}

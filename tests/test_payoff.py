@@ -14,11 +14,11 @@ from families import build, prompt
 
 from eval.baselines import AttentionStore
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
-from hf_tiered_cache import calibrate as module
-from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
 from hf_tiered_cache.methods import make_method
+from hf_tiered_cache.operations import calibrate as module
 
 CPU = torch.device("cpu")
 DOCUMENT = prompt(160)

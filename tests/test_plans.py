@@ -19,11 +19,11 @@ from reference import kv_of
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_tiered_cache import ConfigError, KVStore, Method, TieredCache
-from hf_tiered_cache.geometry import Geometry
-from hf_tiered_cache.patches import rotary
+from hf_tiered_cache.patches import rope, rotary
 from hf_tiered_cache.patches.attach import attach
 from hf_tiered_cache.patches.scope import current
 from hf_tiered_cache.restore.plan import Plan, PlanContext, RowGroup, SegmentSlice
+from hf_tiered_cache.store.geometry import Geometry
 
 TOKENS = 130
 LAYERS = 6
@@ -147,7 +147,7 @@ def test_after_a_plan_the_model_is_as_before(root):
 
 def test_attention_that_cannot_place_queries_says_what_to_do(root, monkeypatch):
     model, store, ids, _ = stored("llama", root)
-    monkeypatch.setattr("hf_tiered_cache.forward_pass.can_scatter", lambda config: False)
+    monkeypatch.setattr("hf_tiered_cache.cache.forward_pass.can_scatter", lambda config: False)
     cache = TieredCache(model, store, method=Chosen(first=frozenset({3, 50})), record=False)
     with pytest.raises(ConfigError, match="set_attn_implementation"):
         model(input_ids=ids, past_key_values=cache, logits_to_keep=1)
@@ -269,7 +269,7 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
 
     first = keys[:, :, :1]
     given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
-    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
+    call = rope.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
     monkeypatch.setattr(rotary, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
@@ -286,7 +286,7 @@ def test_a_rotation_is_asked_for_keys_alone_where_it_can_do_without_queries(infe
         pairs = q.reshape(*q.shape[:-1], -1 if infers else 4, 2)  # -1 of no queries is ambiguous
         return apply_rotary_pos_emb(pairs.flatten(-2), k, cos, sin)
 
-    call = rotary.RotaryCall(rotation, rotary._Watched(rotation).places, (keys, keys, cos, sin), {}, expected)
+    call = rope.RotaryCall(rotation, rotary._Watched(rotation).places, (keys, keys, cos, sin), {}, expected)
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
     assert heads == ([0, 1] if infers else [0])
@@ -334,19 +334,19 @@ def test_tables_stay_until_frequencies_change(monkeypatch):
     """Passes rotate by the table of the first one; a module whose frequencies move gets another at once."""
     model = build("llama")
     embedding, attachment, made = model.model.rotary_emb, attach(model), []
-    at = rotary.RotaryTable.at
-    monkeypatch.setattr(rotary.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
+    at = rope.RotaryTable.at
+    monkeypatch.setattr(rope.RotaryTable, "at", lambda self, some: made.append(len(some)) or at(self, some))
 
     def rotated(stop):
-        tap = rotary.RotaryTap(attachment.kept_tables)
+        tap = rope.RotaryTap(attachment.kept_tables)
         position = torch.tensor([[500]])
         table = rotary.Call(embedding.forward, {"x": 0, "position_ids": 1}, (torch.empty(0), position), {})
         cos, sin = embedding(torch.empty(0), position)
-        tap.tables.append(rotary.RotaryTable(table, cos, sin))
+        tap.tables.append(rope.RotaryTable(table, cos, sin))
         key, keys = torch.ones(1, 1, 1, cos.shape[2]), torch.ones(1, stop, cos.shape[2])
         watched = rotary._Watched(apply_rotary_pos_emb)
-        call = rotary.RotaryCall(watched.original, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
-        like = rotary.PreRopeKV(key, key, "key", cos.shape[2], True, call)
+        call = rope.RotaryCall(watched.original, watched.places, (key, key, cos, sin), {}, key, tap.tables[0])
+        like = rope.PreRopeKV(key, key, "key", cos.shape[2], True, call)
         tap.rotate_at_(like, keys, torch.arange(stop)[None], stop)
         expected = embedding(torch.empty(0), torch.arange(stop)[None])
         assert torch.equal(keys, apply_rotary_pos_emb(torch.ones_like(keys)[None], keys[None] * 0 + 1, *expected)[1][0])

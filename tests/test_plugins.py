@@ -16,14 +16,14 @@ from families import build, prompt
 from test_selective import ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache, plugins
-from hf_tiered_cache.codecs import make_codec, register_codec
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import Exact, Method, describe_method, make_method, register_method
 from hf_tiered_cache.methods.budget import BudgetMethod
 from hf_tiered_cache.plugins import Registry
-from hf_tiered_cache.select import register_index
-from hf_tiered_cache.select.decode_index import DecodeIndex
-from hf_tiered_cache.select.selector import Selection, SelectionInput, Selector
+from hf_tiered_cache.selection import register_index
+from hf_tiered_cache.selection.decode_index import DecodeIndex
+from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector
+from hf_tiered_cache.store.codecs import make_codec, register_codec
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = 200

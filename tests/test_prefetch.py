@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from hf_tiered_cache import Exact, KVStore, TieredCache
 from hf_tiered_cache.errors import IntegrityError, RestoreError
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV
 from hf_tiered_cache.methods import ContiguousKV
 from hf_tiered_cache.restore.fetch import Fetcher
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
 from hf_tiered_cache.restore.prefetch import Prefetch
-from hf_tiered_cache.shape import SegmentShape, TokenTables
 from hf_tiered_cache.stats import StatsCollector
-from hf_tiered_cache.tiers.blocks import Blocks
-from hf_tiered_cache.tiers.lease import LeasedBlocks
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV
+from hf_tiered_cache.store.shape import SegmentShape, TokenTables
+from hf_tiered_cache.tiers.handles import LeasedBlocks
+from hf_tiered_cache.tiers.slabs import Blocks
 
 CPU = torch.device("cpu")
 LAYERS = 12

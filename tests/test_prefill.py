@@ -14,12 +14,12 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
+from hf_tiered_cache.layers.buffer import KVBuffer
 from hf_tiered_cache.methods import ContiguousKV, KVDrive
-from hf_tiered_cache.restore import partial_attention
-from hf_tiered_cache.restore.streamed import StreamedPrefix
-from hf_tiered_cache.restore.warm_up import WarmUp
-from hf_tiered_cache.restore.window import WindowChoices
-from hf_tiered_cache.sources.buffer import KVBuffer
+from hf_tiered_cache.selection import streamed as partial_attention
+from hf_tiered_cache.selection.streamed import StreamedPrefix
+from hf_tiered_cache.selection.warm_up import WarmUp
+from hf_tiered_cache.selection.window import WindowChoices
 
 TOKENS, PIECE = 700, 128
 METHOD = KVDrive(budget=0.2, local=16, prefill_tokens=PIECE, exact_from=16, observed=16)

@@ -15,16 +15,16 @@ from reference import kv_of
 
 from eval.baselines import PartialRecompute
 from hf_tiered_cache import ConfigError, Exact, KVStore, TieredCache, reasons
-from hf_tiered_cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
-from hf_tiered_cache.geometry import Geometry, KVLayout, LayerKV, block_groups
+from hf_tiered_cache.cache.calibrations import PrefixCosts, keep_prefix_costs, prefix_costs
+from hf_tiered_cache.cache.cost_model import plan_fronts, settle, streams_of
 from hf_tiered_cache.identity import Fingerprinter
 from hf_tiered_cache.kvstore import storage_of
+from hf_tiered_cache.layers import buffer
 from hf_tiered_cache.methods import make_method
-from hf_tiered_cache.payoff import plan_fronts, settle, streams_of
 from hf_tiered_cache.restore.plan import Plan, RowGroup, SegmentSlice
-from hf_tiered_cache.restore.pyramid import RATIOS, Load, Streams, best_ratio, fronts
-from hf_tiered_cache.sources import buffer
+from hf_tiered_cache.restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
 from hf_tiered_cache.stats import StatsCollector
+from hf_tiered_cache.store.geometry import Geometry, KVLayout, LayerKV, block_groups
 
 CPU = torch.device("cpu")
 TOKENS = 198
@@ -70,7 +70,7 @@ class Segment:
     """As much of a reader as plans ask for."""
 
     def __init__(self, layout, geometry, tokens):
-        from hf_tiered_cache.shape import SegmentShape
+        from hf_tiered_cache.store.shape import SegmentShape
 
         self.shape, self.id = SegmentShape(layout, geometry, tokens), "segment"
 
@@ -334,7 +334,7 @@ def test_a_model_whose_layers_take_more_of_each_token_loads_all(root, caplog):
 
 def test_an_attention_that_cannot_be_told_where_queries_stand_loads_all(root, monkeypatch):
     model, store, ids, full = stored("llama", root)
-    monkeypatch.setattr("hf_tiered_cache.suitability.can_scatter", lambda config: False)
+    monkeypatch.setattr("hf_tiered_cache.cache.suitability.can_scatter", lambda config: False)
     cache, ours = ask(model, store, ids, 0.5)
     close(ours, full)
     assert (cache.stats.tokens_restored, cache.stats.tokens_recomputed) == (STORED, 0)

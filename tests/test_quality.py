@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.calibrations import QualityFinding, keep_quality
+from hf_tiered_cache.cache.calibrations import QualityFinding, keep_quality
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import ContiguousKV, Impress, KVDrive, describe_method, make_method
 

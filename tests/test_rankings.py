@@ -14,10 +14,10 @@ from test_passages import BOS, PASSAGES, PLACES, PROMPT, ask, blend, epic, expec
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import CacheTune
+from hf_tiered_cache.passages.ranking import RANKINGS, band_energy, rank_tokens
 from hf_tiered_cache.reasons import unranked
-from hf_tiered_cache.restore.spectral import RANKINGS, band_energy, rank_tokens
+from hf_tiered_cache.store.geometry import Geometry
 
 
 def test_energy_at_low_frequencies_by_hand():

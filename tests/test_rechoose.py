@@ -15,11 +15,11 @@ from transformers import DynamicCache
 from eval.baselines import H2O
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import in_groups
+from hf_tiered_cache.layers import SelectedSource
 from hf_tiered_cache.methods import ContiguousKV
-from hf_tiered_cache.select.selector import Selection
-from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.sources import SelectedSource
+from hf_tiered_cache.selection.selector import Selection
+from hf_tiered_cache.selection.selectors import TopChunks
+from hf_tiered_cache.store.geometry import in_groups
 
 PREFIX, NEW = 200, 8
 SHARED = {"per_head": False, "reorder": False, "solo_layers": 1}

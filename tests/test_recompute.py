@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.restore.recompute import LOWEST, Costs, fastest_ratio
+from hf_tiered_cache.passages.recompute import LOWEST, Costs, fastest_ratio
 
 ratios = st.floats(LOWEST, 1.0)
 slopes = st.floats(0.01, 100)

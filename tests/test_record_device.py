@@ -16,11 +16,11 @@ from segments import hashes, open_store, read_back, segment
 from side_stream import Computed, SideStream
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache import record as record_module
+from hf_tiered_cache.cache import recorder as record_module
 from hf_tiered_cache.store import publish as publish_module
 from hf_tiered_cache.store.digest import PackedBlocks, lin64
 from hf_tiered_cache.store.writer import KeptOnDevice, PendingSegment, Writer
-from hf_tiered_cache.tiers import staging as staging_module
+from hf_tiered_cache.tiers import streams as staging_module
 from hf_tiered_cache.tiers.streams import CopyStream
 
 WRITER = "hf-tiered-writer"

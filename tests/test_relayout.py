@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from segments import LAYOUT, hashes, open_store, read_back, segment
 
 from hf_tiered_cache import KVStore, TieredCache
-from hf_tiered_cache.geometry import Geometry, KeyIndex
 from hf_tiered_cache.methods import METHODS
+from hf_tiered_cache.store.geometry import Geometry, KeyIndex
 from hf_tiered_cache.store.relayout import relayout_segment
 
 geometries = st.builds(

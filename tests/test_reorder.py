@@ -24,17 +24,17 @@ from test_relayout import geometries, tensors
 from test_selective import ask, fill, question, same
 
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.cache.forward_pass import RestoringForward
 from hf_tiered_cache.errors import FormatError
-from hf_tiered_cache.forward_pass import RestoringForward
-from hf_tiered_cache.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.methods import METHODS, ContiguousKV, Impress
 from hf_tiered_cache.restore.fetch import FetchUnit
-from hf_tiered_cache.select.selector import Selection
-from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.shape import NOT_HELD, SegmentShape, TokenTables
+from hf_tiered_cache.selection.selector import Selection
+from hf_tiered_cache.selection.selectors import TopChunks
 from hf_tiered_cache.store.format import segment_id
+from hf_tiered_cache.store.geometry import ALIGNMENT, Geometry, KVLayout, LayerKV, block_groups
 from hf_tiered_cache.store.relayout import relayout_segment
-from hf_tiered_cache.tiers.importance import TokenImportance
+from hf_tiered_cache.store.shape import NOT_HELD, SegmentShape, TokenTables
+from hf_tiered_cache.tiers.scores import TokenImportance
 
 LAYERS = len(LAYOUT.layers)
 METHOD = Impress(budget=0.25, probe_heads=2, chunk_tokens=16, reorder=False)

@@ -26,9 +26,9 @@ from hf_tiered_cache.store.memory import aligned_bytes
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.blocks import overlaps
-from hf_tiered_cache.tiers.lease import BlockRequest
+from hf_tiered_cache.tiers.handles import BlockRequest
 from hf_tiered_cache.tiers.residency import Residency
+from hf_tiered_cache.tiers.slabs import overlaps
 from hf_tiered_cache.tiers.streams import CopyStream, DoneEvent
 
 CPU = torch.device("cpu")

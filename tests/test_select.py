@@ -8,11 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.select.chunks import ChunkMap, budgeted_tokens, tokens_of_mass, top_chunks
-from hf_tiered_cache.select.mass import head_mass, top_of_each
-from hf_tiered_cache.select.probe_heads import ProbeHeads, jaccard_threshold, mean_jaccard
-from hf_tiered_cache.select.selector import SelectionInput
-from hf_tiered_cache.select.top_chunks import TopChunks
+from hf_tiered_cache.selection.selector import ChunkMap, SelectionInput, budgeted_tokens, tokens_of_mass, top_chunks
+from hf_tiered_cache.selection.selectors import (
+    ProbeHeads,
+    TopChunks,
+    head_mass,
+    jaccard_threshold,
+    mean_jaccard,
+    top_of_each,
+)
 
 
 @st.composite
@@ -192,5 +196,5 @@ def test_mass_in_pieces_is_the_same(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     query, keys, own = (torch.randn(n, t, 8, generator=generator) for n, t in ((4, 9), (2, 50), (2, 9)))
     whole = head_mass(query, keys, own)
-    monkeypatch.setattr("hf_tiered_cache.select.mass._LARGEST", 400)  # two rows at a time
+    monkeypatch.setattr("hf_tiered_cache.selection.selectors._LARGEST", 400)  # two rows at a time
     assert torch.allclose(head_mass(query, keys, own), whole, atol=1e-7)

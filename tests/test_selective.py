@@ -14,13 +14,12 @@ from transformers import DynamicCache
 from eval.baselines import H2O, AttentionStore, Recompute, TopTokens
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.errors import ConfigError, UnsupportedModelError
-from hf_tiered_cache.geometry import Geometry, in_groups
 from hf_tiered_cache.methods import ContiguousKV, Exact, Impress, KVDrive, describe_method, make_method
 from hf_tiered_cache.patches import attachment_of
-from hf_tiered_cache.select.probe_heads import ProbeHeads
-from hf_tiered_cache.select.selector import Selection
-from hf_tiered_cache.select.top_chunks import TopChunks
-from hf_tiered_cache.tiers.guesses import Guesses
+from hf_tiered_cache.selection.selector import Selection
+from hf_tiered_cache.selection.selectors import ProbeHeads, TopChunks
+from hf_tiered_cache.store.geometry import Geometry, in_groups
+from hf_tiered_cache.tiers.scores import Guesses
 from hf_tiered_cache.units import format_bytes
 
 BLIND = ("deepseek_v3", "falcon")

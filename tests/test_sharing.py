@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_tiered_cache.select.sharing import ALIKE, LayerDistances, calibrated_gamma, share_layers
+from hf_tiered_cache.conversations.sharing import ALIKE, LayerDistances, calibrated_gamma, share_layers
 
 
 def distances(near, shares, layers=None, far=0.9):

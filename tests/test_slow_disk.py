@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).parent.parent / "bench"))
 from slow_disk import SlowDisk, SlowDiskEngine
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import ALIGNMENT
 from hf_tiered_cache.store.engines import ReadOp
+from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.store.memory import aligned_bytes
 
 

@@ -11,7 +11,7 @@ from accelerate import cpu_offload, disk_offload
 from families import build, prompt
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
-from hf_tiered_cache.spot_check import SpotChecks
+from hf_tiered_cache.cache.spot_check import SpotChecks
 
 IDS = prompt(200)
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
@@ -140,7 +140,7 @@ def test_a_check_that_cannot_be_made_fails_no_request(tmp_path, monkeypatch, cap
     expected = model.generate(IDS, **GREEDY)
     with KVStore(tmp_path, spot_checks=1) as store:
         store.precompute(model, IDS, progress=False)
-        monkeypatch.setattr("hf_tiered_cache.stored_cache.deviation", lambda *_: 1 / 0)
+        monkeypatch.setattr("hf_tiered_cache.cache.stored_cache.deviation", lambda *_: 1 / 0)
         cache = TieredCache(model, store, record=False)
         assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), expected)
         assert "ZeroDivisionError" in caplog.text

@@ -27,14 +27,13 @@ from happens_before import (
 )
 from segments import LAYOUT
 
-from hf_tiered_cache.geometry import Geometry
-from hf_tiered_cache.shape import SegmentShape
 from hf_tiered_cache.stats import StatsCollector
 from hf_tiered_cache.store.engines import ReadReport
+from hf_tiered_cache.store.geometry import Geometry
+from hf_tiered_cache.store.shape import SegmentShape
 from hf_tiered_cache.tiers import device as device_module
 from hf_tiered_cache.tiers import residency as residency_module
-from hf_tiered_cache.tiers.late_check import LateCheck
-from hf_tiered_cache.tiers.lease import BlockRequest, Hold, Holds
+from hf_tiered_cache.tiers.handles import BlockRequest, Hold, Holds, LateCheck
 from hf_tiered_cache.tiers.residency import Residency
 from hf_tiered_cache.tiers.streams import DoneEvent
 

@@ -23,14 +23,14 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import FormatError
-from hf_tiered_cache.geometry import Geometry, block_groups
 from hf_tiered_cache.methods import CacheTune, Impress, Method
 from hf_tiered_cache.reasons import IN_PART
-from hf_tiered_cache.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.format import HEADER_BYTES, decode_header
+from hf_tiered_cache.store.geometry import Geometry, block_groups
 from hf_tiered_cache.store.relayout import relayout_segment
+from hf_tiered_cache.store.shape import IN_ORDER, NOT_HELD, SegmentShape, TokenTables
 
 
 def tables_of(held, tokens):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import ALIGNMENT
+from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.tiers import POLICIES, make_policy
 from hf_tiered_cache.tiers import pool as pool_module
 from hf_tiered_cache.tiers.policy import Usage

@@ -23,7 +23,7 @@ from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
 from hf_tiered_cache.methods import CacheBlend, CacheTune, ContiguousKV, Exact, Impress
 from hf_tiered_cache.restore.gather import Gather
-from hf_tiered_cache.transfers import to_host
+from hf_tiered_cache.store.memory import to_host
 
 PACKAGE = str(Path(hf_tiered_cache.__file__).parent)
 PATCHES = str(Path(sys.modules["hf_tiered_cache.patches.attach"].__file__).parent)
@@ -32,7 +32,7 @@ READS = {*NUMBERS, "cpu", "numpy", "nonzero", "tensor"}
 MOVES = {"to", "type_as"}
 INDEXES = {"__getitem__", "__setitem__", "index_put_"}
 TO_HOST = {to_host.__code__, *(code for code in to_host.__code__.co_consts if isinstance(code, CodeType))}
-ON_THE_CPU_ALONE = {("rotary.py", "_agree")}
+ON_THE_CPU_ALONE = {("rope.py", "_agree")}
 """What is done to tensors on the CPU, and otherwise on a GPU."""
 ONCE = {"request.py", "sequence.py"}
 """What reads the prompt itself, once: its tokens are looked up by the host."""
@@ -76,7 +76,7 @@ class Waits(TorchFunctionMode):
             return
         if module in ONCE:
             self.reads_of_the_prompt += 1
-        elif module == "transfers.py":
+        elif module == "memory.py":
             self.read_down += frame.f_code in TO_HOST and name == "to"
         elif function != "on":
             self.found[module, function, name] += 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.tiers.window import EMPTY, WINDOW_POLICIES, Window
+from hf_tiered_cache.selection.window_slots import EMPTY, WINDOW_POLICIES, Window
 
 
 class SetWindow:

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_selective import ask, fill, question, same
 
-from hf_tiered_cache import KVStore, profiling
-from hf_tiered_cache.calibrations import profiled_windows
+from hf_tiered_cache import KVStore
+from hf_tiered_cache.cache.calibrations import profiled_windows
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import KVDrive
-from hf_tiered_cache.profiling import decode
-from hf_tiered_cache.restore.window import WindowedSelection
-from hf_tiered_cache.tiers import window_sizes
-from hf_tiered_cache.tiers.window import Window
-from hf_tiered_cache.tiers.window_sizes import (
+from hf_tiered_cache.operations import windows as profiling
+from hf_tiered_cache.operations.windows import decode
+from hf_tiered_cache.selection import window_sizes
+from hf_tiered_cache.selection.window import WindowedSelection
+from hf_tiered_cache.selection.window_sizes import (
     Trace,
     WindowProfile,
     exhaustive_sizes,
@@ -31,6 +31,7 @@ from hf_tiered_cache.tiers.window_sizes import (
     replay,
     uniform_sizes,
 )
+from hf_tiered_cache.selection.window_slots import Window
 
 METHOD = KVDrive(budget=0.2, local=16)
 SIZES = (1, 2, 3, 4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_tiered_cache.methods import register_method
-from hf_tiered_cache.select import register_index
+from hf_tiered_cache.selection import register_index
 
 from .all_keys import AllKeysIndex
 from .chunk_means import ChunkMeanIndex

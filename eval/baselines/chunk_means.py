@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_tiered_cache.select.decode_index import (
+from hf_tiered_cache.selection.decode_index import (
     DecodeIndex,
     best_first,
     cut_in_chunks,

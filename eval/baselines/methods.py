@@ -7,18 +7,17 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from hf_tiered_cache.codecs.pairs import TOWARD
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.geometry import Geometry
 from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.methods.budget import BudgetMethod
 from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
-from hf_tiered_cache.restore.selective import Prefetched
-from hf_tiered_cache.select.chunks import budgeted_tokens
-from hf_tiered_cache.select.mass import head_mass, top_of_each
-from hf_tiered_cache.select.selector import Selection, SelectionInput, Selector
-from hf_tiered_cache.transfers import to_host
+from hf_tiered_cache.selection.prompt import Prefetched
+from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector, budgeted_tokens
+from hf_tiered_cache.selection.selectors import head_mass, top_of_each
+from hf_tiered_cache.store.codecs.pairs import TOWARD
+from hf_tiered_cache.store.geometry import Geometry
+from hf_tiered_cache.store.memory import to_host
 
 
 @dataclass(frozen=True, kw_only=True)

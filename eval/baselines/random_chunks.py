@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_tiered_cache.select.decode_index import DecodeIndex, best_first
+from hf_tiered_cache.selection.decode_index import DecodeIndex, best_first
 
 if TYPE_CHECKING:
     from typing_extensions import Self

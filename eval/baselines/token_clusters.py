@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_tiered_cache.select.clusters import ClusterIndex
+from hf_tiered_cache.selection.clusters import ClusterIndex
 
 if TYPE_CHECKING:
     from typing_extensions import Self

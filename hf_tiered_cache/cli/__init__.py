@@ -15,7 +15,9 @@ import typer
 
 from .. import __version__
 from ..errors import TieredCacheError
-from . import calibrate, conversations, documents, listing, lm_eval, maintain, profile, serve
+from . import calibrate, conversations, documents, listing, maintain, serve
+from . import calibrate as profile
+from . import serve as lm_eval
 
 app = typer.Typer(
     no_args_is_help=True,

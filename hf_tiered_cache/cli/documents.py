@@ -115,8 +115,8 @@ def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
 
 
 def _remove(store: Path, labels: list[str], dry_run: bool, as_json: bool) -> None:
-    from ..documents import remove_documents, segments_of_documents
     from ..kvstore import storage_of
+    from ..operations.documents import remove_documents, segments_of_documents
 
     with open_store(store) as opened:
         storage = storage_of(opened)

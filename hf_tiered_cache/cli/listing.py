@@ -16,8 +16,8 @@ from .contents import Contents, contents_of, unique_length
 from .output import AsJson, StorePath, ago, count, date, facts, figures, print_json, printable
 
 if TYPE_CHECKING:
-    from ..geometry import BlockGroup, LayerKV
-    from ..shape import SegmentShape
+    from ..store.geometry import BlockGroup, LayerKV
+    from ..store.shape import SegmentShape
 
 
 def ls(store: StorePath, as_json: AsJson = False) -> None:
@@ -197,7 +197,7 @@ def _held(block_group: BlockGroup) -> str:
 
 
 def _cut(shape: SegmentShape) -> str:
-    from ..codecs import RAW
+    from ..store.codecs import RAW
 
     geometry = shape.geometry
     heads = "all heads" if geometry.heads_per_block is None else count(geometry.heads_per_block, "head")

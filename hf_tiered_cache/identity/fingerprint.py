@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .adapters import adapter_state, rows_have_adapters
 from .code import Statics
 from .model import IRRELEVANT, ModelDescription
+from .state import adapter_state, rows_have_adapters
 from .watch import active_mode, computing_state
 from .weights import WeightDigests
 

@@ -23,11 +23,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UnsupportedModelError
 from ..patches.scope import Replacement
-from .adapters import active_adapters, is_tuner, merged_adapters
 from .code import LEAF, CodeDescription, Statics
 from .description import Undescribable
 from .origin import TRUSTED, USER, origin_of, origin_of_class
-from .rope import varying_rope
+from .state import active_adapters, is_tuner, merged_adapters, varying_rope
 
 IRRELEVANT = frozenset(
     {

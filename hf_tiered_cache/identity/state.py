@@ -1,4 +1,11 @@
-"""State of objects: everything that an instance holds, regardless of its support for `copy` and `pickle`."""
+"""State of objects, PEFT adapters and RoPE.
+
+State of objects: everything that an instance holds, regardless of its support for `copy` and `pickle`.
+
+State of PEFT adapters: which ones are active, and in which layers.
+
+RoPE with frequencies that depend on the prompt length: KV of one frequency regime is not served under another.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +15,11 @@ import functools
 import operator
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from transformers import PreTrainedConfig
 
 _VALUES = (int, float, complex, str, bytes, tuple, frozenset)
 """Built-in immutable types. Subclasses may add state to the value."""
@@ -94,3 +103,69 @@ def _member_name(value: Any, kind: type) -> str:
     if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:
         return name
     raise TypeError(f"an instance of {kind.__qualname__} has state that Python code does not see")
+
+
+def is_tuner(module: Any) -> bool:
+    """Return whether a module is a layer that an adapter wraps."""
+    return hasattr(type(module), "adapter_layer_names") and hasattr(type(module), "active_adapters")
+
+
+def active_adapters(layer: Any) -> tuple[str, ...]:
+    """Return the names of the active adapters of a layer."""
+    return () if getattr(layer, "disable_adapters", False) else tuple(layer.active_adapters)
+
+
+def merged_adapters(layer: Any) -> tuple[str, ...]:
+    """Return the names of the adapters that are merged into the weights of a layer."""
+    return tuple(getattr(layer, "merged_adapters", ()))
+
+
+def adapter_state(layers: Iterable[Any]) -> tuple[tuple, ...]:
+    """Return the adapter state of layers with an active or merged adapter.
+
+    Returns:
+        For each such layer its index in `layers`, the active adapters, the merged adapters and the scales of the active
+        ones.
+    """
+    states = []
+    for number, layer in enumerate(layers):
+        merged = merged_adapters(layer)
+        active = active_adapters(layer)
+        if active or merged:
+            scaling = getattr(layer, "scaling", {})
+            states.append((number, active, merged, tuple(scaling.get(adapter) for adapter in active)))
+    return tuple(states)
+
+
+def rows_have_adapters(layers: Iterable[Any]) -> bool:
+    """Return whether the current pass selects adapters by row (PEFT's `adapter_names`, activated LoRA)."""
+    hooks = (hook for layer in layers for hook in layer._forward_pre_hooks.values())
+    return any({"adapter_names", "alora_offsets"} & getattr(hook, "keywords", {}).keys() for hook in hooks)
+
+
+def varying_rope(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return the RoPE parameters of a model if its frequencies depend on the prompt length, otherwise None."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for group in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind = group.get("rope_type") or ""
+        if kind == "longrope" or "dynamic" in kind:
+            return group
+    return None
+
+
+def rope_regime(config: PreTrainedConfig, length: int) -> str | None:
+    """Return the frequency regime of a pass with the last position `length - 1`.
+
+    KV computed under one regime is not served under another.
+
+    Returns:
+        "short" or "long" for longrope. Otherwise "", or None if the frequencies depend on the exact length (dynamic NTK
+        scaling beyond the trained length), so that nothing can be reused.
+    """
+    group = varying_rope(config)
+    if group is None:
+        return ""
+    if group["rope_type"] == "longrope":
+        original = group.get("original_max_position_embeddings") or config.max_position_embeddings
+        return "long" if length > original else "short"
+    return "" if length < config.max_position_embeddings else None

@@ -22,13 +22,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from tqdm.auto import tqdm
 
-from ..cache import TieredCache
 from ..errors import ConfigError
-from ..geometry import HASH_TOKENS
 from ..kvstore import KVStore
 from ..methods import Method, Passages, make_method
 from ..store import KEY_FILE_VARIABLE
 from ..store.cipher import read_key_file
+from ..store.geometry import HASH_TOKENS
+from ..tiered_cache import TieredCache
 from ..units import parse_bytes
 from .hub import go_offline_without_hub
 

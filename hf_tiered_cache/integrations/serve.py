@@ -29,13 +29,12 @@ from transformers.cli.serving.transcription import TranscriptionHandler
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState, split_model_id
 
 from .. import reasons
-from ..cache import TieredCache
 from ..errors import ConfigError
 from ..kvstore import KVStore
-from ..logs import LINE_FORMAT
 from ..methods import Method
 from ..stats import RequestStats
-from ..store.notices import Notices
+from ..store.notices import LINE_FORMAT, Notices
+from ..tiered_cache import TieredCache
 from .limits import MAX_CONNECTIONS, MAX_REQUEST_BYTES, MAX_SEQUENCES, ImpatientProtocol, LimitedRequests, error_body
 
 try:

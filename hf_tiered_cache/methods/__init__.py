@@ -9,13 +9,13 @@ from typing import Any
 from ..errors import ConfigError
 from ..plugins import Registry
 from .base import IdleConversation, Method
+from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
 from .exact import Exact
 from .impress import Impress
 from .krul import Krul
 from .kv_drive import KVDrive
-from .passage_baselines import CacheBlend, Epic
 from .passages import Passages
 
 

@@ -10,27 +10,25 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from ..codecs import RAW, coded_provenance
 from ..errors import ConfigError
-from ..geometry import Geometry
-from ..restore.asking import Asked
-from ..restore.columns import Columns
+from ..layers import DenseSource, LayerTensors, SelectedSource
+from ..passages.recompute import Asked
 from ..restore.observe import CacheObserver, Later
-from ..restore.plan import PlanContext, UnderWay
-from ..restore.selective import PREFETCHED, Prefetched
-from ..select.by_index import WindowSizes
-from ..select.selector import Selector
-from ..shape import SegmentShape
-from ..sources import DenseSource, LayerTensors, SelectedSource
+from ..restore.plan import Columns, PlanContext, UnderWay
+from ..selection.by_index import WindowSizes
+from ..selection.prompt import PREFETCHED, Prefetched
+from ..selection.selector import Selector
+from ..store.codecs import RAW, coded_provenance
 from ..store.format import EXACT
+from ..store.geometry import Geometry
+from ..store.shape import SegmentShape
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from ..select.sharing import LayerDistances
+    from ..conversations.sharing import LayerDistances
     from ..store.disk import SegmentStore
-    from ..store.merging import Admit
-    from ..store.relayout import BlocksOf
+    from ..store.relayout import Admit, BlocksOf
     from ..store.segment import SegmentReader
 
 _LARGE_MASK = 1 << 28

@@ -17,10 +17,10 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
+from ..layers import LayerTensors
+from ..passages.ranking import RANKED_IN_CONTEXT
+from ..passages.recompute import LOWEST, narrowed_shares
 from ..restore.plan import PlanContext, SegmentSlice, UnderWay
-from ..restore.recompute import LOWEST, narrowed_shares
-from ..restore.spectral import RANKED_IN_CONTEXT
-from ..sources import LayerTensors
 from .passages import Passages, check_share, count_of, importance_of, question_tokens
 
 logger = logging.getLogger("hf_tiered_cache")

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from ..errors import ConfigError
-from ..geometry import Geometry, KeyIndex
-from ..restore.selective import PREFETCHED, Prefetched
-from ..select.chunks import budgeted_tokens
-from ..select.selector import Selector
-from ..select.top_chunks import TopChunks
+from ..selection.prompt import PREFETCHED, Prefetched
+from ..selection.selector import Selector, budgeted_tokens
+from ..selection.selectors import TopChunks
+from ..store.geometry import Geometry, KeyIndex
 from .budget import DEFAULT_BUDGET, BudgetMethod, check_share
 
 

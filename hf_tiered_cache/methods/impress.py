@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..geometry import Geometry
-from ..restore.selective import Prefetched
-from ..select.chunks import budgeted_tokens
-from ..select.probe_heads import ProbeHeads
-from ..select.selector import Selector
+from ..selection.prompt import Prefetched
+from ..selection.selector import Selector, budgeted_tokens
+from ..selection.selectors import ProbeHeads
+from ..store.geometry import Geometry
 from .budget import BudgetMethod
 
 

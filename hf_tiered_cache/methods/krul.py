@@ -9,17 +9,17 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..codecs import coded_provenance
-from ..codecs.pairs import TOWARD
+from ..conversations.distances import AttentionDistances
+from ..conversations.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
 from ..errors import ConfigError
-from ..geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
-from ..restore.distances import AttentionDistances
 from ..restore.observe import CacheObserver, Later
-from ..restore.pyramid import fronts
-from ..select.sharing import ALIKE, I_R_SHARE, calibrated_gamma, share_layers
-from ..shape import SegmentShape
-from ..store.merging import merge_segments, tokens_of
+from ..restore.schedule import fronts
+from ..store.codecs import coded_provenance
+from ..store.codecs.pairs import TOWARD
+from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
+from ..store.relayout import merge_segments, tokens_of
 from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
 from .base import IdleConversation, Method
 from .exact import check_front
 

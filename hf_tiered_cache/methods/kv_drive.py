@@ -7,11 +7,11 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ConfigError
-from ..geometry import HASH_TOKENS, Geometry
-from ..select import DECODE_INDEXES
-from ..select.by_index import ByIndex, WindowSizes
-from ..select.selector import Selector
-from ..tiers.window import WINDOW_POLICIES
+from ..selection import DECODE_INDEXES
+from ..selection.by_index import ByIndex, WindowSizes
+from ..selection.selector import Selector
+from ..selection.window_slots import WINDOW_POLICIES
+from ..store.geometry import HASH_TOKENS, Geometry
 from .budget import BudgetMethod
 
 if TYPE_CHECKING:

@@ -10,15 +10,14 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedConfig
 
-from ..codecs import coded_provenance
 from ..errors import ConfigError
-from ..geometry import Geometry
-from ..restore.asking import Asked
-from ..restore.columns import Columns, of_row, repeats, side_by_side
-from ..restore.passages import sink_token
-from ..restore.plan import PlanContext, RowGroup, SegmentSlice, UnderWay
-from ..restore.spectral import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
+from ..passages.finder import sink_token
+from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
+from ..passages.recompute import Asked
+from ..restore.plan import Columns, PlanContext, RowGroup, SegmentSlice, UnderWay, of_row, repeats, side_by_side
+from ..store.codecs import coded_provenance
 from ..store.format import passage_provenance
+from ..store.geometry import Geometry
 from .base import Method
 
 _RANKED_BEHIND = 64
@@ -38,9 +37,9 @@ class Passages(Method, ABC):
         alpha: Share of the frequencies that are low, for the frequency rankings (CacheTune, Section 4.1).
         check_layer: First layer that computes only the selected tokens, 0 or 1. Layers before it compute all.
         lead: Number of tokens that precede a passage while its KV is computed, and are then dropped: the model's first
-            token, followed by a text that belongs to no document (see `hf_tiered_cache.lead`). In a prompt, a passage
-            follows other text, and KV computed at the beginning of all text is far from that. 1 is the first token
-            alone, so that no token of the passage becomes the attention sink. 0 is none. A method finds only passages
+            token, followed by a text that belongs to no document. In a prompt, a passage follows other text, and KV
+            computed at the beginning of all text is far from that. 1 is the first token alone, so that no token of the
+            passage becomes the attention sink. 0 is none. A method finds only passages
             that were stored with the same lead.
     """
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 
 from ..errors import IntegrityError, RestoreError
-from ..geometry import BlockGroup, FieldSlot, Part
 from ..stats import StatsCollector
+from ..store.geometry import BlockGroup, FieldSlot, Part
 from ..store.segment import SegmentReader
-from ..tiers.blocks import Blocks
-from ..tiers.lease import BlockRequest, Lease, LeasedBlocks
+from ..tiers.handles import BlockRequest, Lease, LeasedBlocks
 from ..tiers.residency import Residency
+from ..tiers.slabs import Blocks
 
 
 @dataclass(eq=False)

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..geometry import BlockGroup, Part
-from ..shape import SegmentShape
-from ..tiers.blocks import Blocks
-from ..transfers import to_device
+from ..store.geometry import BlockGroup, Part
+from ..store.memory import to_device
+from ..store.shape import SegmentShape
+from ..tiers.slabs import Blocks
 
 _NOT_FETCHED = "tokens are gathered from blocks that were not fetched"
 _FEW_RUNS = 4

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..errors import ConfigError, FormatError, NewerFormatError
 from .catalogue import SegmentRow
+from .files import are_moments, understood
 from .kinds import CONVERSATION, CONVERSATION_LOCK, LOCK_SUFFIX, RECORD_SUFFIX, encode_record, name_of
 from .ownership import Holder, Ownership, holder_of, lock_patiently
-from .records import are_moments, understood
 from .root import StoreRoot
 
 FORMAT_VERSION = 1

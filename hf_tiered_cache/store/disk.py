@@ -26,9 +26,8 @@ from ..errors import (
     StoreError,
 )
 from ..stats import Counters
-from . import quota
+from . import publish as quota
 from .backend import SegmentBackend
-from .beside import Beside
 from .catalogue import Catalogue, SegmentRow
 from .cipher import Plain
 from .digest import Group
@@ -39,6 +38,7 @@ from .notices import Notices
 from .process import OpenSegments
 from .publish import Publisher, Written
 from .segment import SegmentReader, read_head
+from .sidecars import Beside
 
 _HIDDEN_SECONDS = 60.0
 """Seconds for which a segment is not used after a read error."""
@@ -67,7 +67,7 @@ class SegmentStore:
     ) -> None:
         self.backend, self.place = backend, backend.place
         self.limits, self.counters, self.cipher = limits, counters, cipher or Plain()
-        self.readers = OpenSegments()
+        self.readers: OpenSegments[SegmentReader] = OpenSegments()
         self.on_gone: list[Callable[[Collection[str]], None]] = []
         """Callbacks that receive the ids of deleted or replaced segments."""
         self._verify = verify

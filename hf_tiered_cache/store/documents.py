@@ -20,8 +20,8 @@ from typing import Any
 from ..errors import ConfigError, FormatError, NewerFormatError
 from . import HASH_BYTES
 from .catalogue import SegmentRow
+from .files import are_moments, understood
 from .kinds import DOCUMENT, RECORD_SUFFIX, encode_record, name_of
-from .records import are_moments, understood
 from .root import StoreRoot
 
 FORMAT_VERSION = 1

@@ -18,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs import RAW, codec_in, coded_provenance
 from ..errors import ConfigError, FormatError, NewerFormatError
-from ..geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
-from ..shape import SegmentShape, TokenTables
 from . import EXACT, HASH_BYTES, PASSAGE, SCAN_BYTES
+from .codecs import RAW, codec_in, coded_provenance
 from .digest import DIGEST_DTYPE, Guard, xxh3
+from .geometry import ALIGNMENT, HASH_TOKENS, Geometry, KVLayout, aligned
 from .kinds import SEGMENT_MAGIC
+from .shape import SegmentShape, TokenTables
 
 MAGIC = SEGMENT_MAGIC
 FORMAT_VERSION = 8

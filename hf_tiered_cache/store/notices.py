@@ -1,8 +1,49 @@
-"""Warnings of a store, logged once per topic."""
+"""Log lines of the library: their format if the program has not configured logging, and warnings logged once.
+
+Format of the library's log lines if the program has not configured logging.
+
+Warnings of a store, logged once per topic.
+"""
 
 from __future__ import annotations
 
 import logging
+import sys
+from typing import TextIO
+
+LOGGER = logging.getLogger("hf_tiered_cache")
+LINE_FORMAT = "[hf_tiered_cache] %(message)s"
+"""Format in the style of transformers: `[transformers] ...`."""
+
+
+class StandaloneHandler(logging.StreamHandler):
+    """Handler that prints to standard error, unless another handler gets the record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(LINE_FORMAT))
+
+    @property
+    def stream(self) -> TextIO:
+        """Current standard error stream, which programs and notebooks may replace."""
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        """Ignore the stream that the base class sets."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a record, unless a handler that the program configured gets it."""
+        others = [handler for handler in LOGGER.handlers if handler is not self]
+        if not others and not (LOGGER.propagate and logging.getLogger().handlers):
+            super().emit(record)
+
+
+def mark_lines() -> None:
+    """Add the library's handler to its logger. Further calls have no effect."""
+    if not any(isinstance(handler, StandaloneHandler) for handler in LOGGER.handlers):
+        LOGGER.addHandler(StandaloneHandler())
+
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -13,14 +13,31 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .database import Database
-    from .ownership import Ownership
-    from .segment import SegmentReader
+from typing import Any, Generic, Protocol, TypeVar
 
 _MOST_OPEN_SEGMENTS = 256
+
+
+class Shared(Protocol):
+    """Resource that several users of this process share."""
+
+    users: int
+    """Number of users."""
+
+    def close(self) -> None:
+        """Close the resource, after the last user has released it."""
+
+
+class OpenSegment(Protocol):
+    """Open segment; it is closed when its last reference is dropped."""
+
+    @property
+    def id(self) -> str:
+        """Id of the segment."""
+
+
+_Shared = TypeVar("_Shared", bound=Shared)
+_Segment = TypeVar("_Segment", bound=OpenSegment)
 
 
 class _Process:
@@ -28,10 +45,10 @@ class _Process:
         self.pid = os.getpid()
         self.lock = threading.RLock()  # for `segments`; finalizers acquire it too
         self.opening = threading.RLock()  # for `databases`
-        self.databases: dict[Path, Database] = {}
+        self.databases: dict[Path, Any] = {}
         self.owning = threading.RLock()  # for `conversations`
-        self.conversations: weakref.WeakValueDictionary[Path, Ownership] = weakref.WeakValueDictionary()
-        self.segments: OrderedDict[tuple[object, str], SegmentReader] = OrderedDict()
+        self.conversations: weakref.WeakValueDictionary[Path, Any] = weakref.WeakValueDictionary()
+        self.segments: OrderedDict[tuple[object, str], Any] = OrderedDict()
 
 
 _ours = _Process()
@@ -46,11 +63,11 @@ def _process() -> _Process:
     return _ours
 
 
-def shared_database(path: Path, open_it: Callable[[], Database]) -> Database:
+def shared_database(path: Path, open_it: Callable[[], _Shared]) -> _Shared:
     """Return the shared database at a resolved path, opened on first use. Release it with `release_database`."""
     process = _process()
     with process.opening:
-        database = process.databases.get(path)
+        database: _Shared | None = process.databases.get(path)
         if database is None:
             database = process.databases[path] = open_it()
         database.users += 1
@@ -62,7 +79,7 @@ def has_database(path: Path) -> bool:
     return path in _process().databases
 
 
-def release_database(database: Database) -> None:
+def release_database(database: Shared) -> None:
     """Release a shared database. The last user closes it."""
     process = _process()
     with process.opening:
@@ -74,14 +91,14 @@ def release_database(database: Database) -> None:
 
 
 @contextmanager
-def ownerships() -> Iterator[MutableMapping[Path, Ownership]]:
+def ownerships() -> Iterator[MutableMapping[Path, Any]]:
     """Yield the conversations that this process owns, by lock path, while holding the lock on them."""
     process = _process()
     with process.owning:
         yield process.conversations
 
 
-class OpenSegments:
+class OpenSegments(Generic[_Segment]):
     """Open segments of a store. Their number is limited per process, and the least recently used are closed first."""
 
     def __init__(self) -> None:
@@ -97,15 +114,15 @@ class OpenSegments:
         with process.lock:
             return iter([name for store, name in process.segments if store is self._store])
 
-    def get(self, segment_id: str) -> SegmentReader | None:
+    def get(self, segment_id: str) -> _Segment | None:
         process = _process()
         with process.lock:
-            reader = process.segments.get((self._store, segment_id))
+            reader: _Segment | None = process.segments.get((self._store, segment_id))
             if reader is not None:
                 process.segments.move_to_end((self._store, segment_id))
             return reader
 
-    def keep(self, reader: SegmentReader) -> None:
+    def keep(self, reader: _Segment) -> None:
         process = _process()
         with process.lock:
             process.segments[self._store, reader.id] = reader

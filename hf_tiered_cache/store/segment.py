@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ..errors import FormatError, IntegrityError
-from ..geometry import HASH_TOKENS
 from .backend import HeadLength, SegmentBackend, Stored
 from .cipher import Plain
 from .digest import Guard, content_of, is_tagged
 from .engines import EngineFile, ReadOp, ReadReport
 from .format import HEADER_BYTES, SegmentHeader, decode_header, decode_tables, tagged
+from .geometry import HASH_TOKENS
 from .memory import aligned_bytes
 
 _LARGE_TABLES, _MOST_HOLES = 16 << 20, 16

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import ModelChangedError, StoreBusyError, StoreClosedError
-from ..latch import Latch
 from .digest import Group, PackedBlocks
 from .disk import SegmentStore
 from .format import SegmentHeader
+from .interrupts import Latch
 from .publish import Written
 
 logger = logging.getLogger("hf_tiered_cache")

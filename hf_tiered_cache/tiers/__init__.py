@@ -6,10 +6,7 @@ To add an eviction policy, add a module to this package and an entry to `POLICIE
 from __future__ import annotations
 
 from ..errors import ConfigError
-from .attention import AttentionGuided, ImportanceGuided
-from .lfu import LFU
-from .lru import LRU
-from .policy import EvictionPolicy
+from .policy import LFU, LRU, AttentionGuided, EvictionPolicy, ImportanceGuided
 
 POLICIES: dict[str, type[EvictionPolicy]] = {
     "lru": LRU,

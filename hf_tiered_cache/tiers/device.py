@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 
 from ..store.memory import aligned_bytes
-from .blocks import Blocks, overlaps
 from .policy import EvictionPolicy, Usage
 from .pool import Tier
 from .scores import Owner, ScoreTable
+from .slabs import Blocks, overlaps
 from .streams import CopyStream
 
 STAGING_BYTES = 128 << 20

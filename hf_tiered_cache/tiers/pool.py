@@ -8,12 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 import numpy as np
 import torch
 
-from ..geometry import ALIGNMENT
-from .blocks import Blocks
+from ..store.geometry import ALIGNMENT
 from .policy import EvictionPolicy, Usage
 from .scores import Owner, ScoreTable
-from .slabs import NO_MEMORY, SlabStock
-from .slots import FREE, GONE, ORPHANED, RESERVED, SlotPool
+from .slabs import FREE, GONE, NO_MEMORY, ORPHANED, RESERVED, Blocks, SlabStock, SlotPool
 
 logger = logging.getLogger("hf_tiered_cache")
 

@@ -19,22 +19,17 @@ import torch
 
 from ..stats import StatsCollector
 from ..store.engines import ReadReport
+from ..store.interrupts import Apart, Step
 from ..store.memory import aligned_bytes, page_locked
 from ..store.segment import read_batch
 from . import make_policy
-from .arrival import Arrival
-from .blocks import Blocks
 from .device import STAGING_BYTES, DeviceMemory
-from .guesses import Guesses
-from .interrupts import Apart, Step
-from .late_check import LateCheck
-from .lease import BlockRequest, Hold, Holds, Lease
+from .handles import Arrival, BlockRequest, Hold, Holds, LateCheck, Lease, SlabMaker
+from .index_cache import ResidentKeys
 from .policy import Usage
 from .pool import Tier
-from .resident import ResidentKeys
-from .scores import Owner, ScoreTable
-from .slab_maker import SlabMaker
-from .slots import ORPHANED, RESERVED, SlotPool
+from .scores import Guesses, Owner, ScoreTable
+from .slabs import ORPHANED, RESERVED, Blocks, SlotPool
 from .streams import DoneEvent, copy_stream
 
 
@@ -105,7 +100,7 @@ class Residency:
         Returns:
             A block handle. The call does not wait for the blocks.
         """
-        lease = Lease(self, requests)
+        lease = Lease(requests, self.confirm, self.retire)
         try:
             with self._lock, self._step:
                 arrivals = self._find(lease, device, collector, ahead)
@@ -232,7 +227,7 @@ class Residency:
         with self._lock, self._step:
             lacking = self._slabs.lacking(Counter({(self.host, block_bytes): count}))
         self._slabs.make(lacking)
-        lease = Lease(self, ())  # internal handle that pins the slots while they are filled
+        lease = Lease((), self.confirm, self.retire)  # internal handle that pins the slots while they are filled
         try:
             with self._lock, self._step:
                 self._tick(None)

@@ -1,12 +1,112 @@
-"""Memory for slabs, allocated in advance: page-locking 64 MiB takes longer than reading them from disk."""
+"""Memory of the tiers: slabs, the buffer slots in them, and the locations of blocks.
+
+Locations of blocks in memory, as arrays of slabs and slots, so that many blocks are indexed at once.
+
+Memory for slabs, allocated in advance: page-locking 64 MiB takes longer than reading them from disk.
+
+Buffer slots: memory for blocks of one size, allocated in slabs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 
-from ..geometry import ALIGNMENT
+from ..store.geometry import ALIGNMENT
+from .policy import Usage
+
+BlockRun = tuple[int, torch.Tensor]
+"""A run of consecutive chunks: the number of the first chunk, and the blocks, uint8 `[n, block_bytes]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of one KV cache group of a segment, and their locations in memory.
+
+    Args:
+        chunks: chunk numbers, int64 `[n]`, ascending.
+        slabs: the slabs that hold the blocks, uint8 `[slots, block_bytes]` each.
+        slab: index into `slabs` for each block, int64 `[n]`.
+        slot: row of each block in its slab, int64 `[n]`.
+    """
+
+    chunks: np.ndarray
+    slabs: tuple[torch.Tensor, ...]
+    slab: np.ndarray
+    slot: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def __getitem__(self, some: np.ndarray | slice) -> Blocks:
+        """Select blocks by a mask, ascending indices or a slice."""
+        return Blocks(self.chunks[some], self.slabs, self.slab[some], self.slot[some])
+
+    def runs(self) -> list[BlockRun]:
+        """Return the blocks as the fewest runs that are contiguous in both the segment and memory."""
+        if not len(self):
+            return []
+        breaks = np.flatnonzero((np.diff(self.chunks) != 1) | (np.diff(self.slab) != 0) | (np.diff(self.slot) != 1)) + 1
+        bounds = [0, *breaks.tolist(), len(self)]
+        return [
+            (int(self.chunks[first]), self.slabs[self.slab[first]][self.slot[first] : self.slot[first] + stop - first])
+            for first, stop in itertools.pairwise(bounds)
+        ]
+
+    @classmethod
+    def join(cls, parts: Sequence[Blocks]) -> Blocks:
+        """Join disjoint parts of the same KV cache group, sorted by chunk."""
+        parts = [part for part in parts if len(part)] or [cls.none()]
+        if len(parts) == 1:
+            return parts[0]
+        numbers: dict[int, int] = {}  # id of a slab -> its index: parts may share slabs
+        slabs: list[torch.Tensor] = []
+        for slab in (slab for part in parts for slab in part.slabs):
+            if numbers.setdefault(id(slab), len(slabs)) == len(slabs):
+                slabs.append(slab)
+        chunks = np.concatenate([part.chunks for part in parts])
+        slot = np.concatenate([part.slot for part in parts])
+        slab_of = np.concatenate([np.array([numbers[id(slab)] for slab in part.slabs])[part.slab] for part in parts])
+        order = np.argsort(chunks, kind="stable")
+        return cls(chunks[order], tuple(slabs), slab_of[order], slot[order])
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes per block. There must be at least one slab."""
+        return self.slabs[0].shape[1]
+
+    @classmethod
+    def none(cls) -> Blocks:
+        nothing = np.empty(0, np.int64)
+        return cls(nothing, (), nothing, nothing)
+
+    @classmethod
+    def alone(cls, chunks: np.ndarray, memory: torch.Tensor) -> Blocks:
+        """Create blocks that fill a slab of their own, uint8 `[n, block_bytes]`."""
+        return cls(chunks, (memory,), np.zeros(len(chunks), np.int64), np.arange(len(chunks)))
+
+
+def overlaps(sources: Sequence[BlockRun], targets: Sequence[BlockRun]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield pairs of source and target tensors of equal length.
+
+    Both lists of runs cover the same chunks in ascending order.
+    """
+    at_source = at_target = used_source = used_target = 0
+    while at_source < len(sources) and at_target < len(targets):
+        source, target = sources[at_source][1], targets[at_target][1]
+        count = min(len(source) - used_source, len(target) - used_target)
+        yield source[used_source : used_source + count], target[used_target : used_target + count]
+        used_source, used_target = used_source + count, used_target + count
+        if used_source == len(source):
+            at_source, used_source = at_source + 1, 0
+        if used_target == len(target):
+            at_target, used_target = at_target + 1, 0
+
 
 NO_MEMORY = (RuntimeError, MemoryError, OSError)
 """Errors that CUDA, page-locking and mmap raise if an allocation fails."""
@@ -49,3 +149,78 @@ class SlabStock:
     def clear(self) -> None:
         """Free all memory in stock."""
         self._ready.clear()
+
+
+FREE, RESERVED, GONE, ORPHANED = -1, -2, -3, -4
+"""States of a slot without a block: free, being filled, memory freed, or block forgotten while the slot is pinned."""
+
+
+@dataclass
+class SlotPool:
+    """Pool of buffer slots for blocks of `block_bytes`, with metadata in arrays to avoid a loop over blocks.
+
+    A slot is free, holds a block, or is reserved while a block is loaded. While `pins` > 0 it may not be evicted. Slot
+    numbers never change, even when a slab is freed, so that pins on other slabs stay valid.
+    """
+
+    block_bytes: int
+    slabs: list[torch.Tensor | None] = field(default_factory=list)  # uint8 [slots, block_bytes] each
+    starts: list[int] = field(default_factory=lambda: [0])  # first slot of each slab, and the total
+    owner: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))  # number of an owner, or a state above
+    chunk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    last_used: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    uses: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    importance: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
+    accesses: np.ndarray = field(default_factory=lambda: np.empty(0, np.float64))
+    pins: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def __len__(self) -> int:
+        return int((self.owner != GONE).sum())
+
+    def add_slab(self, memory: torch.Tensor) -> None:
+        """Add `memory`, uint8 `[slots, block_bytes]`, as free slots.
+
+        The numbers of a freed slab of the same size are reused.
+        """
+        count = memory.shape[0]
+        for index, slab in enumerate(self.slabs):
+            if slab is None and self.starts[index + 1] - self.starts[index] == count:
+                self.slabs[index] = memory
+                self.owner[self.starts[index] : self.starts[index + 1]] = FREE
+                return
+        grown: dict[str, Any] = {
+            "slabs": [*self.slabs, memory],
+            "starts": [*self.starts, self.starts[-1] + count],
+            "owner": np.concatenate([self.owner, np.full(count, FREE, np.int64)]),
+        }
+        for name in ("chunk", "last_used", "uses", "importance", "accesses", "pins"):
+            known = getattr(self, name)
+            grown[name] = np.concatenate([known, np.zeros(count, known.dtype)])
+        self.__dict__.update(grown)  # atomic: after an interrupt all arrays have the same length
+
+    def drop_slab(self, index: int) -> None:
+        """Free the memory of a slab, where all slots must be free."""
+        self.slabs[index] = None
+        self.owner[self.starts[index] : self.starts[index + 1]] = GONE
+
+    def free_slots(self, count: int) -> np.ndarray:
+        """Return up to `count` free slots, ascending, so that runs of blocks stay contiguous in memory."""
+        return np.flatnonzero(self.owner == FREE)[:count]
+
+    def evictable(self) -> np.ndarray:
+        return np.flatnonzero((self.owner >= 0) & (self.pins == 0))
+
+    def usage(self, slots: np.ndarray) -> Usage:
+        return Usage(self.last_used[slots], self.uses[slots], self.importance[slots], self.accesses[slots])
+
+    def blocks(self, slots: np.ndarray, chunks: np.ndarray) -> Blocks:
+        """Return the blocks of ascending `chunks`, stored in `slots`."""
+        every = np.searchsorted(self.starts, slots, side="right") - 1
+        touched, slab = np.unique(every, return_inverse=True)
+        starts = np.asarray(self.starts)[every]
+        return Blocks(chunks, tuple(self._slab(index) for index in touched.tolist()), slab, slots - starts)
+
+    def _slab(self, index: int) -> torch.Tensor:
+        memory = self.slabs[index]
+        assert memory is not None  # a slab that holds blocks is not freed
+        return memory

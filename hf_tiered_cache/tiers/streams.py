@@ -1,4 +1,9 @@
-"""Copies between host and device, concurrent with computation: a side stream on CUDA, synchronous on the CPU."""
+"""Copies between host and device, and the staging memory for writes.
+
+Copies between host and device, concurrent with computation: a side stream on CUDA, synchronous on the CPU.
+
+Host staging memory through which KV cache groups are copied from a device before they are written.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,9 @@ from functools import cache
 from typing import Protocol
 
 import torch
+
+from ..store.digest import PackedBlocks, lin64
+from ..store.memory import aligned_bytes
 
 
 class Event(Protocol):
@@ -103,3 +111,32 @@ _making = threading.Lock()
 @cache
 def _cuda_stream(index: int) -> CudaCopyStream:
     return CudaCopyStream(torch.device("cuda", index))
+
+
+_MOST_PINNED_BYTES = 256 << 20
+"""Limit for page-locked memory; larger KV cache groups use pageable memory, since PyTorch caches page-locked memory."""
+
+
+class Staging:
+    """Host memory for one KV cache group, page-locked if CUDA is available and the group is not too large.
+
+    Args:
+        nbytes: bytes of the largest KV cache group.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        pin = torch.cuda.is_available() and nbytes <= _MOST_PINNED_BYTES
+        self._memory = aligned_bytes(nbytes, pin=pin)
+
+    def bring_down(self, stream: CopyStream, blocks: torch.Tensor) -> PackedBlocks:
+        """Copy blocks from a device, uint8 `[n, block_bytes]`, together with their lin64, computed on the device.
+
+        The result is valid until the next call. This thread waits once, for the side stream only.
+        """
+        down = self._memory[: blocks.numel()].view(blocks.shape)  # uint8 [n, block_bytes]
+        with stream.copying():
+            linear = lin64(blocks).to("cpu", non_blocking=True)  # int64 [n]
+            down.copy_(blocks, non_blocking=True)
+            copied = stream.copied()
+        copied.synchronize()
+        return PackedBlocks(down, linear.numpy())

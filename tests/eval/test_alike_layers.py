@@ -15,9 +15,9 @@ from eval.data import Data
 from eval.reference.asking import language_of, load
 from eval.tasks.ruler.haystack import sentences
 from hf_tiered_cache import KVStore, TieredCache
+from hf_tiered_cache.conversations.distances import AttentionDistances
+from hf_tiered_cache.conversations.sharing import ALIKE, calibrated_gamma, share_layers
 from hf_tiered_cache.methods import Exact
-from hf_tiered_cache.restore.distances import AttentionDistances
-from hf_tiered_cache.select.sharing import ALIKE, calibrated_gamma, share_layers
 
 XS = Path(__file__).parents[2] / "eval" / "reference" / "xs"
 STORIES = Path(__file__).parents[3] / "shared" / "models" / "stories260K"

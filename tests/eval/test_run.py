@@ -246,7 +246,7 @@ def test_methods_with_a_budget_come_once_for_each(monkeypatch):
     class Budgeted(Exact):
         budget: float = 1.0
 
-    monkeypatch.setitem(METHODS, "budgeted", Budgeted)
+    monkeypatch.setitem(METHODS._parts, "budgeted", Budgeted)
     variants = find_variants("exact,budgeted", "0.1,0.5")
     assert [variant.name for variant in variants] == ["full", "exact", "budgeted@0.1", "budgeted@0.5"]
     assert [getattr(variant.method, "budget", None) for variant in variants] == [None, None, 0.1, 0.5]

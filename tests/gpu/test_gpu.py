@@ -20,9 +20,9 @@ from reference import kv_of, prefilled
 from segments import read_back
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
-from hf_tiered_cache.codecs import CODECS
+from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.methods import Exact, make_method
-from hf_tiered_cache.restore.distances import AttentionDistances
+from hf_tiered_cache.store.codecs import CODECS
 from hf_tiered_cache.store.digest import block_digests, lin64
 from hf_tiered_cache.store.engines import open_engine
 

@@ -12,8 +12,7 @@ from functools import partial
 from ...errors import ConfigError, EngineUnavailableError
 from .base import Engine, EngineFile, ReadOp, ReadReport
 from .kvikio import KvikioEngine
-from .page_cache import PageCacheEngine
-from .posix import PosixEngine
+from .posix import PageCacheEngine, PosixEngine
 
 ENGINES: dict[str, type[Engine]] = {"kvikio": KvikioEngine, "page_cache": PageCacheEngine, "posix": PosixEngine}
 _AUTO: tuple[Callable[[], Engine], ...] = (partial(KvikioEngine, compat=False), PosixEngine)

@@ -1,7 +1,11 @@
-"""Engine with threads and preadv, for host memory. It bypasses the page cache if the file system allows it.
+"""Engines with threads and preadv: direct, or through the page cache.
+
+Engine with threads and preadv, for host memory. It bypasses the page cache if the file system allows it.
 
 It works on every platform that has `os.preadv`. Eight persistent threads reach the throughput of io_uring at depth 32
 on a virtio disk. One future per thread, instead of one per read, reduces the work of the interpreter.
+
+Engine that reads through the page cache: all processes of a machine share one copy of frequently read data.
 """
 
 from __future__ import annotations
@@ -14,8 +18,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ClassVar, cast
 
 from ...errors import EngineUnavailableError
-from ...geometry import ALIGNMENT
 from ..files import open_file
+from ..geometry import ALIGNMENT
 from .base import READ_THROUGH_BYTES, Call, Engine, EngineFile, ReadOp, ReadReport, coalesce, in_threads
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
@@ -132,3 +136,22 @@ def _gap_memory() -> memoryview:
     import mmap
 
     return memoryview(mmap.mmap(-1, READ_THROUGH_BYTES))
+
+
+class PageCacheEngine(PosixEngine):
+    """`PosixEngine` without O_DIRECT: the kernel caches what was read, outside of the store's budgets.
+
+    With `KVStore(engine="page_cache", host_memory=0)` no process keeps its own copy. Each request then copies its
+    blocks out of the page cache and compares their checksums.
+
+    Args:
+        threads: number of workers, each with one read in flight.
+    """
+
+    name: ClassVar[str] = "page_cache"
+
+    def __init__(self, threads: int = 8) -> None:
+        super().__init__(threads, direct=False)
+
+    def describe(self) -> str:
+        return f"page_cache ({self.threads} threads, one copy for all processes)"

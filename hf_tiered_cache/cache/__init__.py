@@ -1,0 +1,1 @@
+"""The cache that transformers sees, and the execution of its passes."""

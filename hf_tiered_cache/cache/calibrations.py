@@ -1,0 +1,419 @@
+"""Results of `calibrate`, `calibrate_prefix`, `profile_windows` and `calibrate_quality`, saved with the store.
+
+Computing a token costs more in a longer prompt, while loading it does not. Results therefore hold for one prompt
+length, and ratios and costs are interpolated between measured lengths.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, FormatError
+from ..methods import describe_method
+from ..methods.budget import BudgetMethod
+from ..passages.recompute import Costs
+from ..selection.by_index import WindowSizes
+from ..selection.window_sizes import WindowProfile, best_sizes
+from ..stats import TIERS
+from ..store.kinds import CALIBRATIONS, CALIBRATIONS_NAME, encode_record
+from .storage import Storage
+
+_SUSPENDED = 64
+"""Number of suspended conversations per model for which attention shares are kept."""
+_NEAR = 1.03
+"""Factor up to which two times count as equal."""
+TRANSFER = 4
+"""Factor by which a loss may be larger on text of another kind: up to 3.6 times a target was measured
+(bench/quality.py)."""
+_MUCH = 0.1
+"""Mean loss in nats above which a budget causes a warning."""
+_KEPT = {"tokens", "ratio", "cold"}
+"""Keys of a `Calibration` record that are read back."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Result of `calibrate` for one model on one device.
+
+    Args:
+        ratio: share of each passage to compute, used by `CacheTune(recompute="auto")`.
+        seconds: time to first token by ratio, for all ratios that were measured; 1 is full recompute.
+        costs: costs of a token in one layer.
+        balanced: ratio that follows from these costs, where the search started.
+        tokens: number of tokens in the prompt.
+        cold: whether passages were read from disk rather than from memory.
+    """
+
+    ratio: float
+    seconds: dict[float, float]
+    costs: Costs
+    balanced: float
+    tokens: int
+    cold: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self) | {"seconds": {f"{ratio:.4f}": value for ratio, value in sorted(self.seconds.items())}}
+
+
+@dataclass(frozen=True)
+class PrefixCosts:
+    """Costs per prefix token, for one model on one device with one I/O engine and codec.
+
+    Args:
+        tokens: length of the prefix that was measured.
+        compute: seconds to compute a token.
+        restore: seconds to restore a token, by tier name.
+        load: seconds of `restore` in which reading keeps the tier busy, by tier name, where measured.
+        least: seconds of a pass without a prefix, which are not part of `compute` and `restore`.
+        growth: increase of `compute` per token of the prefix, from measurements at several lengths.
+    """
+
+    tokens: int
+    compute: float
+    restore: dict[str, float]
+    load: dict[str, float] = field(default_factory=dict)
+    least: float = 0.0
+    growth: float = 0.0
+
+    def computing(self, tokens: int | np.ndarray) -> np.ndarray:
+        """Return the seconds to compute a prefix of `tokens` tokens."""
+        return tokens * np.maximum(self.compute + self.growth * (np.asarray(tokens) - self.tokens), 0.0)
+
+    def placing(self, tier: str) -> float:
+        """Return the seconds per token that a pass takes for KV of a tier after it has arrived.
+
+        This is the lowest restore cost, memory tiers included; 0 if memory or the tier was not measured.
+        """
+        memory = [cost for name, cost in self.restore.items() if name != TIERS[-1]]
+        return min([*memory, self.restore[tier]]) if memory and tier in self.restore else 0.0
+
+    def loading(self, tier: str) -> float:
+        """Return the seconds per token of a tier for its transfer, which may overlap with computation."""
+        if tier in self.load:
+            return self.load[tier]
+        return self.restore.get(tier, 0.0) - (self.placing(tier) if tier != TIERS[-1] else 0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class WindowFindings:
+    """Hit rates of windows of several sizes, for one model and one selection method.
+
+    Args:
+        layers: layers of the model that select.
+        sizes: window sizes, ascending, as multiples of the number of entries that a head attends to.
+        hit_rates: share of selected entries that were in the window, by layer, kv head and size.
+        columns: number of entries that a head attended to, mean over the texts.
+        entry_bytes: size of one entry, key and value.
+        steps: number of decoded tokens, over all texts.
+        seconds: median seconds per token with windows of each size; () if not measured.
+    """
+
+    layers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    hit_rates: list[list[list[float]]]
+    columns: float
+    entry_bytes: int
+    steps: int
+    seconds: tuple[float, ...] = ()
+
+    @property
+    def quickest(self) -> float | None:
+        """Smallest size with which decoding is as fast as with any other, up to noise; None if not measured."""
+        near = _NEAR * min(self.seconds, default=0.0)
+        return next((float(size) for size, took in zip(self.sizes, self.seconds, strict=False) if took <= near), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self)
+
+    def profile(self) -> WindowProfile:
+        """Return savings and costs by layer, head and size.
+
+        A window of size 1 costs 1 in every head, because all heads attend to the same number of entries.
+        """
+        benefits = np.array(self.hit_rates, float) * self.columns * self.entry_bytes  # [layers, heads, sizes]
+        return WindowProfile(self.sizes, benefits, np.broadcast_to(np.array(self.sizes), benefits.shape))
+
+    def chosen(self, window: float, choose: Callable[[WindowProfile, int], np.ndarray] = best_sizes) -> np.ndarray:
+        """Return sizes by layer and head that fit in the memory of equal windows: int64 `[layers, heads]`.
+
+        Args:
+            window: size of the equal windows.
+            choose: function that selects sizes from a profile within a budget; maximizes the savings by default.
+
+        Raises:
+            ConfigError: `window` is below all measured sizes.
+        """
+        return choose(self.profile(), int(window * np.size(self.hit_rates) / len(self.sizes)))
+
+    def hit_rate(self, sizes: np.ndarray) -> float:
+        """Return the share of selected entries that windows of these sizes, int64 `[layers, heads]`, had."""
+        return self.profile().benefit(sizes) / (self.columns * self.entry_bytes * sizes.size)
+
+
+@dataclass(frozen=True)
+class QualityFinding:
+    """Losses of a method at one budget, for one model.
+
+    Args:
+        method: `describe_method` of the method's `as_measured`.
+        budget: share of the prefix.
+        losses: KL divergence of each question's prediction from that with full KV, in nats.
+        agreement: share of the questions with the same most likely token.
+        brought: bytes loaded until the first token, without the index, as a share of the prefix's KV; a mean.
+        index: bytes of the index used for selection, as a share of the prefix's KV.
+        seconds: median time to first token.
+    """
+
+    method: str
+    budget: float
+    losses: list[float]
+    agreement: float
+    brought: float
+    index: float
+    seconds: float
+
+    @property
+    def loss(self) -> float:
+        """Mean of the losses, in nats."""
+        return float(np.mean(self.losses))
+
+    def keeps(self, quality: float) -> bool:
+        """Return whether the loss should be at most `quality` on average, and twice that in 95 % of questions.
+
+        Text of another kind than was measured may lose `TRANSFER` times as much, so the measured losses must be lower
+        by this factor.
+        """
+        most = quality / TRANSFER
+        return self.loss <= most and float(np.quantile(self.losses, 0.95)) <= 2 * most
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self)
+
+
+def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> float | None:
+    """Return the lowest measured budget at which a method keeps its quality target on this model; 1 if none does.
+
+    Args:
+        storage: storage that holds the measurements.
+        fingerprint: fingerprint of the model.
+        method: method with a quality target.
+
+    Returns:
+        Budget, or None with a one-time warning if nothing was measured.
+    """
+    name, quality = describe_method(method.as_measured), method.quality
+    assert quality is not None
+    found = [one for one in _qualities(storage, fingerprint) if one.method == name]
+    if not found:
+        storage.disk.warn(
+            f"quality of {name}",
+            f"what {name} loses was not measured for this model, so quality={quality:g} is taken for a budget of a "
+            "half; call store.calibrate_quality(model, texts)",
+        )
+        return None
+    return min((one.budget for one in found if one.keeps(quality)), default=1.0)
+
+
+def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> None:
+    """Warn once if the smallest measured budget that is not below the method's loses much on this model."""
+    name = describe_method(method.as_measured)
+    known = [one for one in _qualities(storage, fingerprint) if one.method == name and one.budget >= method.budget]
+    least = min(known, key=lambda one: one.budget, default=None)
+    if least is not None and least.loss > _MUCH:
+        storage.disk.warn(
+            f"loss of {name} {method.budget}",
+            f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as "
+            f"store.calibrate_quality has measured; take a larger budget than {method.budget:g}, or quality=0.02",
+        )
+
+
+def keep_quality(storage: Storage, fingerprint: str, found: list[QualityFinding]) -> None:
+    """Save findings, and replace earlier ones of the same methods."""
+    new = {one.method for one in found}
+    others = [one for one in _qualities(storage, fingerprint) if one.method not in new]
+    keep_records(storage, _quality_name(fingerprint), [one.as_dict() for one in (*others, *found)])
+
+
+def _qualities(storage: Storage, fingerprint: str) -> list[QualityFinding]:
+    try:
+        return [QualityFinding(**one) for one in records_of(storage, _quality_name(fingerprint))]
+    except TypeError:  # damaged
+        return []
+
+
+def _quality_name(fingerprint: str) -> str:
+    return f"quality {fingerprint}"
+
+
+def profiled_windows(
+    storage: Storage, fingerprint: str, name: str, window: float | None
+) -> tuple[float, WindowSizes] | None:
+    """Return the window sizes by layer and head that `profile_windows` found best.
+
+    Args:
+        storage: storage that holds the profile.
+        fingerprint: fingerprint of the model.
+        name: profile name of the method (`KVDrive.profile_name`).
+        window: size of equal windows that determines the total memory; None for the fastest size.
+
+    Returns:
+        This size, and the sizes by layer and head. None if nothing was measured, or the size is outside the measured
+        range.
+    """
+    try:
+        (found,) = (WindowFindings(**one) for one in records_of(storage, _windows_name(fingerprint, name)))
+        window = found.quickest if window is None else window
+        if window is None or not found.sizes[0] <= window <= found.sizes[-1]:
+            return None
+        sizes = dict(zip(found.layers, found.chosen(window).tolist(), strict=True))
+    except (TypeError, ValueError, IndexError, ConfigError):  # none yet, or damaged
+        return None
+    return window, tuple(tuple(sizes.get(layer, ())) for layer in range(max(sizes) + 1))
+
+
+def keep_windows(storage: Storage, fingerprint: str, name: str, found: WindowFindings) -> None:
+    """Save findings, and replace earlier ones of the same model and name."""
+    keep_records(storage, _windows_name(fingerprint, name), [found.as_dict()])
+
+
+def _windows_name(fingerprint: str, name: str) -> str:
+    return f"windows {fingerprint} {name}"
+
+
+def note_initial_recent(storage: Storage, fingerprint: str, shares: np.ndarray) -> list[np.ndarray]:
+    """Save the attention that each layer gave to the first and last positions of its context in a conversation.
+
+    Args:
+        storage: storage to save it in.
+        fingerprint: fingerprint of the model.
+        shares: `LayerDistances.initial_recent`, float `[layers]`.
+
+    Returns:
+        Most recent shares of this model's conversations, at most 64, ending with the new ones.
+
+    Raises:
+        StoreBusyError, OSError: the shares cannot be saved.
+    """
+    name = f"initial recent {fingerprint}"
+    try:
+        before = [np.array(one["shares"], float) for one in records_of(storage, name)]
+    except (KeyError, TypeError, ValueError):  # damaged
+        before = []
+    found = [*(each for each in before if each.shape == shares.shape), shares][-_SUSPENDED:]
+    if storage.disk.backend.writable:
+        keep_records(storage, name, [{"shares": each.round(4).tolist()} for each in found])
+    return found
+
+
+def calibrated_ratio(storage: Storage, fingerprint: str, device: torch.device, tokens: int) -> float | None:
+    """Return the ratio of `calibrate` for this model and device, interpolated to `tokens`, or None."""
+    found = records_of(storage, f"{fingerprint} {_describe(device)}")
+    return _between(tokens, {one["tokens"]: one["ratio"] for one in found if one.keys() >= _KEPT})
+
+
+def prefix_costs(
+    storage: Storage, fingerprint: str, device: torch.device, provenance: str, tokens: int
+) -> PrefixCosts | None:
+    """Return the costs that `calibrate_prefix` measured, interpolated to `tokens` tokens, or None.
+
+    They hold for this model, device, I/O engine and provenance (codec). Tiers that were not measured are left out.
+    Beyond the longest measured prefix, the compute cost grows linearly.
+    """
+    found = records_of(storage, _prefix_name(storage, fingerprint, device, provenance))
+    try:
+        known = [PrefixCosts(**one) for one in found]
+        compute = _between(tokens, {one.tokens: one.compute for one in known})
+        restore, load = (
+            _by_tier(tokens, {one.tokens: costs for one, costs in zip(known, some, strict=True)})
+            for some in ([one.restore for one in known], [one.load for one in known])
+        )
+        least = _between(tokens, {one.tokens: one.least for one in known})
+        growth = _growth(known)
+    except (TypeError, AttributeError, ValueError):  # damaged
+        return None
+    if compute is None or least is None:
+        return None
+    beyond = max(0, tokens - max(one.tokens for one in known))
+    return PrefixCosts(tokens, compute + growth * beyond, restore, load, least, growth)
+
+
+def _by_tier(tokens: int, known: dict[int, dict[str, float]]) -> dict[str, float]:
+    """Return each tier's value for a length, interpolated between the lengths at which it is known."""
+    found = {}
+    for tier in {tier for costs in known.values() for tier in costs}:
+        cost = _between(tokens, {length: costs[tier] for length, costs in known.items() if tier in costs})
+        if cost is not None:
+            found[tier] = cost
+    return found
+
+
+def _growth(known: list[PrefixCosts]) -> float:
+    """Return the slope of the compute cost per token over the prefix length, by least squares; never negative."""
+    if len({one.tokens for one in known}) < 2:
+        return 0.0
+    slope = float(np.polyfit([one.tokens for one in known], [one.compute for one in known], 1)[0])
+    return max(0.0, min(slope, *(one.compute / one.tokens for one in known)))
+
+
+def _between(tokens: int, known: dict[int, float]) -> float | None:
+    """Return the value for a length, interpolated linearly, or that of the nearest length outside the range."""
+    lengths = sorted(known)
+    return float(np.interp(tokens, lengths, [known[length] for length in lengths])) if lengths else None
+
+
+def _prefix_name(storage: Storage, fingerprint: str, device: torch.device, provenance: str) -> str:
+    return f"prefix {fingerprint} {_describe(device)} {storage.disk.backend.reads_with} {provenance}"
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _read(storage: Storage) -> dict[str, list[dict[str, Any]]]:
+    """Return all saved records by name; {} if there are none, or the file is damaged."""
+    try:
+        found = json.loads(storage.files.read(CALIBRATIONS, CALIBRATIONS_NAME))
+        sound = all(isinstance(one, dict) for some in found.values() for one in some)
+    except (OSError, FormatError, ValueError, AttributeError, TypeError):  # none yet, or damaged
+        sound = False
+    return found if sound else {}  # as if nothing had been measured
+
+
+def records_of(storage: Storage, name: str) -> list[dict[str, Any]]:
+    """Return the records that are saved under a name."""
+    return _read(storage).get(name, [])
+
+
+def keep(storage: Storage, fingerprint: str, device: torch.device, found: Calibration) -> None:
+    """Save a calibration. Earlier ones for other prompt lengths are kept if they have the same `cold`."""
+    name = f"{fingerprint} {_describe(device)}"
+    sound = [one for one in records_of(storage, name) if one.keys() >= _KEPT]
+    others = [one for one in sound if one["tokens"] != found.tokens and one["cold"] == found.cold]
+    keep_records(storage, name, [*others, found.as_dict()])
+
+
+def keep_prefix_costs(
+    storage: Storage, fingerprint: str, device: torch.device, provenance: str, found: list[PrefixCosts]
+) -> None:
+    """Save prefix costs, and replace earlier ones of the same model, device, engine and codec."""
+    keep_records(storage, _prefix_name(storage, fingerprint, device, provenance), [one.as_dict() for one in found])
+
+
+def keep_records(storage: Storage, name: str, found: list[dict[str, Any]]) -> None:
+    """Save records under a name, and replace earlier ones. Suspended conversations write to this file, too."""
+    storage.disk.check_writable()
+    with storage.disk.backend.locked():
+        storage.files.write(CALIBRATIONS, CALIBRATIONS_NAME, encode_record(_read(storage) | {name: found}))

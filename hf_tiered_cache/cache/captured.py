@@ -1,0 +1,117 @@
+"""Captured KV of forward passes, as lists of tensors per layer, and packing it into the blocks of a segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..store.digest import Group
+from ..store.geometry import LayerKV, Part
+from ..store.shape import SegmentShape
+from ..tiers.streams import CopyStream, Event, Staging
+
+Sources = dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]]
+"""Keys and values by layer: two lists of `[batch, heads, tokens, dim]` tensors, consecutive in tokens."""
+
+
+@dataclass
+class LayerBuffer:
+    """Pre-RoPE KV of one layer, as lists of consecutive `[batch, heads, tokens, dim]` tensors."""
+
+    kind: LayerKV
+    device: torch.device
+    keys: list[torch.Tensor] = field(default_factory=list)
+    values: list[torch.Tensor] = field(default_factory=list)
+
+
+def packer(
+    shape: SegmentShape,
+    sources: Sources,
+    row: int,
+    start: int,
+    streams: dict[torch.device, CopyStream],
+    computed: list[Event],
+) -> Callable[[], Iterator[Group]]:
+    """Return a function that packs a segment's KV cache groups one by one from the sources.
+
+    Each group is packed on its first layer's device, on the side stream, and copied to the host at once. A yielded
+    group is valid until the next one is requested.
+
+    Args:
+        shape: shape of the segment.
+        sources: captured keys and values.
+        row: row of the batch.
+        start: first position of the segment in the sources.
+        streams: side stream of each device.
+        computed: events after which the sources are computed.
+    """
+
+    def block_groups() -> Iterator[Group]:
+        for event in computed:
+            event.synchronize()  # wait in the writer's thread, not on the side stream, which also uploads blocks
+        staging: Staging | None = None
+        for block_group in shape.block_groups:
+            device = _tensors_of(sources, block_group.parts[0])[0].device
+            stream = streams[device]
+            device = torch.device("cpu") if stream.on_host else device
+            with stream.copying():
+                size = shape.chunks_in(block_group), block_group.block_bytes
+                blocks = torch.zeros(size, dtype=torch.uint8, device=device)
+                for part in block_group.parts:
+                    heads = slice(part.first_head, part.first_head + part.heads)
+                    tokens = tokens_from(_tensors_of(sources, part), row, heads, start, shape.tokens)
+                    shape.pack(blocks, block_group, part, tokens.to(device))
+            if stream.on_host:
+                yield blocks
+                continue
+            staging = staging or Staging(int(np.diff(shape.group_offsets).max()))
+            packed = staging.bring_down(stream, blocks)
+            del blocks
+            yield packed
+
+    return block_groups
+
+
+def _tensors_of(sources: Sources, part: Part) -> list[torch.Tensor]:
+    """Return the tensors that a part is packed from."""
+    return sources[part.layer][0 if part.tensor == "key" else 1]
+
+
+def tokens_from(tensors: list[torch.Tensor], row: int, heads: slice, start: int, count: int) -> torch.Tensor:
+    """Return `count` tokens, `[heads, count, dim]`, from position `start` of the concatenated tensors."""
+    mine = [t[row, heads] for t in tensors]
+    whole = mine[0] if len(mine) == 1 else torch.cat(mine, dim=1)
+    return whole[:, start : start + count]
+
+
+def compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy if it is a slice that keeps a larger storage alive (as of fused projections)."""
+    if tensor.untyped_storage().nbytes() > 2 * tensor.numel() * tensor.itemsize:
+        return tensor.clone()
+    return tensor
+
+
+def last_columns(tensors: list[torch.Tensor], columns: int) -> torch.Tensor:
+    """Return a copy of the last `columns` positions of the concatenated tensors."""
+    found: list[torch.Tensor] = []
+    for tensor in reversed(tensors):
+        found.insert(0, tensor[:, :, -columns:])
+        columns -= found[0].shape[2]
+        if not columns:
+            break
+    return torch.cat(found, dim=2) if len(found) > 1 else found[0].clone()
+
+
+def cut_end(tensors: list[torch.Tensor], columns: int) -> None:
+    """Remove the last `columns` positions from the list of tensors, in place."""
+    while columns > 0 and tensors:
+        last = tensors[-1]
+        if last.shape[2] <= columns:
+            tensors.pop()
+            columns -= last.shape[2]
+        else:
+            tensors[-1] = last[:, :, :-columns]
+            columns = 0

@@ -1,0 +1,107 @@
+"""Conversation of a cache: holds its ownership lock and its record."""
+
+from __future__ import annotations
+
+import time
+
+from .. import reasons
+from ..errors import ConversationInUseError, StoreClosedError, StoreError
+from ..identity import Identity, differing_facts
+from ..methods import Method, describe_method
+from ..store.catalogue import SegmentRow
+from ..store.conversations import ConversationRecord
+from .sequence import SequenceState
+from .storage import Storage
+
+
+class Conversation:
+    """Conversation of a cache. Creating it takes the conversation over from an older cache of this process.
+
+    Args:
+        storage: storage that holds the conversation.
+        conversation_id: id of the conversation.
+
+    Raises:
+        ConfigError: the id is invalid.
+        ConversationInUseError: another process uses the conversation.
+    """
+
+    def __init__(self, storage: Storage, conversation_id: str) -> None:
+        self.id = conversation_id
+        self.turns = 0
+        """Number of prompts since the conversation was last resumed."""
+        self.record: ConversationRecord | None = None
+        """Record as of the last acquisition or save; None if there is none."""
+        self._storage = storage
+        self._ownership = storage.conversations.ownership(conversation_id)
+        self._take(over=True)
+
+    def claim(self) -> None:
+        """Acquire the conversation's lock and reload its record, unless this cache holds the lock already.
+
+        Raises:
+            ConversationInUseError: another cache or process uses the conversation.
+        """
+        if not self._ownership.held and self._storage.usable:
+            self._take(over=False)
+
+    def _take(self, over: bool) -> None:
+        self._ownership.take(over)
+        self.record = self._storage.conversations.read(self.id)
+
+    def release(self) -> None:
+        """Release the conversation's lock."""
+        self.turns = 0
+        self._ownership.release()
+
+    def why_nothing(self, identity: Identity, method: Method) -> str:
+        """Return the reason why no stored prefix of the conversation matches the prompt."""
+        record = self.record
+        if record is None:
+            return reasons.NOTHING
+        if record.fingerprint != identity.fingerprint:
+            return reasons.of_another_model(differing_facts(identity.facts, record.model))
+        if record.provenance != method.provenance:
+            return reasons.of_another_method(record.method)
+        there = any(self._storage.disk.index.row(segment) is not None for segment in record.segments)
+        return reasons.OTHER_HISTORY if there else reasons.EVICTED
+
+    def keep(self, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> str:
+        """Save the conversation's record. Without stored tokens or new prompts, the record is left unchanged.
+
+        Args:
+            sequence: state of the cache's tokens.
+            rows: segments that hold the tokens, in order.
+            tokens: number of tokens stored.
+
+        Returns:
+            Reason why the record was not saved, or "".
+        """
+        if not tokens or not self.turns:
+            return ""
+        try:
+            self.claim()  # only the newest cache may save the record
+        except ConversationInUseError as error:
+            return str(error)
+        before, now = self.record, time.time()
+        record = ConversationRecord(
+            id=self.id,
+            fingerprint=sequence.identity.fingerprint,
+            provenance=sequence.method.provenance,
+            method=describe_method(sequence.method),
+            segments=tuple(row.id for row in rows),
+            tokens=tokens,
+            turns=self.turns + (0 if before is None else before.turns),
+            created=now if before is None else before.created,
+            suspended=now,
+            nbytes=sum(row.nbytes for row in rows),
+            model=sequence.identity.facts,
+        )
+        try:
+            self._storage.keep_conversation(record)
+        except StoreClosedError:
+            raise
+        except (StoreError, OSError) as error:
+            return f"the conversation's record was not written: {error}"
+        self.record = record
+        return ""

@@ -1,0 +1,204 @@
+"""Cost model of restoring a prefix soonest: load it, compute it, or both, by measured costs and block locations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import torch
+
+from .. import reasons
+from ..patches.attach import Attachment
+from ..restore.plan import Plan
+from ..restore.prefetch import PlanUnit, units_of
+from ..restore.schedule import RATIOS, Load, Streams, best_ratio, fronts
+from ..stats import TIERS
+from ..store.codecs import coded_provenance, make_codec
+from ..store.format import EXACT
+from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
+from ..tiers.residency import Residency
+from .calibrations import PrefixCosts, prefix_costs
+from .sequence import SequenceState
+from .suitability import can_have_fronts
+
+
+def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tuple[Plan | None, str]:
+    """Choose whether to load a plan's prefix, recompute parts of it meanwhile, or compute all of it.
+
+    Returns:
+        Plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
+    """
+    method, store = sequence.method, sequence.store
+    lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
+    if plan.suffix is None or not (method.decline or method.front or lacks):
+        return plan, ""
+    may_have_fronts = _may_have_fronts(plan, sequence, attachment)
+    if lacks and not may_have_fronts:
+        return None, reasons.NO_FRONT
+    costs = costs_of(sequence, attachment, plan.base + plan.suffix)
+    known = costs is not None or method.front != "auto"
+    front = method.front if known and may_have_fronts else 0.0
+    settled = settle(plan, front, method.decline, costs, store.residency, attachment.device_of, method.flat_front)
+    return settled, "" if settled is not None else reasons.SLOWER
+
+
+def costs_of(sequence: SequenceState, attachment: Attachment, tokens: int) -> PrefixCosts | None:
+    """Return the measured costs for `tokens` tokens of exact KV in the method's codec, or None."""
+    stored_as = coded_provenance(EXACT, sequence.method.geometry.codec)
+    return prefix_costs(sequence.store, sequence.identity.fingerprint, attachment.model.device, stored_as, tokens)
+
+
+def _may_have_fronts(plan: Plan, sequence: SequenceState, attachment: Attachment) -> bool:
+    """Return whether layers may recompute a part of what a plan restores, and the model supports it."""
+    whole = plan.exact and plan.budget_tokens is None
+    plain = plan.base == 0 and not any(sequence.history.pads)
+    lossless = all(make_codec(reader.shape.geometry.codec).lossless for reader in plan.readers)
+    lossless = lossless or sequence.method.records_approximations
+    return whole and plain and lossless and can_have_fronts(attachment)
+
+
+def settle(
+    plan: Plan,
+    recompute: float | Literal["auto"],
+    decline: bool,
+    costs: PrefixCosts | None,
+    residency: Residency,
+    device_of: Callable[[int], torch.device],
+    flat: bool = False,
+) -> Plan | None:
+    """Return the plan with the recomputed prefixes that finish the prompt soonest; None to compute the whole prompt.
+
+    Blocks in a tier that was not measured count as free, so that they are restored.
+
+    Args:
+        plan: plan that restores whole tokens and computes only the suffix. Tokens of a recomputed prefix that are not
+            stored are computed.
+        recompute: share of the prefix to compute while the rest is loaded, or "auto" for the fastest share.
+        decline: whether the whole prompt may be computed.
+        costs: costs per token for a prefix of this length; None if nothing was measured.
+        residency: memory tiers, which know the locations of blocks.
+        device_of: function that returns the device of a layer.
+        flat: whether all layers recompute the same number of tokens, instead of fewer with depth.
+    """
+    ratio, least = 0.0 if recompute == "auto" else recompute, least_fronts(plan)
+    if costs is not None and (decline or recompute == "auto"):
+        tried = RATIOS if recompute == "auto" else np.array([ratio, 1.0])
+        tried_fronts = np.maximum(plan_fronts(plan, tried, flat), least)
+        seconds = streams_of(with_least_fronts(plan), costs, residency, device_of).seconds(tried_fronts)
+        if recompute == "auto":
+            ratio = best_ratio(seconds, decline)
+        if decline and (ratio == 1 if recompute == "auto" else seconds[-1] < seconds[0]):
+            return None
+    chosen = np.maximum(plan_fronts(plan, ratio, flat), least)
+    return plan.with_fronts(chosen.tolist()) if chosen.any() else plan
+
+
+def with_least_fronts(plan: Plan) -> Plan:
+    """Return a plan that computes only the suffix and the tokens that are not stored."""
+    least = least_fronts(plan)
+    return plan.with_fronts(least.tolist()) if least.any() else plan
+
+
+def least_fronts(plan: Plan) -> np.ndarray:
+    """Return the length of the prefix that each layer must compute because it is not stored.
+
+    Returns:
+        int64 `[layers]`, not increasing with depth.
+    """
+    least = np.zeros(len(plan.computed), np.int64)
+    for group in plan.groups:
+        for piece in group.pieces:
+            shape, stop = piece.reader.shape, piece.first + piece.count
+            if stop <= shape.whole_hashes * HASH_TOKENS:
+                continue
+            start = piece.at + group.pad - plan.base  # position of its first token
+            missing = ~shape.held[:, piece.first : stop]  # [layers, count]
+            lacked = np.where(missing.any(1), piece.count - missing[:, ::-1].argmax(1), 0)
+            least = np.maximum(least, np.where(lacked > 0, start + lacked, 0))
+    least = np.minimum(least, plan.restored_until)
+    return np.maximum.accumulate(least[::-1])[::-1]
+
+
+def idle_front(tokens: int, layers: int, costs: PrefixCosts, stored: float, step: int) -> float:
+    """Return the share of a conversation to recompute so that it returns from disk soonest.
+
+    Args:
+        tokens: number of tokens of the conversation.
+        layers: number of layers of the model.
+        costs: costs per token for a prefix of this length.
+        stored: bytes of the conversation's KV, as a share of the bytes that the costs refer to.
+        step: number of tokens that the length of a recomputed prefix is a multiple of.
+    """
+    disk = TIERS[-1]
+    ends = np.minimum(np.arange(step, tokens + step, step), tokens)
+    seconds = np.diff(ends, prepend=0) * costs.loading(disk) * stored / layers
+    loads = tuple(Load((layer,), ends, seconds) for layer in range(layers))
+    restoring = costs.placing(disk) / layers
+    streams = Streams(tokens, costs.least / layers, lambda n: costs.computing(n) / layers, restoring, loads)
+    return best_ratio(streams.seconds(fronts(tokens, RATIOS, layers, step=step)), may_compute_all=False)
+
+
+def plan_fronts(plan: Plan, ratio: float | np.ndarray, flat: bool = False) -> np.ndarray:
+    """Return `fronts` for the tokens that a plan restores, in multiples of its chunk size."""
+    shapes = [reader.shape for reader in plan.readers]
+    every = (group for shape in shapes for group in shape.block_groups)
+    groups = {group.layers for group in every if not (group.identifies or group.merged)}
+    step = max(shape.geometry.chunk_tokens for shape in shapes)
+    return fronts(plan.restored_until, ratio, len(plan.computed), sorted(groups), step, flat)
+
+
+def streams_of(
+    plan: Plan, costs: PrefixCosts, residency: Residency, device_of: Callable[[int], torch.device]
+) -> Streams:
+    """Return the work of the compute and load streams for a plan with its minimum recomputed prefixes.
+
+    For arguments see `settle`.
+    """
+    layers, tokens = len(plan.computed), plan.restored_until
+    rows = sum(len(group.rows) for group in plan.groups)
+    once = plan.restored_tokens * len(plan.groups) / rows  # tokens; identical rows are restored once
+    units = units_of(plan)
+    stored = sum(unit.nbytes for unit in units)  # 0 if all is computed; then maybe nothing is stored
+    nbytes = max(1, round(stored / stored_share(plan.readers))) if stored else 1
+    restoring, loads = 0.0, dict[tuple[int, ...], list[tuple[np.ndarray, np.ndarray]]]()
+    for unit in units:
+        group = unit.block_group
+        ends, took = _block_ends(plan, unit), np.zeros(len(unit.chunks))
+        found = residency.find(unit.reader.owner(group.index), unit.chunks, device_of(group.layers[0]))
+        for tier, chunks in found.items():
+            share = once * group.block_bytes / nbytes  # tokens per block
+            took[np.isin(unit.chunks, chunks, assume_unique=True)] = share * costs.loading(tier)
+            restoring += len(chunks) * share * costs.placing(tier)
+        loads.setdefault(group.layers, []).append((ends, took))
+    ordered = []
+    for together, some in sorted(loads.items()):
+        ends, took = (np.concatenate(each) for each in zip(*some, strict=True))
+        order = np.argsort(ends, kind="stable")
+        ordered.append(Load(together, ends[order], took[order]))
+
+    def compute(front: np.ndarray) -> np.ndarray:
+        each = costs.computing(plan.base + front) - costs.computing(plan.base)
+        return plan.restored_tokens / max(1, tokens) / layers * each  # padding is not counted
+
+    suffix = max(costs.least, rows * float(costs.computing(plan.columns - tokens)))
+    return Streams(tokens, suffix / layers, compute, restoring / max(1, tokens) / layers, tuple(ordered))
+
+
+def stored_share(readers: Sequence[SegmentReader]) -> float:
+    """Return the bytes of segments as a share of those with all tokens of all layers stored unmerged."""
+    whole = sum(
+        replace(r.shape, geometry=replace(r.shape.geometry, pairs=()), tables=None).blocks_bytes for r in readers
+    )
+    return sum(reader.shape.blocks_bytes for reader in readers) / max(1, whole)
+
+
+def _block_ends(plan: Plan, unit: PlanUnit) -> np.ndarray:
+    """Return, for each block of a unit, the end (exclusive) of the positions that a plan needs: int64 `[chunks]`."""
+    ends = np.zeros(len(unit.chunks), np.int64)
+    for group, piece, tokens in unit.pieces:
+        at = np.searchsorted(unit.chunks, unit.chunk_of_each(tokens))
+        np.maximum.at(ends, at, tokens + (piece.at + group.pad - plan.base - piece.first + 1))
+    return ends

@@ -1,0 +1,487 @@
+"""Execution of the passes of one cache: restore what is stored, compute the rest, record it."""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import Cache
+
+from .. import reasons
+from ..errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
+from ..identity import Fingerprinter, Identity, rope_regime
+from ..layers import kv_sources
+from ..methods import Method
+from ..methods.budget import BudgetMethod
+from ..patches.attach import Attachment
+from ..patches.scope import leave
+from ..restore.hashes import History
+from ..restore.plan import Plan
+from ..stats import StatsCollector
+from ..store.geometry import HASH_TOKENS
+from .calibrations import calibrated_ratio, profiled_windows, quality_budget, warn_of_loss
+from .conversation import Conversation
+from .cost_model import decided, with_least_fronts
+from .forward_pass import ForwardPass, RestoringForward
+from .prefill import can_be_cut, in_pieces
+from .recorder import Names, Recorder
+from .refine import SettlingForward
+from .request import DecodingCheck, Request, count_tokens, parse_request, placeholder_tokens
+from .sequence import SequenceState, asks_for_all
+from .spot_check import RestoredRun
+from .storage import Storage
+from .suitability import cannot_observe
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_REPLANS = 4
+"""Number of times a pass is planned again after a failed restore, around the failure; then all of it is computed."""
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Options of a cache. See `TieredCache`."""
+
+    restore: bool = True
+    record: bool = True
+    segments: tuple[int, ...] | None = None
+    strict: bool = False
+    progress: bool = True
+    label: str = ""
+    tag: str = ""
+
+
+class Serving:
+    """Executor of a cache's passes. It receives the cache at each pass, and keeps no reference to it.
+
+    Args:
+        attachment: Attachment of the model.
+        store: Store from which KV is restored, and to which it is written.
+        method: Method that restores it.
+        options: Options of the cache.
+        collector: Collects the statistics.
+    """
+
+    def __init__(
+        self, attachment: Attachment, store: Storage, method: Method, options: CacheOptions, collector: StatsCollector
+    ) -> None:
+        self.attachment, self.store, self.method = attachment, store, method
+        self.options, self.collector = options, collector
+        self.sequence: SequenceState | None = None
+        """State of the tokens in the cache; None before the first pass, and if the cache runs without the store."""
+        self.bypass = ""
+        """Reason why the content of the cache can be neither stored nor restored, or an empty string."""
+        self.ended: SequenceState | None = None
+        """State of the tokens before the cache began to run without the store, if there are any."""
+        self.conversation: Conversation | None = None
+        """Conversation that the cache continues, if it has an id."""
+        self.untold = True
+        """True if a prompt has begun that is still unreported."""
+        self.forward_pass: ForwardPass | None = None
+        """Pass that is running, or None."""
+        self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
+        """Observer of the queries of supported passes, if the method has one."""
+        if self.observer is not None and (why := cannot_observe(attachment.model)):
+            self.observer.cannot_see(why)
+        self.restored: RestoredRun | None = None
+        """Segments restored by the pass of the last prompt, for a spot check."""
+        self._finish: Callable[[], None] = lambda: None
+        self._placeholders = placeholder_tokens(attachment.model.config)
+
+    # --- one pass
+
+    def run(self, cache: Cache, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run one forward pass of the model; `kwargs` holds all its arguments by name."""
+        with torch.no_grad():  # stored KV has no gradient
+            admitted = self.admit(cache, kwargs)
+            if admitted is not None:
+                return self._run_understood(cache, *admitted, forward)
+            output = self._run(
+                cache, ForwardPass(cache, cache.layers, self.attachment, self.collector), forward, kwargs
+            )
+            self.collector.add(tokens_computed=count_tokens(kwargs))
+            if self.untold:
+                self._tell(self.bypass)
+            return output
+
+    def _run_understood(
+        self, cache: Cache, request: Request, sequence: SequenceState, forward: Callable[..., Any]
+    ) -> Any:
+        reason, replans = self._why_not_looked_for(request, sequence), _REPLANS
+        if not reason and can_be_cut(request, sequence):
+            plan = self.plan(request, sequence)
+            run = partial(self._run_piece, cache, sequence, forward)
+            in_pieces(request, sequence, run, 0 if plan is None else plan.suffix or 0, self.options.progress)
+        while True:
+            plan = None if reason or not replans else self.plan(request, sequence)
+            if plan is not None:
+                plan, reason = decided(plan, sequence, self.attachment)
+            try:
+                output, plan = self._run_planned(cache, request, sequence, plan, forward)
+                break
+            except RestoreError as error:
+                self.collector.add(recomputed=1)
+                self.store.disk.report(error.segment, error.__cause__ or error)
+                # a store that was closed during the pass cannot serve another plan
+                replans = replans - 1 if self.store.usable else 0
+            except LayerOrderError:
+                reason = reasons.LAYER_ORDER
+        otherwise = "" if plan is None else sequence.why_otherwise(plan)
+        if replans < _REPLANS:
+            reason = reasons.DAMAGED
+        elif plan is None and (self.untold or reason == reasons.LAYER_ORDER):
+            reason = reason or self._why_nothing(request, sequence)
+        else:
+            reason = ""
+        self.store.note_uses()
+        kept = sequence.history.tokens_in(sequence.columns)
+        if cache.get_seq_length() == sequence.columns + request.columns:
+            self._run_plain(sequence.commit(request, plan, self.collector))
+        else:
+            sequence.recorder.abandon()
+            self.collector.add(tokens_computed=request.ids.numel())
+            self._run_plain(reasons.OTHER_TOKENS)
+        for why in (otherwise, sequence.missed):
+            self._explain_once(why)
+        if self.untold:
+            self.collector.add(tokens_kept=kept)
+            self._tell(self.bypass or reason)
+        return output
+
+    def _run_piece(
+        self, cache: Cache, sequence: SequenceState, forward: Callable[..., Any], piece: Request, found: int
+    ) -> int:
+        """Compute, store and release a piece of a prompt.
+
+        See `run` in `in_pieces` for the arguments and the result.
+        """
+        plan = self.plan(piece, sequence)
+        before = 0 if plan is None else plan.suffix or 0
+        if before <= found - HASH_TOKENS:
+            return before
+        if plan is not None:
+            plan = replace(plan, budget_tokens=0, streamed=True)
+        try:
+            self._run_planned(cache, piece, sequence, plan, forward)
+        except RestoreError as error:
+            self.collector.add(recomputed=1)
+            self.store.disk.report(error.segment, error.__cause__ or error)
+            plan = self.plan(piece, sequence)
+            return max(0, min(0 if plan is None else plan.suffix or 0, found - HASH_TOKENS))
+        sequence.store_piece(piece, plan, self.collector)
+        for source in kv_sources(cache.layers):
+            source.reset()
+        return before
+
+    def _run_planned(
+        self, cache: Cache, request: Request, sequence: SequenceState, plan: Plan | None, forward: Callable[..., Any]
+    ) -> tuple[Any, Plan | None]:
+        """Run the model on what the plan computes.
+
+        Returns:
+            The output of the model, and the plan as it was followed.
+        """
+        recorder = sequence.recorder
+        knows = plan is None or plan.exact or sequence.method.records_approximations
+        records = recorder.enabled and knows
+        first = sequence.columns + (0 if plan is None else plan.restored_until)
+        own = cache, cache.layers, self.attachment, self.collector, recorder if records else None, first
+        pads, kwargs = sequence.history.pads, request.kwargs
+        if plan is None:
+            forward_pass = ForwardPass(*own)
+        else:
+            for geometry in {reader.shape.geometry for reader in plan.readers}:
+                if said := self.method.misfit(geometry):
+                    self.store.disk.warn(said, said)
+            only = partial(request.only, base=plan.base, pads=pads, suffix=plan.suffix is not None)
+            kind = RestoringForward if plan.under_way is None else SettlingForward
+            forward_pass = kind(*own, plan=plan, store=self.store, method=self.method, only=only)
+        if self.observer is not None:
+            forward_pass.watch(self.observer, sequence.columns + request.columns, pads)
+        began = time.perf_counter()
+        output = self._run(cache, forward_pass, forward, kwargs)
+        if not isinstance(forward_pass, RestoringForward):
+            return output, plan
+        self.restored = RestoredRun.of(forward_pass.plan, began)
+        if forward_pass.selection is not None and not forward_pass.selection.index_fits:
+            self._explain_once(reasons.no_room_for_index(self.store.residency.resident.budget))
+        return output, forward_pass.plan
+
+    def _run(self, cache: Cache, forward_pass: ForwardPass, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run a pass, and undo it if it fails."""
+        sources = forward_pass.kv_sources
+        for source in sources:
+            source.settle()
+        snapshots = [source.snapshot() for source in sources]
+        self.forward_pass = forward_pass
+        try:
+            output = forward_pass.run(forward, kwargs)
+            forward_pass.end_watching()
+            return output
+        except BaseException as error:
+            forward_pass.close()
+            leave(cache)
+            for source, snapshot in zip(sources, snapshots, strict=True):
+                source.rollback(snapshot)
+            if self.sequence is not None:
+                self.sequence.recorder.abandon()
+            if forward_pass.observer is not None:
+                forward_pass.observer.undo()
+            if not cache.get_seq_length():
+                self.bypass = ""  # the next prompt may be another
+            if isinstance(error, LostKVError) and isinstance(error.__cause__, RestoreError):
+                self.store.disk.report(error.segment, error.__cause__.__cause__ or error.__cause__)
+            raise
+        finally:
+            forward_pass.observer = self.forward_pass = None
+
+    def plan(self, request: Request, sequence: SequenceState) -> Plan | None:
+        """Return the plan of a pass, or None if it restores nothing."""
+        return sequence.plan(request, self.collector)
+
+    def look_up(self, cache: Cache, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
+        """Return what an empty cache would restore of a prompt.
+
+        Args:
+            cache: Empty cache.
+            input_ids: int `[1, tokens]`.
+
+        Returns:
+            The plan and an empty string, or None and the reason why nothing would be restored.
+        """
+        admitted = self.admit(cache, {"input_ids": input_ids, "logits_to_keep": 1})
+        if admitted is None:
+            return None, self.bypass
+        request, sequence = admitted
+        reason = self._why_not_looked_for(request, sequence)
+        plan = None if reason else self.plan(request, sequence)
+        if plan is not None:
+            settled, reason = decided(plan, sequence, self.attachment)
+            plan = settled and (plan if plan.suffix is None else with_least_fronts(plan))
+        self.store.note_uses()
+        return plan, "" if plan is not None else reason or sequence.why_nothing(request)
+
+    # --- before a pass
+
+    def admit(self, cache: Cache, kwargs: dict[str, Any]) -> tuple[Request, SequenceState] | None:
+        """Return the request of a pass and its sequence, or None if the pass runs without the store.
+
+        That is the case if its KV can be neither stored nor restored.
+        """
+        if self.bypass:
+            return None
+        ids = kwargs.get("input_ids")
+        identity = self.identify(closely=self.untold or ids is None or ids.shape[-1] > 1)
+        admitted = identity if isinstance(identity, str) else self._understand(cache, kwargs, identity)
+        if not isinstance(admitted, str):
+            return admitted
+        self._run_plain(admitted)
+        if not self.untold:
+            self._explain(admitted)
+        return None
+
+    def identify(self, closely: bool) -> Identity | str:
+        """Return the current identity of the model, or the reason why its KV can be neither stored nor restored.
+
+        Args:
+            closely: Whether to read a part of the weights again, as at the beginning of a prompt.
+        """
+        attachment = self.attachment
+        if attachment.model.training:
+            return reasons.TRAINING
+        if "fingerprinter" not in attachment.extras:  # creating one reads all weights
+            attachment.extras["fingerprinter"] = Fingerprinter(attachment.model)
+        fingerprinter: Fingerprinter = attachment.extras["fingerprinter"]
+        if fingerprinter.rows_have_adapters():
+            return reasons.ROW_ADAPTERS
+        identity = fingerprinter.look(self.options.tag, closely)
+        attachment.keep_tables_of(identity.fingerprint)
+        if identity.training:
+            return reasons.TRAINING
+        if identity.looks_ahead:
+            return reasons.LOOKS_AHEAD
+        if identity.fingerprint in self.store.spot_checks.doubted:
+            return reasons.DOUBTED
+        return reasons.nameless(identity.problem) if identity.problem else identity
+
+    def _understand(
+        self, cache: Cache, kwargs: dict[str, Any], identity: Identity
+    ) -> tuple[Request, SequenceState] | str:
+        """Return the request and the sequence that it begins or continues, or the reason why there is none."""
+        sequence, columns = self.sequence, cache.get_seq_length()
+        if columns != (0 if sequence is None else sequence.columns):
+            return reasons.FILLED_ELSEWHERE
+        pads, check = (None, None) if sequence is None else (sequence.history.pads, sequence.check)
+        request = parse_request(kwargs, columns, pads, self._placeholders, check)
+        if isinstance(request, str):
+            return request
+        regime = rope_regime(self.attachment.config, columns + request.columns - min(request.pads))
+        if regime is None:
+            return reasons.LENGTH_ROPE
+        if sequence is None:
+            sequence = self._new_sequence(cache, request, identity, regime)
+            self.follow(cache, sequence)
+        elif regime != sequence.regime:
+            return reasons.LENGTH_ROPE
+        elif identity.fingerprint != sequence.identity.fingerprint:
+            return reasons.MODEL_CHANGED
+        return request, sequence
+
+    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+        """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
+        store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
+        device, tokens = attachment.model.device, request.columns
+        method = self.method.with_calibrated_ratio(
+            partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
+        ).with_measured_budget(partial(quality_budget, store, identity.fingerprint))
+        method = method.with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))  # for this budget
+        self.method = method
+        if isinstance(method, BudgetMethod) and method.selects:
+            warn_of_loss(store, identity.fingerprint, method)
+        recorder = self.new_recorder(identity, regime, request.pads, check)
+        segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
+        return SequenceState(
+            store, method, attachment.config, identity, regime, recorder, check, segments, len(layers), selects
+        )
+
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+        """Create the recorder for a sequence with the given left padding."""
+        method, store = self.method, self.store
+        return Recorder(
+            History(store.hasher(identity.fingerprint, method.provenance, regime), pads),
+            identity.fingerprint,
+            method.geometry,
+            store.submit,
+            store.ttl,
+            method.provenance,
+            self.options.record,
+            collector=self.collector,
+            names=Names(identity.facts, self.options.label),
+            check=check,
+            weights_held=identity.weights_held,
+        )
+
+    def follow(self, cache: Cache, sequence: SequenceState) -> None:
+        """Attach a sequence to the cache. Its computed KV is stored even after the cache is garbage collected."""
+        self.sequence = sequence
+        if self.options.record:
+            self.store.register(sequence.recorder)
+            self._finish = weakref.finalize(cache, sequence.recorder.leave_to, self.store.writer)
+
+    def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
+        """Return the reason why a pass does not look up stored KV, or an empty string."""
+        if sequence.approximate and not sequence.method.passages:  # passages can be restored after any KV
+            return reasons.APPROXIMATE
+        if not self.options.restore:
+            return reasons.SWITCHED_OFF
+        if asks_for_all(request.kwargs, self.attachment.model.config):
+            return reasons.ALL_STATES
+        if request.must_compute >= request.columns:
+            return reasons.SHORT if request.columns < HASH_TOKENS else reasons.ALL_LOGITS
+        return ""
+
+    def _why_nothing(self, request: Request, sequence: SequenceState) -> str:
+        """Return the reason why a prompt has no plan."""
+        reason = sequence.why_nothing(request)
+        if reason == reasons.NOTHING and self.conversation is not None:
+            return self.conversation.why_nothing(sequence.identity, sequence.method)
+        return reason
+
+    # --- between passes
+
+    def store_now(self) -> tuple[str, ...]:
+        """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
+        if self.sequence is None:
+            return ()
+        self.sequence.recorder.seal()
+        return self.sequence.recorder.segments(0)
+
+    def dropped_columns(self, cache: Cache, prompt: torch.Tensor) -> int:
+        """Return how many of the cached positions a prompt, int `[rows, columns]`, does not share.
+
+        If that is not known, return at least the number of all cached positions.
+
+        Raises:
+            CacheMismatchError: The cache is strict, and holds such positions.
+        """
+        self.untold = True
+        sequence, held = self.sequence, cache.get_seq_length()
+        if sequence is None:
+            return 0
+        if held != sequence.columns:  # interrupted between a pass and its bookkeeping
+            sequence.recorder.abandon()
+            return max(held, sequence.columns)
+        kept = sequence.common_columns(prompt)
+        dropped = held - kept
+        if dropped > 0 and self.options.strict:
+            raise CacheMismatchError(
+                f"this cache holds {held} tokens, of which the prompt begins with {kept}; make a new "
+                "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
+                "far to go on with this one, or leave strict=False"
+            )
+        tokens_in = sequence.history.tokens_in
+        self.collector.add(tokens_dropped=tokens_in(held) - tokens_in(kept))
+        return dropped
+
+    def crop(self, columns: int) -> None:
+        """Remove the last `columns` positions."""
+        if self.sequence is not None:
+            self.sequence.recorder.crop(columns)
+            if self.observer is not None:
+                self.observer.crop(self.sequence.columns)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Reorder the rows: row i becomes the former row `rows[i]`."""
+        if self.sequence is not None:
+            self.sequence.recorder.select(rows)
+            if self.observer is not None:
+                self.observer.select(rows)
+
+    def finish(self) -> None:
+        """Store the computed KV before the cache is cleared, so that the next lookup finds it."""
+        self._finish()
+        if self.sequence is not None:
+            self.sequence.recorder.finish()
+
+    # --- reporting
+
+    def _run_plain(self, reason: str) -> None:
+        """Run later passes without the store if there is a reason."""
+        if not reason:
+            return
+        self.bypass = reason
+        if self.sequence is not None:
+            self.sequence.recorder.seal()
+            self.sequence, self.ended = None, self.sequence
+
+    def _tell(self, reason: str) -> None:
+        """Count a prompt after its first pass, and report the result."""
+        self.untold = False
+        self.collector.add(requests=1)
+        if reason:
+            self._explain(reason)
+        stats = self.collector.stats
+        logger.info(
+            "%d tokens restored (slowest tier: %s), %d computed, %.0f ms waiting for KV%s",
+            stats.tokens_restored,
+            stats.tier,
+            stats.tokens_computed,
+            1e3 * stats.stall_seconds,
+            reason and f"; {reason}",
+        )
+
+    def _explain_once(self, reason: str) -> None:
+        """Report a reason, unless it is empty or was reported for this cache before."""
+        if reason and reason not in self.collector.stats.reasons:
+            self._explain(reason)
+
+    def _explain(self, reason: str) -> None:
+        self.collector.explain(reason)
+        if not reasons.is_expected(reason):
+            self.store.disk.warn(reason, reason)

@@ -1,0 +1,383 @@
+"""Forward passes: computed KV is recorded, and other KV is restored from the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import LayerOrderError, UnsupportedModelError
+from ..layers import LayerTensors, kv_sources
+from ..methods import Method
+from ..patches.attach import Attachment
+from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+from ..patches.layers import decoder_layers, dropping
+from ..patches.lookahead import LookAhead, PredictedQuery
+from ..patches.rope import PreRopeKV, RotaryTap
+from ..patches.scope import Scope, entered
+from ..restore.fetch import Fetcher
+from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
+from ..restore.plan import Plan
+from ..restore.prefetch import Prefetch
+from ..selection.indexes import KeptIndexes
+from ..selection.prompt import SelectiveRestore
+from ..selection.selected import Choices, Live
+from ..selection.selector import Selector
+from ..selection.streamed import StreamedPrefix
+from ..stats import StatsCollector
+from ..store.geometry import LayerKV, in_groups
+from ..store.memory import to_device
+from .recorder import Recorder
+from .storage import Storage
+from .suitability import cannot_select, needs_attention
+
+_layer_kv = lru_cache(maxsize=256)(LayerKV)
+"""Cached constructor of `LayerKV`: layers are described alike at every token, and often among themselves."""
+
+
+class ForwardPass(Scope):
+    """Forward pass that computes all tokens it is given.
+
+    Args:
+        cache: cache that the pass belongs to.
+        sources: layers of the cache.
+        attachment: attachment of the model.
+        collector: collector of the request's statistics.
+        recorder: recorder of the computed KV, or None.
+        first: first position of the sequence that is computed.
+    """
+
+    observer: PassObserver | None
+
+    def __init__(
+        self,
+        cache: object,
+        sources: Sequence[Any],
+        attachment: Attachment,
+        collector: StatsCollector,
+        recorder: Recorder | None = None,
+        first: int = 0,
+    ) -> None:
+        super().__init__(cache, RotaryTap(attachment.kept_tables))
+        self._first = first
+        self._stack = ExitStack()
+        self.sources, self.attachment, self.recorder = sources, attachment, recorder
+        self.collector = collector
+        self.assemble_seconds = 0.0
+        """Seconds that this thread spent on restored and selected KV, including waiting for it."""
+        self._rechoice: Choices | None = None
+        self.kv_sources = kv_sources(sources)
+        self.selects = any(source.rechooses for source in self.kv_sources)
+        self._captures = recorder is not None or self.selects
+
+    def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's `forward` with these arguments."""
+        with self._stack as stack:
+            stack.callback(self._count)
+            self._begin(stack)
+            stack.enter_context(self.attachment.running_eagerly())
+            stack.enter_context(entered(self))
+            return self._compute(forward, kwargs)
+
+    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model within the scope of the pass."""
+        return forward(**kwargs)
+
+    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+        """Let an observer see the queries of the pass.
+
+        Args:
+            observer: observer of the cache.
+            stop: end (exclusive) of the positions of the pass.
+            pads: number of left-padding positions of each row.
+        """
+        self.observer = observer.begin(self.kv_sources, self._computed_columns(stop, pads))
+
+    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
+        return ComputedColumns(self._first, stop, pads)
+
+    def end_watching(self) -> None:
+        """Tell the observer that the pass is complete, so that its observations count."""
+        if self.observer is not None:
+            self.observer.end()
+
+    def close(self) -> None:
+        """Release the resources of the pass, if an interrupt (Ctrl-C) has prevented that."""
+        self._stack.close()
+
+    def _count(self) -> None:
+        """Report assembly time once per pass."""
+        if self.assemble_seconds:
+            self.collector.add(assemble_seconds=self.assemble_seconds)
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Set up the resources of the pass; `stack` releases them."""
+        if self.recorder is not None:
+            self.recorder.begin(self._first)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return those to attend to."""
+        source = self.sources[layer]
+        if not self._captures:
+            return source.update(keys, values)
+        pre_rope = self.tap.take(keys, values)
+        _, key_heads, _, key_dim = keys.shape
+        _, value_heads, _, value_dim = values.shape
+        how = pre_rope.rotated, pre_rope.dims, pre_rope.position_independent
+        kind = _layer_kv(key_heads, key_dim, value_heads, value_dim, source.window, *how)
+        if self.recorder is not None:
+            self.recorder.catch(layer, kind, *self._recorded(pre_rope))
+        return source.append(kind, pre_rope, keys, values)
+
+    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the recorded positions, `[batch, heads, n, dim]` each."""
+        return pre_rope.keys, pre_rope.values
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Return the keys and values for a layer's queries, `[batch, heads, n, dim]`, or their attention output."""
+        started = time.perf_counter()
+        try:
+            return self.sources[layer].attend(self, query, keys, values, mask, scaling)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
+
+    def rechoice(self, live: Live) -> Choices:
+        """Return the decode selection of this pass, for sources that reselect while decoding."""
+        if self._rechoice is None:
+            self._rechoice = live.begin(self.collector)
+            self._stack.callback(self._rechoice.cancel)
+        return self._rechoice
+
+
+class RestoringForward(ForwardPass):
+    """Forward pass that follows a plan (see `RestoringPass`).
+
+    Args:
+        cache, sources, attachment, collector, recorder, first: see `ForwardPass`.
+        plan: positions to compute and segments to restore.
+        store: storage that holds the blocks.
+        method: method that made the plan.
+        only: function that returns the forward arguments for computing only the given positions.
+    """
+
+    def __init__(
+        self,
+        cache: object,
+        sources: Sequence[Any],
+        attachment: Attachment,
+        collector: StatsCollector,
+        recorder: Recorder | None,
+        first: int,
+        *,
+        plan: Plan,
+        store: Storage,
+        method: Method,
+        only: Callable[[np.ndarray], dict[str, Any]],
+    ) -> None:
+        super().__init__(cache, sources, attachment, collector, recorder, first)
+        self.plan, self.method, self._only = plan, method, only
+        self._ascends, self._last_layer = plan.under_way is None, -1  # a deferred plan may run layers twice
+        self._captures = True
+        self._columns: dict[tuple[int, int, torch.device], torch.Tensor] = {}
+        self._front_masks: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._parked: int | None = None
+        self._look_ahead: LookAhead | None = None
+        self.fetcher = Fetcher(store.residency, collector, attachment.device_of, method.ahead_bytes)
+        self.prefetch = Prefetch(plan, self.fetcher, method.ahead_bytes)
+        self.selection: SelectiveRestore | None = None
+        self.streamed: StreamedPrefix | None = None
+        selecting = [source.index for source in self.kv_sources if source.selects]
+        if plan.streamed:
+            self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
+            self.selects = True
+        if plan.budget_tokens:
+            if method.reorder:
+                store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})
+            self.selection = SelectiveRestore(
+                plan,
+                selecting,
+                method.selector(),
+                self.fetcher,
+                KeptIndexes(store.disk, store.writer.later),
+                method.prefetches,
+                store.rewriter.importance if method.reorder else None,
+                method.rechoose,
+                method.observed,
+            )
+            self.selects = True
+
+    def run(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """See `ForwardPass`."""
+        try:
+            output = super().run(forward, kwargs)
+        except Exception as error:
+            self.fetcher.confirm()  # report a damaged block first: it may have caused this error
+            if self._parked is None or not isinstance(error, RuntimeError):
+                raise
+            raise self.cannot_select() from error
+        if self._parked is not None:
+            raise self.cannot_select()
+        self.fetcher.confirm()  # wait for the side stream; a damaged block undoes the pass
+        if self.selection is not None:
+            self.plan = self.selection.followed()
+        return output
+
+    def _begin(self, stack: ExitStack) -> None:
+        """Announce the restored KV to masks and sources, and start to fetch it."""
+        super()._begin(stack)
+        plan, config = self.plan, self.attachment.config
+        for source in self.kv_sources:
+            stack.callback(source.end_pass)
+            source.begin_pass(self)
+        if plan.suffix is None:
+            if not can_scatter(config):
+                raise needs_attention(self.method, self.attachment.model, WRAPPED)
+            if plan.fronts and can_select(config) and shows_queries(self.attachment.model):
+                self.fronts = plan.fronts
+            front = self.fronts[0] if self.fronts else 0
+            self.positions = to_device(plan.computed[0][front:] + plan.base, self.attachment.device_of(0))
+            self._drop_with_depth(plan)
+            if self.rows or plan.under_way is not None:
+                layers = decoder_layers(self.attachment.model, len(plan.computed))
+                first = 1 if plan.under_way is not None else min(self.rows)
+                stack.enter_context(dropping(layers, first, self))
+        stack.callback(self.fetcher.cancel)
+        if self.selects and not can_select(config):
+            raise needs_attention(self.method, self.attachment.model, SELECTING)
+        if self.streamed is not None:
+            self.streamed.start()
+        elif self.selection is not None:
+            self._predict(stack, self.selection.selector)
+            self.selection.start()
+        self.prefetch.start()
+
+    def _predict(self, stack: ExitStack, selector: Selector) -> None:
+        """Predict the queries of selecting layers, if the selector uses predictions and the model supports them."""
+        if not selector.ahead:
+            return
+        attachment = self.attachment
+        try:
+            modules = decoder_layers(attachment.model, attachment.config.num_hidden_layers)
+        except UnsupportedModelError:
+            return
+        layers = [source.index for source in self.kv_sources if source.selects]
+        first = {period[0] for period in in_groups(layers, selector.period, selector.solo_layers)}
+        self._look_ahead = LookAhead(self, modules, layers, selector.ahead, first)
+        stack.enter_context(self._look_ahead.watching())
+
+    def watch(self, observer: CacheObserver, stop: int, pads: Sequence[int]) -> None:
+        """See `ForwardPass`. No observer is attached if rows compute different positions."""
+        if all(columns.ndim == 1 for columns in self.plan.computed):
+            super().watch(observer, stop, pads)
+
+    def _computed_columns(self, stop: int, pads: Sequence[int]) -> ComputedColumns:
+        base, computed = self.plan.base, self.plan.computed
+        if self.plan.suffix is not None:
+            return super()._computed_columns(stop, pads)
+        return ComputedColumns(
+            self._first, stop, pads, lambda layer: self.plan.computed[layer] + base, computed[-1] + base
+        )
+
+    def _drop_with_depth(self, plan: Plan) -> None:
+        """Set the hidden states that each layer keeps."""
+        self.rows.clear()
+        self.kept.clear()
+        before: tuple[np.ndarray, torch.device, torch.Tensor | None] | None = None
+        for layer, computed in enumerate(plan.computed):
+            device = self.attachment.device_of(layer)
+            if before is None or before[0] is not computed or before[1] != device:
+                rows = plan.rows(layer)
+                before = computed, device, None if rows is None else to_device(rows, device)
+            if before[2] is not None:
+                self.rows[layer] = before[2]
+            if (kept := plan.kept(layer)) is not None:
+                self.kept[layer] = to_device(kept, device)
+
+    def append(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ForwardPass`."""
+        if self._ascends and layer <= self._last_layer:  # its blocks were released after that layer
+            raise LayerOrderError(f"layer {layer} runs after layer {self._last_layer}")
+        self._last_layer, started = layer, time.perf_counter()
+        try:
+            return super().append(layer, keys, values)
+        finally:
+            self.assemble_seconds += time.perf_counter() - started
+
+    def _recorded(self, pre_rope: PreRopeKV) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.plan.suffix is not None:
+            return super()._recorded(pre_rope)
+        count = self.plan.columns - self.plan.restored_until
+        return pre_rope.keys[:, :, -count:], pre_rope.values[:, :, -count:]
+
+    def front_mask(self, layer: int, device: torch.device) -> torch.Tensor | None:
+        """See `Scope`."""
+        window, front = self.sources[layer].window, self.fronts[layer]
+        if not window or front <= window:
+            return None
+        key = window, device
+        if key not in self._front_masks:
+            columns = torch.arange(self.fronts[0], device=device)
+            distance = columns.unsqueeze(1) - columns
+            self._front_masks[key] = (distance >= 0) & (distance < window)  # bool [queries, columns]
+        return self._front_masks[key][None, None, :front, :front]
+
+    def _compute(self, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        return super()._compute(forward, self._only(self.plan.computed[0]))
+
+    # --- called by sources (see `RestoringPass`)
+
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        predicted = self._look_ahead.query(layer) if self._look_ahead is not None else None
+        return (query, own_keys) if predicted is None else (predicted.query, predicted.own_keys)
+
+    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
+        if (look_ahead := self._look_ahead) is None:
+            return
+        for target in look_ahead.after(layer):
+            if (predicted := look_ahead.query(target)) is not None:
+                yield target, predicted
+
+    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+        computed = self.plan.computed[layer]
+        key = id(computed), first, device
+        if key not in self._columns:
+            self._columns[key] = to_device(computed - first, device)
+        return self._columns[key]
+
+    def park(self, layer: int) -> None:
+        if self._parked is not None:
+            raise self.cannot_select()
+        self._parked = layer
+
+    def unpark(self) -> None:
+        self._parked = None
+
+    def cannot_select(self) -> UnsupportedModelError:
+        return cannot_select(self.method, self.attachment.model)
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        return None
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        return False
+
+    def compares(self, layer: int) -> bool:
+        return False
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        raise TypeError("only a plan that is settled under way compares")

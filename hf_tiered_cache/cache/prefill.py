@@ -1,0 +1,66 @@
+"""Chunked prefill for prompts that exceed memory: each piece is computed, stored and released before the next one.
+
+Each piece attends to all earlier tokens, which are read from the store layer by layer (`selection/streamed.py`). Memory
+therefore holds one piece and two runs of one layer, and the disk bounds the prompt length (KVDRIVE, Section 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tqdm.auto import tqdm
+
+from ..identity import rope_regime
+from ..store.geometry import HASH_TOKENS
+from .request import Request
+from .sequence import SequenceState
+
+_TRIES = 2
+"""Number of times that prefill goes back because stored pieces have disappeared; then the rest is computed at once."""
+
+
+def can_be_cut(request: Request, sequence: SequenceState) -> bool:
+    """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
+    step = sequence.method.prefill_tokens
+    shortest = step - max(request.pads)
+    return (
+        sequence.method.selects
+        and 0 < step < request.columns
+        and sequence.columns == 0
+        and sequence.recorder.enabled
+        and request.text == request.columns
+        and request.must_compute <= step // 2
+        and shortest > 0
+        and rope_regime(sequence.config, shortest) == sequence.regime
+    )
+
+
+def in_pieces(
+    request: Request, sequence: SequenceState, run: Callable[[Request, int], int], found: int, progress: bool
+) -> None:
+    """Compute and store all pieces of a prompt but the last, which is left to the caller.
+
+    Args:
+        request: Request for the whole prompt.
+        sequence: State of the cache, which is empty between pieces.
+        run: Called with the request for a beginning of the prompt, and the number of its positions that should be
+            stored. Computes and stores the rest and clears the cache, or does nothing if fewer positions are stored.
+            Returns the number of positions that were stored.
+        found: Number of positions of the prompt that are stored already.
+        progress: Whether to show a progress bar.
+    """
+    step, end, tries = sequence.method.prefill_tokens, request.columns, _TRIES
+    sequence.stored_in_pieces = 0
+    if end - found <= step:
+        return
+    rest = max(request.must_compute, min(step // 2, sequence.method.observed))  # minimum length of the last piece
+    with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
+        while end - found > step and tries:
+            stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS
+            before = run(request.beginning(stop), found)
+            if before <= found - HASH_TOKENS:
+                found, tries = before, tries - 1
+            else:
+                found = stop
+            bar.update(found - bar.n)
+        bar.update(end - bar.n)

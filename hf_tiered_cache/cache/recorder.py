@@ -1,0 +1,480 @@
+"""The recorder, which turns computed KV into segments after the request."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..errors import StoreClosedError
+from ..reasons import NO_ROOM, ODD_MASK, WEIGHTS_CHANGED
+from ..restore.hashes import History
+from ..stats import StatsCollector
+from ..store.format import EXACT, SegmentHeader, end_of_chain, segment_id
+from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, LayerKV, block_groups
+from ..store.interrupts import Step
+from ..store.shape import SegmentShape, TokenTables
+from ..store.writer import KeptOnDevice, PendingSegment, Writer
+from ..tiers.streams import CopyStream, Event, copy_stream
+from .captured import LayerBuffer, compact, cut_end, last_columns, packer, tokens_from
+from .request import DecodingCheck
+
+Rank = Callable[[int, Iterator[tuple[torch.Tensor, torch.Tensor]]], np.ndarray]
+"""Function that scores tokens by importance, float32 `[tokens]`, given a row and its layers' keys and values."""
+
+Submit = Callable[[PendingSegment, bool], None]
+"""Function that queues a segment for writing; its flag says whether to wait for room in the queue."""
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names in segment headers, for users.
+
+    Args:
+        model: Readable facts of the model (see `Identity.facts`).
+        label: Label given by the user.
+        labels: Label of each row, if rows have their own.
+    """
+
+    model: Mapping[str, str] = field(default_factory=dict)
+    label: str = ""
+    labels: tuple[str, ...] = ()
+
+    def of_row(self, row: int) -> str:
+        """Return the label of a row."""
+        return self.labels[row] if self.labels else self.label
+
+
+class Confirmation:
+    """Check whether KV may be stored, which remembers a denial.
+
+    Args:
+        ask: Returns the answer.
+    """
+
+    def __init__(self, ask: Callable[[], bool]) -> None:
+        self._ask = ask
+        self.denied = False
+
+    def __call__(self) -> bool:
+        """Return whether the KV may be stored."""
+        self.denied = not self._ask()
+        return not self.denied
+
+
+def _refused(collector: StatsCollector, tokens: int, confirmed: Confirmation) -> None:
+    collector.add(tokens_stored=-tokens)
+    collector.explain(WEIGHTS_CHANGED if confirmed.denied else NO_ROOM)
+
+
+class Recorder:
+    """Recorder that captures the KV of computed tokens until `seal` makes segments of it.
+
+    It records only contiguous runs of positions that every layer has computed. A recorder belongs to the thread that
+    runs the passes, but other threads may seal it between two passes.
+
+    Args:
+        history: History of the tokens in the cache.
+        fingerprint: Fingerprint of the model.
+        geometry: Geometry of the segments.
+        submit: Takes the segments to be written.
+        ttl: Lifetime of a segment in seconds, or None.
+        provenance: How the KV is computed.
+        enabled: Whether anything is recorded; if not, only the history is kept.
+        collector: Counts the stored tokens.
+        names: Facts of the model and labels of the user, for the segment headers.
+        check: Check of single-token passes; if one was not plain, the KV captured with it is dropped.
+        weights_held: See `Identity.weights_held`.
+        rank: Scores the tokens of a row's new segment by each layer's unrotated keys and values, `[heads, tokens,
+            dim]`. Tokens with high scores are stored first. None keeps their order.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        fingerprint: str,
+        geometry: Geometry,
+        submit: Submit,
+        ttl: float | None,
+        provenance: str = EXACT,
+        enabled: bool = True,
+        rank: Rank | None = None,
+        collector: StatsCollector | None = None,
+        names: Names = Names(),
+        check: DecodingCheck | None = None,
+        weights_held: Callable[[float], bool] = lambda moment: True,
+    ) -> None:
+        self.history = history
+        self.fingerprint = fingerprint
+        self.geometry = geometry
+        self.provenance = provenance
+        self.enabled = enabled
+        self.rank = rank
+        self.collector = collector or StatsCollector()
+        self._names = names
+        self._check = check or DecodingCheck()
+        self._submit = submit
+        self._weights_held = weights_held
+        self._ttl = ttl
+        self._lock = threading.RLock()
+        self._step = Step(self._mend)
+        self._layers: dict[int, LayerBuffer] = {}
+        self._reordered: list[tuple[int, torch.Tensor]] = []  # selected rows, and number of passes captured before
+        self._first = 0  # position of the first captured token
+        self._count = 0  # number of captured positions
+        self._revocable = 0  # number of positions at the end that the next crop may remove
+        self._sealed = [0] * history.rows  # number of prefix hashes of each row in segments
+        self._found = [0] * history.rows  # number of them that the last lookup found stored
+        self._ancestors: list[tuple[str, ...]] = [()] * history.rows
+        self._catching = False
+        self._in_pass = False
+        self._left = False  # whether the cache was garbage collected
+        self._streams: dict[torch.device, CopyStream] = {}
+        self._computed: dict[torch.device, Event] = {}  # events after all work on the captured tensors
+
+    # --- during a pass
+
+    def begin(self, first: int) -> None:
+        """Start capturing a pass that computes all positions from `first` on.
+
+        If these do not follow what was captured before, that is sealed first.
+        """
+        if not self.enabled:
+            return
+        with self._lock:
+            self._come_after()
+            if first != self._first + self._count:
+                self.seal()
+            with self._step:
+                if first != self._first + self._count:
+                    self._forget()
+                    self._first = first
+                self._in_pass = self._catching = True
+
+    def catch(self, layer: int, kind: LayerKV, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Capture a layer's computed keys and values, unrotated, `[batch, heads, n, dim]` each."""
+        if not self._catching:
+            return
+        caught = self._layers.get(layer)
+        if caught is None:
+            caught = self._layers[layer] = LayerBuffer(kind, keys.device)
+        if caught.kind != kind or keys.dtype != values.dtype:  # a segment has one layout per layer
+            self._catching = False
+            return
+        caught.keys.append(compact(keys))
+        caught.values.append(compact(values))
+
+    def end(self, ids: torch.Tensor | np.ndarray, computed: int, revocable: int = 0) -> None:
+        """Finish a pass, and append its tokens to the history.
+
+        Args:
+            ids: Tokens that the pass added to the cache, int `[rows, columns]`.
+            computed: Number of positions at the end that the pass computed.
+            revocable: Number of positions at the end that the next crop may remove.
+        """
+        with self._lock, self._step:
+            self.history.append(ids)
+            self._count += computed
+            self._revocable = revocable
+            if not self._catching:
+                self._forget()
+                self._first = self.history.columns
+            self._in_pass = self._catching = False
+            self._mark()
+
+    def abandon(self) -> None:
+        """Discard what a failed pass has captured."""
+        with self._lock, self._step:
+            for tensors in self._tensors():
+                cut_end(tensors, sum(t.shape[2] for t in tensors) - self._count)
+            self._in_pass = self._catching = False
+
+    # --- what generate() does to a cache
+
+    def crop(self, columns: int) -> None:
+        """Remove the last `columns` positions."""
+        with self._lock, self._step:
+            self.history.crop(columns)
+            self._follow_rows()
+            gone = min(columns, self._count)
+            for tensors in self._tensors():
+                cut_end(tensors, gone)
+            self._count -= gone
+            self._first = min(self._first, self.history.columns)
+            self._revocable = 0
+            for row, pad in enumerate(self.history.pads):
+                whole = max(0, self.history.columns - pad) // HASH_TOKENS
+                self._sealed[row] = min(self._sealed[row], whole)
+                self._found[row] = min(self._found[row], whole)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Reorder the rows: row i becomes the former row `rows[i]`.
+
+        Beam search does this at every token, so the captured tensors are reordered later.
+        """
+        with self._lock, self._step:
+            order = rows.tolist()
+            self.history.select(order)
+            if self._layers:
+                self._reordered.append((len(next(self._tensors())), rows))
+            self._sealed = [self._sealed[row] for row in order]
+            self._found = [self._found[row] for row in order]
+            self._ancestors = [self._ancestors[row] for row in order]
+
+    def found(self, row: int, held: int, num_hashes: int, segments: tuple[str, ...]) -> None:
+        """Note which segments store a row's prefix hashes after those that the cache holds.
+
+        Args:
+            row: Index of the row.
+            held: Number of prefix hashes of the row that the cache holds.
+            num_hashes: Number of prefix hashes that are stored.
+            segments: Ids of the segments that store them.
+        """
+        self._found[row] = num_hashes if num_hashes > held else min(self._found[row], held)
+        before = [segment for segment in self._ancestors[row] if segment not in segments] if held else []
+        self._ancestors[row] = (*before, *segments)
+
+    def begins_with(self, prefix_hash: bytes) -> bool:
+        """Return whether `prefix_hash` is the first prefix hash of some row."""
+        with self._lock:
+            return any(self.history.prefix_hashes(row)[:1] == [prefix_hash] for row in range(self.history.rows))
+
+    # --- making segments
+
+    @property
+    def unsealed(self) -> int:
+        """Number of captured positions that no segment holds yet."""
+        return self._count
+
+    def seal(self, wait: bool = True) -> int:
+        """Submit all captured tokens that are not stored, in multiples of 16; does nothing during a pass.
+
+        Args:
+            wait: Whether to wait while the writer's queue is full.
+
+        Returns:
+            Number of submitted tokens.
+        """
+        with self._lock, self._step:
+            pending_segments = self._take_unsealed()
+        for pending in pending_segments:  # outside the lock if possible: the queue may stay full for long
+            self._submit(pending, wait)
+            self.collector.add(tokens_stored=pending.header.shape.tokens)
+        return sum(pending.header.shape.tokens for pending in pending_segments)
+
+    def _take_unsealed(self) -> list[PendingSegment]:
+        """Return segments of what is captured and not stored, and mark it as sealed."""
+        if self._left:
+            self._in_pass, self._revocable = False, 0
+        if self._in_pass or not self._count or not self._layers:
+            return []
+        if self._check.odd():
+            self._drop_odd()
+            return []
+        self._come_after()
+        self._follow_rows()
+        layout = self._layout()
+        end = self._first + self._count - self._revocable
+        pending_segments: list[PendingSegment] = []
+        kept = self._kept_on_device()
+        made: dict[bytes, str] = {}  # segments made here, by prefix hash: rows may share a prefix
+        for row, pad in enumerate(self.history.pads):
+            prefix_hashes = self.history.prefix_hashes(row)[: max(0, end - pad) // HASH_TOKENS]
+            first = max(self._sealed[row], self._found[row])
+            while first < len(prefix_hashes) and (segment := made.get(prefix_hashes[first])):
+                first += 1
+                if segment not in self._ancestors[row]:
+                    self._ancestors[row] = (*self._ancestors[row], segment)
+            self._sealed[row] = first
+            if first >= len(prefix_hashes) or first * HASH_TOKENS < self._first - pad:
+                continue  # nothing new, or unreachable because of a gap before it
+            pending = self._pending_segment(row, first, prefix_hashes, layout, kept)
+            pending_segments.append(pending)
+            made |= dict.fromkeys(pending.prefix_hashes, pending.header.id)
+            self._ancestors[row] = (*self._ancestors[row], pending.header.id)
+            self._sealed[row] = len(prefix_hashes)
+        starts = [pad + n * HASH_TOKENS for pad, n in zip(self.history.pads, self._sealed, strict=True)]
+        self._keep_from(min((start for start in starts if start >= self._first), default=self.history.columns))
+        self._mark()
+        return pending_segments
+
+    def _drop_odd(self) -> None:
+        """Discard the captured KV, which includes a pass that was not plain, and stop recording."""
+        self._forget()
+        self._first = self.history.columns
+        self.enabled = False
+        self.collector.explain(ODD_MASK)
+
+    def segments(self, row: int) -> tuple[str, ...]:
+        """Return the ids of the segments that hold a row's stored tokens, in order."""
+        return self._ancestors[row]
+
+    def fork(self, collector: StatsCollector, check: DecodingCheck) -> Recorder:
+        """Return a recorder that continues independently; what is captured so far is sealed or shared.
+
+        Args:
+            collector: Statistics of the other cache.
+            check: Decoding check of the other cache.
+        """
+        with self._lock:
+            self.seal()
+            twin = copy.copy(self)
+            twin.collector, twin._check = collector, check
+            twin._lock, twin._left = threading.RLock(), False
+            twin._step = Step(twin._mend)
+            twin.history = self.history.fork()
+            twin._reordered = list(self._reordered)
+            twin._layers = {
+                i: LayerBuffer(c.kind, c.device, list(c.keys), list(c.values)) for i, c in self._layers.items()
+            }
+            twin._sealed, twin._found = list(self._sealed), list(self._found)
+            twin._ancestors = list(self._ancestors)
+            twin._streams, twin._computed = dict(self._streams), dict(self._computed)
+            return twin
+
+    def leave_to(self, writer: Writer) -> None:
+        """Let the writer store what is left, after the cache was garbage collected.
+
+        Called by a finalizer: takes no lock and never waits.
+        """
+        self._left = True
+        writer.soon(self.finish)
+
+    def finish(self) -> bool:
+        """Store what is left, without waiting.
+
+        Returns:
+            False, at once, while another thread uses the recorder.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._left = True
+            self.seal(wait=False)
+        except StoreClosedError:
+            logger.debug("the store was closed first")
+        finally:
+            self._lock.release()
+        return True
+
+    def _mark(self) -> None:
+        """Record events on this thread's streams: other passes and seals may run in threads with other streams."""
+        for device in {caught.device for caught in self._layers.values()}:
+            if device not in self._streams:
+                self._streams[device] = copy_stream(device)
+            self._computed[device] = self._streams[device].computed()
+
+    def _come_after(self) -> None:
+        """Order later work on this thread's streams after all threads' work on the captured tensors."""
+        for device, event in self._computed.items():
+            self._streams[device].await_copies(event)
+
+    def _follow_rows(self) -> None:
+        """Apply pending row selections to the captured tensors."""
+        if not self._reordered:
+            return
+        for tensors in self._tensors():
+            order: torch.Tensor | None = None
+            later = list(self._reordered)
+            for index in range(len(tensors) - 1, -1, -1):
+                while later and later[-1][0] > index:
+                    rows = later.pop()[1]
+                    order = rows if order is None else rows[order.to(rows.device)]
+                if order is not None:
+                    tensors[index] = tensors[index].index_select(0, order.to(tensors[index].device))
+        self._reordered.clear()
+
+    def _tensors(self) -> Iterator[list[torch.Tensor]]:
+        for caught in self._layers.values():
+            yield caught.keys
+            yield caught.values
+
+    def _kept_on_device(self) -> KeptOnDevice | None:
+        """Return the device memory that the captured tensors keep allocated, or None."""
+        storages = (t.untyped_storage() for tensors in self._tensors() for t in tensors if not self._on_host(t.device))
+        nbytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+        return KeptOnDevice(nbytes) if nbytes else None
+
+    def _on_host(self, device: torch.device) -> bool:
+        return self._streams[device].on_host
+
+    def _layout(self) -> KVLayout:
+        last = max(self._layers)
+        kinds = tuple(self._layers[i].kind if i in self._layers else None for i in range(last + 1))
+        return KVLayout(kinds, next(iter(self._layers.values())).keys[0].dtype)
+
+    def _pending_segment(
+        self, row: int, first: int, prefix_hashes: list[bytes], layout: KVLayout, kept: KeptOnDevice | None
+    ) -> PendingSegment:
+        mine = prefix_hashes[first:]
+        parent = prefix_hashes[first - 1] if first else self.history.hasher.root
+        tokens = len(mine) * HASH_TOKENS
+        start = first * HASH_TOKENS + self.history.pads[row] - self._first
+        sources = {i: (list(caught.keys), list(caught.values)) for i, caught in self._layers.items()}
+        shape = SegmentShape(layout, self.geometry, tokens, self._tables(row, start, tokens, layout))
+        now = time.time()
+        ids = self.history.ids()[row, self.history.pads[row] + first * HASH_TOKENS :][:tokens]
+        header = SegmentHeader(
+            id=segment_id(parent, end_of_chain(mine, self.provenance), shape, self.provenance),
+            fingerprint=self.fingerprint,
+            shape=shape,
+            parent=parent,
+            position=first * HASH_TOKENS,
+            created=now,
+            expires=None if self._ttl is None else now + self._ttl,
+            provenance=self.provenance,
+            model=self._names.model,
+            label=self._names.of_row(row),
+            scan_hashes=self.history.hasher.scan_hashes(ids),
+        )
+        self._mark()
+        block_groups = packer(shape, sources, row, start, dict(self._streams), list(self._computed.values()))
+        confirmed = Confirmation(partial(self._weights_held, time.monotonic()))
+        refused = partial(_refused, self.collector, tokens, confirmed)
+        return PendingSegment(
+            header, mine, block_groups, self._ancestors[row], refused, on_device=kept, confirmed=confirmed
+        )
+
+    def _tables(self, row: int, start: int, tokens: int, layout: KVLayout) -> TokenTables | None:
+        if self.rank is None:
+            return None
+        importance = self.rank(row, self._pairs(row, start, tokens))
+        return TokenTables.by_importance(importance[None, None], block_groups(layout, self.geometry))
+
+    def _pairs(self, row: int, start: int, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield each layer's captured keys and values of a row, `[heads, tokens, dim]` each, on the CPU.
+
+        The tokens start at captured position `start`.
+        """
+        every = slice(None)
+        for caught in self._layers.values():
+            keys, values = (tokens_from(tensors, row, every, start, tokens) for tensors in (caught.keys, caught.values))
+            yield keys.cpu(), values.cpu()
+
+    def _keep_from(self, column: int) -> None:
+        """Keep only the captured positions from `column` on, and release the memory of the others."""
+        end = self._first + self._count
+        keep = max(0, end - column)
+        for tensors in self._tensors():
+            tensors[:] = [last_columns(tensors, keep)] if keep else []
+        self._first, self._count = end - keep, keep
+
+    def _mend(self) -> None:
+        """Discard the captured KV after an interrupted change: it may belong to other positions than noted."""
+        self._forget()
+        self._first, self._revocable = self.history.columns, 0
+        self._in_pass = self._catching = False
+
+    def _forget(self) -> None:
+        self._layers.clear()
+        self._reordered.clear()
+        self._count = 0

@@ -1,0 +1,120 @@
+"""Forward pass over passages with a deferred plan, refined during the pass by KV deviation and a query probe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..layers import LayerTensors
+from ..methods import Method
+from ..passages.recompute import QuestionAttention
+from ..patches.attach import Attachment
+from ..patches.attention import can_select, shows_queries
+from ..restore.plan import Plan
+from ..store.memory import to_host
+from .forward_pass import RestoringForward
+
+
+class SettlingForward(RestoringForward):
+    """Pass that follows a deferred plan (see `UnderWay`), and selects at some layers what the later ones compute.
+
+    A layer that compares runs twice: up to its attention (the preview), on the positions that the previous layer
+    computed, and then completely, on the positions selected by the comparison. The KV that it restores for the preview
+    is kept, so its blocks are read and rotated once. If the model does not allow a preview, the layer runs once, and
+    the next layer computes fewer tokens.
+
+    The attention of the query probe (the question) is summed over the layers up to the last comparison.
+
+    Args:
+        plan, attachment, method, others: See `RestoringForward`.
+    """
+
+    def __init__(
+        self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
+    ) -> None:
+        super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
+        assert plan.under_way is not None
+        self._deferred = plan.under_way
+        self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
+        self._filled: dict[int, dict[str, Any]] = {}  # buffer state of the previewed layer
+        self._to_compare = set(self._deferred.compare_layers)
+        self._peeking: int | None = None  # layer that runs up to its attention (preview)
+        self._moved: torch.Tensor | None = None  # float32 [batch, n], KV deviation at the comparing layer
+        self._attention: QuestionAttention | None = None
+        # positions of the sum include those in the cache, positions of a plan do not
+        if self.selects and not plan.base and self._deferred.question_tokens:
+            self._attention = QuestionAttention(self._deferred.question_tokens)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """See `ForwardPass`."""
+        if self._attention is not None and not self.sources[layer].window:
+            with self.collector.timing("select_seconds"):
+                self._attention.note(query, keys, mask, scaling)
+        if self._peeking == layer:
+            self._go_on(layer, first=layer)
+            raise _Previewed
+        return super().attend(layer, query, keys, values, mask, scaling)
+
+    def peeks_at(self, layer: int) -> bool:
+        """See `Scope`."""
+        return self.selects and self.compares(layer)
+
+    def peek(self, layer: int, run: Callable[[], object]) -> None:
+        """See `Scope`."""
+        self._peeking = layer
+        try:
+            with suppress(_Previewed):
+                run()
+        finally:
+            self._peeking = None
+
+    def _go_on(self, layer: int, first: int) -> None:
+        """Select the positions computed from layer `first` on, by the KV deviation measured at `layer`."""
+        plan = self.plan
+        assert self._moved is not None
+        with self.collector.timing("select_seconds"):
+            attention = None if self._attention is None else self._attention.result()
+            (moved,) = to_host(self._moved)
+            chosen = self.method.go_on(self._deferred, layer, plan.computed[layer], moved, attention)
+        plan = replace(plan, computed=plan.computed[:first] + (chosen,) * (len(plan.computed) - first))
+        self.plan = self.prefetch.plan = plan
+        self._columns.clear()  # keyed by arrays of the old plan
+        self._drop_with_depth(plan)
+        self._to_compare.remove(layer)
+        if not self._to_compare:
+            self._attention = None
+
+    # --- called by sources (see `RestoringPass`)
+
+    def compares(self, layer: int) -> bool:
+        return layer in self._to_compare
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        self._moved = self.method.moved(stored, computed)
+        if self._peeking != layer:
+            self._go_on(layer, first=layer + 1)
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        return self._filled.pop(layer, None)
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        if self._peeking != layer:
+            return False
+        self._filled[layer] = filled
+        return True
+
+
+class _Previewed(Exception):
+    """Signal that a preview has reached the attention of its layer."""

@@ -1,0 +1,270 @@
+"""Parsing of one forward pass: its tokens, padding and positions, and whether its KV can be stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from ..reasons import IMAGES, LOOKS_AHEAD, ODD_MASK, ODD_POSITIONS
+from ..store.memory import to_device
+
+_UNDERSTOOD = frozenset(
+    {
+        *("input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "use_cache"),
+        *("logits_to_keep", "return_dict", "output_attentions", "output_hidden_states"),
+    }
+)
+"""Arguments of `forward` that do not affect the KV beyond tokens and positions. Others may: images, embeddings, ..."""
+
+_TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Arguments that mark each token as text (0) or as an image placeholder."""
+_IMAGES = frozenset(
+    {
+        *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "second_per_grid_ts"),
+        *("mm_encoder_outputs", "image_sizes", "pixel_attention_mask", "image_attention_mask"),
+    }
+)
+"""Arguments that affect image placeholders, and no token before the first of them."""
+_PER_TOKEN = ("input_ids", "position_ids", "cache_position", *_TOKEN_TYPES)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Parsed arguments of one pass.
+
+    Args:
+        kwargs: All arguments of `forward` by name.
+        pads: Left padding of each row, in positions.
+        revocable: Number of positions at the end that `generate` may remove (candidates of assisted decoding).
+        must_compute: Number of positions at the end to compute: their outputs are requested, or an image precedes them.
+        text: Number of positions before the first image; all of them if there is none.
+    """
+
+    kwargs: dict[str, Any]
+    pads: list[int]
+    revocable: int
+    must_compute: int
+    text: int
+    ids: torch.Tensor = field(init=False)
+    """Token ids, int `[rows, columns]`."""
+    columns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ids", self.kwargs["input_ids"])
+        object.__setattr__(self, "columns", self.ids.shape[1])
+
+    def beginning(self, columns: int) -> Request:
+        """Return a request for the first `columns` positions of the prompt, with the last logits only."""
+        kwargs = self.kwargs | {"logits_to_keep": 1}
+        for name in (*_PER_TOKEN, "attention_mask"):
+            if kwargs.get(name) is not None:
+                kwargs[name] = kwargs[name][..., :columns]
+        return Request(kwargs, self.pads, 0, 1, columns)
+
+    def only(self, columns: np.ndarray, base: int, pads: list[int], suffix: bool) -> dict[str, Any]:
+        """Return the arguments for computing only some of the positions.
+
+        Args:
+            columns: Positions to compute, the same in every row or separate for each (see `Columns`).
+            base: Number of positions that the cache holds already.
+            pads: Left padding of each row.
+            suffix: Whether every layer computes exactly these positions, and they include all after the first.
+        """
+        kwargs = dict(self.kwargs)
+        if not suffix:  # for a suffix, the model derives positions and length itself
+            device = self.ids.device
+            if kwargs.get("position_ids") is None:
+                positions = torch.arange(base, base + self.columns) - torch.tensor(pads).unsqueeze(1)
+                kwargs["position_ids"] = positions.clamp(min=0).to(device)  # [rows, columns]
+            if kwargs.get("attention_mask") is None:
+                kwargs["attention_mask"] = torch.ones(len(pads), base + self.columns, dtype=torch.int64, device=device)
+        alike = columns.ndim == 1 and len(columns) == self.columns - columns[0]  # all from the first one on
+        index = slice(int(columns[0]), None) if alike else to_device(columns, self.ids.device)
+        for name in _PER_TOKEN:
+            if kwargs.get(name) is not None:
+                kwargs[name] = _some(kwargs[name], index)
+        return kwargs
+
+
+class DecodingCheck:
+    """Check of masks and positions in single-token passes, evaluated on their device and read later.
+
+    Reading the result at every token would synchronize the GPU each time.
+    """
+
+    def __init__(self) -> None:
+        self._odd: dict[torch.device, torch.Tensor] = {}  # bool scalars
+        self._expected: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
+
+    def add(self, kwargs: dict[str, Any], base: int, pads: list[int]) -> str:
+        """Check a single-token pass.
+
+        Args:
+            kwargs: All arguments of `forward` by name.
+            base: Number of positions that the cache holds already.
+            pads: Left padding of each row.
+
+        Returns:
+            The reason if the pass is known to be unusual without reading tensors, or an empty string.
+        """
+        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        if mask is None and any(pads):
+            return ODD_MASK
+        if mask is not None:
+            if not isinstance(mask, torch.Tensor) or mask.shape != (len(pads), base + 1):
+                return ODD_MASK
+            present = self._mask(pads, base + 1, mask.device)  # [rows, columns]
+            self._note((mask != 0) != present)
+        if positions is None and any(pads):
+            return ODD_POSITIONS
+        if positions is not None:
+            if positions.ndim not in (2, 3) or positions.shape[-1] != 1:
+                return ODD_POSITIONS
+            numbers = self._mask(pads, 0, positions.device)  # [rows, 1]
+            self._note(positions != base - numbers)
+        return ""
+
+    def odd(self) -> bool:
+        """Return whether any pass since the last call was unusual."""
+        found = any(bool(odd) for odd in self._odd.values())
+        self._odd.clear()
+        return found
+
+    def _mask(self, pads: list[int], columns: int, device: torch.device) -> torch.Tensor:
+        """Return the mask of plain padding, bool `[rows, columns]`; for 0 columns the padding, int64 `[rows, 1]`."""
+        key = (tuple(pads), device)
+        if key not in self._expected:
+            self._expected[key] = torch.tensor(pads, device=device).unsqueeze(1)
+        numbers = self._expected[key]
+        return torch.arange(columns, device=device) >= numbers if columns else numbers
+
+    def _note(self, differs: torch.Tensor) -> None:
+        odd = differs.any()
+        known = self._odd.get(odd.device)
+        self._odd[odd.device] = odd if known is None else known | odd
+
+
+def parse_request(
+    kwargs: dict[str, Any],
+    base: int,
+    pads: list[int] | None,
+    placeholders: frozenset[int] = frozenset(),
+    check: DecodingCheck | None = None,
+) -> Request | str:
+    """Parse the arguments of a pass.
+
+    Args:
+        kwargs: All arguments of `forward` by name.
+        base: Number of positions that the cache holds already.
+        pads: Left padding of the rows, known from earlier passes; None for the first pass.
+        placeholders: Tokens that represent images (see `placeholder_tokens`).
+        check: Takes the masks and positions of single-token passes, to be read later; if None, they are read at once.
+
+    Returns:
+        The request, or the reason why its KV can neither be stored nor restored.
+    """
+    ids = kwargs.get("input_ids")
+    if ids is None or ids.ndim != 2:
+        return "the prompt has no token ids (inputs_embeds?), so nothing is restored or stored"
+    columns = text = ids.shape[1]
+    for name, value in kwargs.items():
+        if name in _IMAGES and placeholders and _holds_tensor(value):
+            text = 0
+        elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
+            return f"`{name}` may change what the tokens mean, so nothing is restored or stored"
+    if columns > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
+        text = _text_columns(kwargs, placeholders)
+    if not text or (text < columns and (base or kwargs.get("position_ids") is None)):
+        return IMAGES
+    if kwargs.get("is_causal") is False:
+        return LOOKS_AHEAD
+    if check is not None and pads is not None and columns == 1:
+        if odd := check.add(kwargs, base, pads):
+            return odd
+        found = pads
+    else:
+        read = _padding(kwargs.get("attention_mask"), ids, base)
+        if read is None or (pads is not None and read != pads):
+            return ODD_MASK
+        found = read
+        if not _counts_on(kwargs.get("position_ids"), base, found, columns, text):
+            return ODD_POSITIONS
+    keep = kwargs.get("logits_to_keep", 0)
+    known = isinstance(keep, int) and keep > 0
+    must_compute = max(min(keep, columns) if known else columns, columns - text)
+    return Request(kwargs, found, keep - 1 if known else 0, must_compute, text)
+
+
+def placeholder_tokens(config: PreTrainedConfig) -> frozenset[int]:
+    """Return the tokens that represent images, videos or audio in a model's prompts."""
+    names = (f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
+    found = (getattr(config, name, None) for name in names)
+    return frozenset(token for token in found if isinstance(token, int))
+
+
+def _some(value: torch.Tensor, index: slice | torch.Tensor) -> torch.Tensor:
+    """Return some positions of a per-token argument, `[columns]`, `[rows, columns]` or `[kinds, rows, columns]`."""
+    if isinstance(index, slice) or index.ndim == 1:
+        return value[..., index]
+    if value.ndim == 1:  # `cache_position`; masks get each row's positions in another way
+        return value[index[0]]
+    return torch.take_along_dim(value, index.expand(*value.shape[:-2], -1, -1), dim=-1)
+
+
+def _text_columns(kwargs: dict[str, Any], placeholders: frozenset[int]) -> int:
+    """Return the number of positions before the first one at which a row has no text."""
+    ids = kwargs["input_ids"]
+    other = torch.isin(ids, torch.tensor(sorted(placeholders), dtype=ids.dtype, device=ids.device))
+    for name in _TOKEN_TYPES:
+        if kwargs.get(name) is not None:
+            other = other | (kwargs[name] != 0)
+    columns = other.any(dim=0).cpu().numpy()
+    return int(columns.argmax()) if columns.any() else len(columns)
+
+
+def count_tokens(kwargs: dict[str, Any]) -> int:
+    """Return the number of tokens of a pass, over all rows, without padding."""
+    tokens = next(kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None)
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.shape[1] >= tokens.shape[1] > 1:
+        return int(mask[:, -tokens.shape[1] :].sum())
+    return tokens.shape[0] * tokens.shape[1]
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(_holds_tensor(item) for item in value.values())
+    if isinstance(value, list | tuple):
+        return any(_holds_tensor(item) for item in value)
+    return isinstance(value, torch.Tensor)
+
+
+def _padding(mask: torch.Tensor | None, ids: torch.Tensor, base: int) -> list[int] | None:
+    """Return the left padding of each row, or None if the mask is anything else."""
+    rows, columns = ids.shape
+    if mask is None:
+        return [0] * rows
+    if not isinstance(mask, torch.Tensor) or mask.shape != (rows, base + columns):
+        return None
+    present = mask.to("cpu", torch.bool)
+    pads = (~present).sum(dim=1)
+    if not torch.equal(present, torch.arange(base + columns) >= pads.unsqueeze(1)):
+        return None
+    return pads.tolist()
+
+
+def _counts_on(positions: torch.Tensor | None, base: int, pads: list[int], columns: int, text: int) -> bool:
+    """Return whether the position ids of the first `text` tokens count the tokens of each row.
+
+    Vision models give a token several position ids, `[kinds, rows, columns]`, which are equal for text.
+    """
+    if positions is None:
+        return not any(pads)  # the model would count the padding too
+    if positions.ndim not in (2, 3) or positions.shape[-1] != columns:
+        return False
+    numbers = torch.arange(base, base + text) - torch.tensor(pads).unsqueeze(1)  # [rows, text]
+    return bool(((positions[..., :text].cpu() == numbers) | (numbers < 0)).all())

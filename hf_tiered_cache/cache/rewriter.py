@@ -1,0 +1,310 @@
+"""Background rewriting of stored segments, and migration of what the tiers hold of them.
+
+Migration of cached blocks, indexes and scores from a segment to the one that replaces it with reordered tokens.
+
+Background rewriting of stored segments into another geometry or order of tokens.
+
+Methods request it: `ContiguousKV` and `Impress` order tokens by the attention that prompts paid to them. A cache that
+decodes reads from its segments at each token, and memory drops the blocks of a replaced segment. A rewrite therefore
+waits until no cache uses the segment.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Collection, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError, StoreError
+from ..passages.ranking import RANKED_IN_CONTEXT, KeptRankings
+from ..stats import StatsCollector
+from ..store.codecs import coded_provenance
+from ..store.disk import SegmentStore
+from ..store.format import EXACT
+from ..store.geometry import Geometry, block_groups
+from ..store.relayout import relayout_segment
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape, TokenTables
+from ..tiers.handles import BlockRequest
+from ..tiers.residency import Residency
+from ..tiers.scores import TokenImportance, size_of
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+class Handover:
+    """Migration from a segment to its replacement: indexes, number of cached chunks, and scores of all chunks.
+
+    Create it before the old segment is deleted.
+
+    Args:
+        residency: the tiers.
+        old: the segment that is replaced.
+    """
+
+    def __init__(self, residency: Residency, old: SegmentReader) -> None:
+        self._residency, self._old = residency, old
+        self._held: dict[int, int] = {}
+        self._known: dict[int, np.ndarray] = {}  # float64 [2, chunks]
+        devices = list(residency.devices) or [torch.device("cpu")]
+        for group in old.shape.block_groups:
+            owner, every = old.owner(group.index), np.arange(old.shape.chunks_in(group))
+            on_devices = sum(residency.where(owner, every, device).get("device", 0) for device in devices)
+            self._held[group.index] = on_devices + residency.where(owner, every, devices[0])["host"]
+            self._known[group.index] = residency.scores.of(owner, every)
+
+    def give_indexes_to(self, new: SegmentReader) -> None:
+        """Assign the cached indexes to `new`, which has the same keys.
+
+        Call this as soon as look-ups can find `new`.
+        """
+        self._residency.resident.rename(self._old.id, lambda owner: new.key_owner(owner[1], owner[3]))
+
+    def give_to(self, new: SegmentReader) -> None:
+        """Fetch as many chunks of `new` to the host as were cached of the old segment, within the host budget.
+
+        The first chunks of each KV cache group are fetched, since they hold the most important tokens. The scores of a
+        chunk are the mean of its tokens' old scores. Read errors are logged and otherwise ignored.
+
+        Args:
+            new: the replacement, with the same tokens in the same geometry. The old segment is already deleted.
+        """
+        shape, wanted = new.shape, list[BlockRequest]()
+        for group in shape.block_groups:
+            step, tokens = shape.geometry.chunk_tokens, np.arange(shape.tokens)
+            was, now = (one.shape.slot_of_token(group, tokens) // step for one in (self._old, new))
+            count, known = shape.chunks_in(group), self._known[group.index]
+            if known.any():
+                sums = np.stack([np.bincount(now, row[was], count) for row in known])
+                self._residency.scores.put(new.owner(group.index), sums / np.bincount(now, minlength=count))
+            if held := min(self._held[group.index], count):
+                wanted.append(BlockRequest(new, group.index, np.arange(held)))
+        for request in wanted:
+            lease = self._residency.fetch([request], torch.device("cpu"), StatsCollector(), ahead=True)
+            try:
+                lease.wait()
+            except Exception as error:
+                logger.debug("blocks of %s do not come to memory: %r", new.id, error)
+            finally:
+                lease.release()
+
+
+_IMPORTANCE = "importance"
+"""Kind of the sidecar with the importance of a segment's tokens, and the number of prompts it comes from."""
+
+
+class SegmentRewriter:
+    """Worker that replaces segments by others with the same content, one at a time.
+
+    Requests that read the old segment can read it to the end.
+
+    Args:
+        disk: Store of the segments.
+        residency: Memory tiers.
+        rankings: Rankings of the tokens of passages.
+    """
+
+    def __init__(self, disk: SegmentStore, residency: Residency, rankings: KeptRankings) -> None:
+        self._disk, self._residency, self._rankings = disk, residency, rankings
+        self.importance = TokenImportance()
+        self._lock = threading.Lock()  # guards the next two attributes
+        self._users = Counter[str]()  # number of caches that use each segment
+        self._due: set[str] = set()  # segments to reorder when they are no longer used
+        self._thread = ThreadPoolExecutor(1, "hf-tiered-rewriter")
+        self._queued: set[Future[None]] = set()
+
+    def relayout(self, segment_id: str, geometry: Geometry) -> bool:
+        """Rewrite a segment in another geometry; its codec stays.
+
+        Returns:
+            Whether it was rewritten. A segment that needs no change, cannot be read (which is counted), or holds only a
+            part of its tokens is left as it is.
+        """
+        reader = self._disk.reader(segment_id)
+        if reader is None or not reader.shape.whole:
+            return False
+        shape, tables = reader.shape, None
+        geometry = replace(geometry, codec=shape.geometry.codec)
+        if shape.tables is not None and not _is_prefix(reader):  # keep the ranking of a passage
+            groups = block_groups(shape.layout, geometry)
+            tables = TokenTables.by_layer(shape.tables.slot_of_token[:1], groups, shape.tables.importance)
+        return _differs(shape, geometry, tables) and self._replace(segment_id, geometry, tables)
+
+    def reorder(self, segment_id: str) -> bool:
+        """Order a segment's tokens by their importance, as far as that is known.
+
+        The order of a prefix follows the attention that its tokens received; the order of a passage follows how far
+        other text changes its KV.
+
+        Returns:
+            Whether it was rewritten.
+        """
+        reader = self._disk.reader(segment_id)
+        if reader is None or not reader.shape.whole:
+            return False
+        if _is_prefix(reader):
+            self.recall([reader])
+            importance = self.importance.of(segment_id)
+        else:
+            scores = next((self._rankings.of(reader).get(name) for name in RANKED_IN_CONTEXT), None)
+            importance = None if scores is None else scores[None, None]
+        if importance is None:
+            return False
+        tables = TokenTables.by_importance(importance, reader.shape.block_groups)
+        if tables.same(reader.shape.tables):
+            return False
+        return self._replace(segment_id, reader.shape.geometry, tables, hand_over=True)
+
+    def prompt_done(self, segments: Iterable[str], every: int) -> None:
+        """Schedule the rewrites that are due after a prompt that reported its tokens' importance.
+
+        A rewrite starts in the background as soon as no cache uses the segment. A segment that was in use ever since it
+        was last due is rewritten anyway.
+
+        Args:
+            segments: Ids of the segments that the prompt used.
+            every: Number of prompts before the first rewrite (see `Method.reorder_every`).
+        """
+        for segment_id in segments:
+            if not self.importance.prompt_done(segment_id, every):
+                continue
+            with self._lock:
+                waits = segment_id in self._users and segment_id not in self._due
+                if waits:
+                    self._due.add(segment_id)
+                else:
+                    self._due.discard(segment_id)
+            if not waits:
+                self._reorder_soon(segment_id)
+
+    def _reorder_soon(self, segment_id: str) -> None:
+        with suppress(RuntimeError):  # the store was closed during the request, which continues
+            queued = self._thread.submit(self._reorder_quietly, segment_id)
+            self._queued.add(queued)
+            queued.add_done_callback(self._queued.discard)
+
+    def begin_use(self, segments: Collection[str]) -> None:
+        """Note that a cache selects from these segments: rewrites wait for `end_use`."""
+        with self._lock:
+            self._users.update(segments)
+
+    def end_use(self, segments: Collection[str]) -> None:
+        """Release these segments, and schedule due rewrites of those that are no longer used."""
+        with self._lock:
+            self._users.subtract(segments)
+            self._users += Counter()  # drop zero counts
+            due = [name for name in segments if name in self._due and name not in self._users]
+            self._due.difference_update(due)
+        for segment_id in due:
+            self._reorder_soon(segment_id)
+
+    def forget(self, segments: Collection[str]) -> None:
+        """Forget deleted segments; their ids may be reused."""
+        with self._lock:
+            self._due.difference_update(segments)
+
+    def recall(self, readers: Collection[SegmentReader]) -> None:
+        """Load the token importance kept by earlier processes, for segments without any in this process."""
+        for reader in readers:
+            if reader.id in self.importance:
+                continue
+            kept = self._disk.beside.kept(reader, _IMPORTANCE, {}) or {}
+            right = {"mass": (torch.float32, size_of(reader.shape)), "prompts": (torch.int64, (1,))}
+            if {name: (array.dtype, tuple(array.shape)) for name, array in kept.items()} == right:
+                self.importance.load(reader.id, kept["mass"].numpy(), int(kept["prompts"]))
+
+    def keep_importance(self) -> None:
+        """Write changed token importance to the sidecars of the segments."""
+        if not self._disk.backend.writable:
+            return
+        changed = self.importance.changes()
+        self._disk.forget_deleted(changed)
+        for segment_id, (mass, prompts) in changed.items():
+            arrays = {"mass": torch.from_numpy(mass), "prompts": torch.tensor([prompts])}
+            try:
+                reader = self._disk.reader(segment_id) if segment_id in self.importance else None
+                if reader is not None:
+                    self._disk.beside.keep(reader, _IMPORTANCE, arrays, {})
+            except Exception:  # as in `_reorder_quietly`; flush and close must continue
+                logger.exception("the importance of the tokens of segment %s was not kept", segment_id)
+
+    def wait(self) -> None:
+        """Wait until no rewrite is queued or running."""
+        wait(list(self._queued))
+
+    def close(self) -> None:
+        """Finish the current rewrite and drop the others, which become due again later."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _reorder_quietly(self, segment_id: str) -> None:
+        try:
+            self.reorder(segment_id)
+        except (StoreError, OSError) as error:  # no data is lost: the old or the new segment is stored
+            self._disk.warn(f"lay out {type(error).__name__}", f"laying segment {segment_id} out anew failed: {error}")
+        except Exception:  # a background job must report its failure; no data is lost
+            logger.exception("segment %s was not laid out anew", segment_id)
+
+    def _replace(
+        self,
+        old: str,
+        geometry: Geometry,
+        tables: TokenTables | None,
+        hand_over: bool = False,
+    ) -> bool:
+        """Replace a segment by one with another geometry or token tables.
+
+        The new segment is complete on disk, and found by lookups, before the old one is removed. Sidecars are copied,
+        since they describe the same tokens.
+
+        Args:
+            old: Id of the segment to replace.
+            geometry: Geometry of the new segment.
+            tables: Token tables of the new segment; None to keep all tokens in order.
+            hand_over: Whether the new segment takes over what memory holds of the old one (see `Handover`).
+
+        Returns:
+            Whether the segment was replaced.
+        """
+        reader, pinned = self._disk.reader(old), old in self._disk.pinned()
+        if reader is None or not self._disk.backend.writable:
+            return False
+        if tables is not None and tables.same(None):
+            tables = None
+        beside = self._disk.beside.all_of(reader)  # before the new segment needs their room on disk
+        handover = Handover(self._residency, reader) if hand_over else None
+        header, prefix_hashes, block_groups = relayout_segment(reader, geometry, tables)
+        try:
+            if not self._disk.publish(header, prefix_hashes, block_groups):
+                return False
+        except (IntegrityError, OSError) as error:
+            self._disk.report(old, error)
+            return False
+        if (made := self._disk.reader(header.id)) is None:
+            return False  # the old segment is the only one
+        self._disk.pin([header.id] if pinned else [])
+        if handover is not None:
+            handover.give_indexes_to(made)
+        for kept in beside:
+            self._disk.beside.keep(made, *kept)  # without room it is dropped and counted
+        self.importance.rename(old, header.id)
+        self._disk.remove([old])
+        if handover is not None:
+            handover.give_to(made)
+        return True
+
+
+def _differs(shape: SegmentShape, geometry: Geometry, tables: TokenTables | None) -> bool:
+    """Return whether a segment of this shape needs a rewrite; without `tables`, only for another geometry."""
+    return shape.geometry != geometry or (tables is not None and not tables.same(shape.tables))
+
+
+def _is_prefix(reader: SegmentReader) -> bool:
+    """Return whether the segment is part of a prompt's prefix, and not a passage."""
+    return reader.header.provenance == coded_provenance(EXACT, reader.shape.geometry.codec)

@@ -1,0 +1,274 @@
+"""State of the tokens that a cache holds: the model that computed them, what is stored of them, how they continue."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from .. import reasons
+from ..errors import StoreClosedError
+from ..identity import Identity, rope_regime
+from ..methods import Method
+from ..passages.finder import PassageFinder
+from ..passages.report import PassageReport
+from ..restore.plan import Plan
+from ..restore.planner import make_plan
+from ..stats import StatsCollector
+from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from .misses import has_passages, reason_of_miss
+from .recorder import Recorder
+from .request import DecodingCheck, Request
+from .storage import Storage
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_STORE_AT = 64
+_STORE_GENERATED_AT = 512
+_STORE_PROMPT_AT = 4096
+"""Number of captured positions to store at once: after a prompt, of generated tokens, and within a prompt.
+
+Chunks of a long prompt are joined into larger segments. Fewer positions wait for more, for a lookup that needs them, or
+for `flush`.
+"""
+
+
+class SequenceState:
+    """State of the tokens of a cache, in all rows, from the first supported pass on.
+
+    Args:
+        store: Store from which KV is restored, and to which it is written.
+        method: Method that restores it, with calibrated settings filled in.
+        config: Config of the model's text part.
+        identity: Identity of the model at the first pass.
+        regime: Regime of its RoPE frequencies.
+        recorder: Recorder of computed KV, which holds the history of the tokens.
+        check: Check of masks and positions while decoding.
+        segments: Tokens at which passages may begin, or None for any.
+        layers: Number of layers of the model.
+        selects: Whether a cache layer can attend to a part of what is restored.
+    """
+
+    def __init__(
+        self,
+        store: Storage,
+        method: Method,
+        config: PreTrainedConfig,
+        identity: Identity,
+        regime: str,
+        recorder: Recorder,
+        check: DecodingCheck,
+        segments: tuple[int, ...] | None,
+        layers: int,
+        selects: bool,
+    ) -> None:
+        self.store, self.method, self.config = store, method, config
+        self.identity, self.regime, self.recorder, self.check = identity, regime, recorder, check
+        self.history = recorder.history
+        """History of the tokens."""
+        self._segments, self._layers, self._selects = segments, layers, selects
+        self.approximate = False
+        """True if the cache holds a selection of its tokens, or KV that the method's provenance does not cover."""
+        self._asked: np.ndarray | None = None
+        """Tokens that the current pass adds, int64 `[rows, columns]`; None if there was no lookup."""
+        self.stored_in_pieces = 0
+        """Number of tokens of the current prompt that were computed, stored and released."""
+        self._in_prompt = False  # whether the last pass had several positions
+        self.tells_passages = bool(method.passages)
+        """True if the passages of a prompt are reported."""
+        self._report = PassageReport()
+        self.missed = ""
+        """Reason why the last pass did not find stored passages, if the user can change that, or an empty string."""
+        self._unused = ""  # reason why the method cannot use all of the match, if so
+
+    @property
+    def columns(self) -> int:
+        """Number of cached positions, including left padding."""
+        return self.history.columns
+
+    # --- before a pass
+
+    def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
+        """Return the plan of a pass, or None if it restores nothing."""
+        with collector.timing("match_seconds"):
+            self._asked = request.ids.to("cpu", torch.int64).numpy()
+            plan, found = make_plan(
+                self.history,
+                self._asked,
+                request.must_compute,
+                self.method,
+                self._layers,
+                partial(self.store.match, usable=self._usable_hashes, asking=self.recorder),
+                self._finder() if self.method.passages else None,
+            )
+        if plan is not None and plan.budget_tokens is not None and self.stored_in_pieces:
+            plan = replace(plan, streamed=True)  # all pieces are exact, also the last one, however short
+        for rows in found:
+            for row in rows.rows:
+                self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
+        if plan is None or not self._selects:
+            return plan and replace(plan, budget_tokens=None)
+        if plan.budget_tokens and self.method.reorder:
+            self.store.lay_out_after(plan.groups)
+        return plan
+
+    def _finder(self) -> PassageFinder:
+        return passage_finder(
+            self.store, self.method, self.config, self.identity.fingerprint, self.regime, self._segments
+        )
+
+    def _usable_hashes(self, shape: SegmentShape) -> int:
+        usable = self.method.usable_hashes(shape)
+        if usable * HASH_TOKENS < shape.tokens:
+            merged = self.method.selects and shape.geometry.pairs
+            self._unused = reasons.MERGED if merged else reasons.IN_PART
+        return usable
+
+    def why_nothing(self, request: Request) -> str:
+        """Return the reason why a prompt without a plan is not restored.
+
+        The reason is an empty string if the prompt continues from what the cache holds.
+        """
+        if self.columns or not self.store.usable:
+            return ""
+        if self._unused:
+            return self._unused
+        passages = (self.method.passages, self.method.sink_token(self.config)) if self.method.passages else None
+        tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
+        identity, codec = self.identity, self.method.geometry.codec
+        return reason_of_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
+
+    def why_otherwise(self, plan: Plan) -> str:
+        """Return the reason why a plan computes other tokens than the method would select, or an empty string."""
+        ranked_by = self.method.ranked_by
+        passages = [piece for group in plan.groups for piece in group.pieces if not piece.exact]
+        unranked = ranked_by and any(piece.scores is None for piece in passages)
+        return reasons.unranked(ranked_by) if unranked else ""
+
+    # --- after a pass
+
+    def commit(self, request: Request, plan: Plan | None, collector: StatsCollector) -> str:
+        """Record a completed pass: count and append its tokens, and store them if there are enough.
+
+        Returns:
+            The reason why later passes run without the store, or an empty string.
+        """
+        self.missed = ""
+        rows, columns = request.ids.shape
+        restored = plan.restored_tokens if plan is not None else 0
+        padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
+        attended = round(plan.attended_tokens) if plan is not None else 0
+        if plan is not None and plan.budget_tokens is not None and not plan.streamed and self.method.reorder:
+            self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
+        before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
+        collector.add(
+            tokens_restored=restored - before,
+            tokens_recomputed=0 if plan is None else round(plan.recomputed_tokens),
+            tokens_computed=rows * columns - padding - restored,
+            tokens_attended=attended - min(before, attended),
+        )
+        approximations = self.method.records_approximations
+        if plan is not None and not (plan.exact or approximations):
+            self.recorder.enabled = False
+        computed = columns if plan is None else columns - plan.restored_until
+        ids, self._asked = request.ids if self._asked is None else self._asked, None  # avoids a second device copy
+        self.recorder.end(ids, computed, request.revocable)
+        if self.tells_passages and columns > 1:
+            self._tell_passages(plan, collector)
+        if request.text < columns:
+            self.recorder.crop(columns - request.text)
+            return reasons.IMAGES
+        self.approximate |= plan is not None and (plan.budget_tokens is not None or not (plan.exact or approximations))
+        prompt_is_whole, self._in_prompt = columns == 1 and self._in_prompt, columns > 1
+        least = _STORE_AT if prompt_is_whole else _STORE_GENERATED_AT if columns == 1 else _STORE_PROMPT_AT
+        if self.recorder.unsealed >= (HASH_TOKENS if self.approximate and not approximations else least):
+            try:
+                self.recorder.seal()
+            except StoreClosedError as error:  # the request itself continues
+                logger.warning("%s: what is computed from here on is not stored", error)
+                self.recorder.enabled = False
+        if self.approximate and not approximations:
+            self.recorder.enabled = False
+        return ""
+
+    def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
+        """Report what became of the passages so far."""
+        if plan is not None:
+            self._report.add(plan.groups, plan.base, self.history.pads)
+        ids, finder = self.history.ids(), self._finder()
+        rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
+        told = self._report.told(rows, finder.hashers, self._segments)
+        collector.tell_passages(told)
+        if self._report.joined(rows, finder.hashers):
+            self.missed = reasons.JOINED
+        elif plan is not None and not plan.base and not any(each.found for each in told):
+            self.missed = self._why_a_prefix_alone(plan, rows, finder)
+
+    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder) -> str:
+        """Return the reason why only a prefix of the prompt is restored although passages are stored.
+
+        The reason is an empty string if all is restored, or if the prefix contains passages.
+        """
+        stored = partial(has_passages, self.store, self.identity.fingerprint, self.method.passages)
+        whole = plan.columns - plan.restored_until < HASH_TOKENS
+        return "" if whole or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
+
+    def store_piece(self, piece: Request, plan: Plan | None, collector: StatsCollector) -> None:
+        """Store a computed piece of a longer prompt, and remove it from the history."""
+        rows, columns = piece.ids.shape
+        computed = rows * columns - sum(piece.pads) - (plan.restored_tokens if plan is not None else 0)
+        collector.add(tokens_computed=computed)
+        self.stored_in_pieces += computed
+        self.recorder.end(piece.ids, columns if plan is None else len(plan.computed[0]))
+        self.recorder.seal()
+        self.recorder.crop(columns)
+
+    def common_columns(self, prompt: torch.Tensor) -> int:
+        """Return the number of leading positions that the cache shares with a prompt, int `[rows, columns]`.
+
+        At least the last position of the prompt is not counted, since it has to be computed.
+        """
+        return min(self.history.common_columns(prompt.cpu().numpy()), prompt.shape[1] - 1)
+
+    def fork(self, collector: StatsCollector) -> SequenceState:
+        """Return a copy that continues independently, with its own statistics."""
+        twin: SequenceState = object.__new__(SequenceState)
+        twin.__dict__.update(self.__dict__)
+        twin.check = DecodingCheck()
+        twin.recorder = self.recorder.fork(collector, twin.check)
+        twin.history = twin.recorder.history
+        twin._report = self._report.fork()
+        return twin
+
+
+def passage_finder(
+    store: Storage,
+    method: Method,
+    config: PreTrainedConfig,
+    fingerprint: str,
+    regime: str,
+    begins: tuple[int, ...] | None = None,
+) -> PassageFinder:
+    """Return a finder of passages, under the RoPE regime of the prompt and under the regime of short prompts."""
+    sink = method.sink_token(config)
+    regimes = dict.fromkeys((regime, rope_regime(config, 1) or ""))
+    hashers = tuple(store.passage_hasher(fingerprint, method.passages, sink, each) for each in regimes)
+    ranked_by = method.ranked_by
+
+    def scores(reader: SegmentReader) -> np.ndarray | None:
+        return store.rankings.of(reader).get(ranked_by) if ranked_by else None
+
+    return PassageFinder(hashers, sink, store.find_parts, store.found_passage, begins, scores)
+
+
+def asks_for_all(kwargs: dict[str, Any], config: PreTrainedConfig) -> bool:
+    """Return whether a pass requests outputs that need every token to be computed."""
+    asked = ((kwargs.get(name), name) for name in ("output_hidden_states", "output_attentions"))
+    return any(getattr(config, name, False) if said is None else said for said, name in asked)

@@ -1,0 +1,470 @@
+"""Internals of a `KVStore`: its segments, the memory tiers, and the writer thread.
+
+Caches use this class; users use `KVStore`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+
+from ..errors import ConfigError, StoreClosedError, StoreError
+from ..methods import Method
+from ..passages.finder import PassageIndex, Seeds
+from ..passages.ranking import KeptRankings
+from ..restore.hashes import PassageHasher, PrefixHasher
+from ..restore.plan import RowGroup
+from ..restore.planner import MatchedRun, longest_prefix
+from ..stats import StatsCollector, StoreStats
+from ..store import maintain
+from ..store.catalogue import Catalogue, SegmentRow
+from ..store.cipher import Hidden
+from ..store.conversations import ConversationInfo, ConversationRecord, Conversations, conversation_name
+from ..store.disk import SegmentStore
+from ..store.documents import Documents
+from ..store.root import StoreRoot
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from ..store.writer import PendingSegment, Writer
+from ..tiers.handles import BlockRequest
+from ..tiers.residency import Residency
+from ..tiers.scores import ScoreTable
+from .rewriter import SegmentRewriter
+from .spot_check import SpotChecks
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+DEFAULT_POLICY = "lru"
+
+
+class Storage:
+    """Stored segments of KV and their memory tiers, shared by many caches and threads.
+
+    KV that is not written yet is written when this object is garbage collected, or when the interpreter exits.
+
+    Args:
+        files: Folder of the store, for messages and for records of conversations and documents.
+        disk: Segments on disk; closed with this object.
+        residency: Memory tiers.
+        secret: Key of the token hashes, if there is one.
+        policy: Eviction policy of the memory tiers.
+        codec: Codec for methods that name none.
+        ttl: Lifetime of a new segment in seconds, or None.
+        queue_bytes: Maximum bytes of KV that wait to be written.
+        queue_device_bytes: Maximum GPU memory that this KV keeps allocated.
+        spot_checks: Fraction of what is restored that is computed again and compared.
+
+    Raises:
+        ConfigError: The stored segments are encrypted with another key.
+    """
+
+    def __init__(
+        self,
+        files: StoreRoot,
+        disk: SegmentStore,
+        residency: Residency,
+        *,
+        secret: Hidden,
+        policy: str,
+        codec: str,
+        ttl: float | None,
+        queue_bytes: int,
+        queue_device_bytes: int,
+        spot_checks: float = 0.0,
+    ) -> None:
+        self.files, self.path, self.disk, self.residency = files, files.path, disk, residency
+        self.conversations, self.documents = Conversations(files), Documents(files)
+        self.policy, self.codec, self.ttl = policy, codec, ttl
+        self.spot_checks = SpotChecks(spot_checks)
+        self._secret = secret
+        self._lock = threading.RLock()
+        self._used: list[str] | None = None  # segments found since `note_uses`; None if there was no lookup
+        self._pid = os.getpid()
+        self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+        try:
+            if (other := disk.other_key()) is not None:
+                named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
+                raise ConfigError(f"{self.path} is encrypted with another key: {named}")
+            self.rankings = KeptRankings(disk)
+            self.rewriter = SegmentRewriter(disk, residency, self.rankings)
+            self.passage_index = PassageIndex(disk.index)
+            close = partial(_close, self.rewriter, disk, residency.scores, self.conversations)
+            seal = partial(_seal, self._recorders, self._lock)
+            self.writer = Writer(disk, queue_bytes, queue_device_bytes, seal, close)
+            self._close = weakref.finalize(self, self.writer.end)  # in any thread: the writer's thread does the rest
+        except BaseException:  # also Ctrl-C: nothing else would close it
+            disk.close()
+            raise
+        self._close.atexit = False  # the writer handles that
+        disk.on_gone += [residency.forget, self.rewriter.forget, self.rewriter.importance.forget, self.rankings.forget]
+        residency.scores.load(disk.index.scores())
+
+    def note_policy(self, method: Method) -> None:
+        """Warn if blocks leave memory by another eviction policy than the one the method was published with."""
+        if method.policy not in (DEFAULT_POLICY, self.policy):
+            self.disk.warn(
+                f"policy {method.policy}",
+                f"{type(method).__name__} was published with the eviction policy {method.policy!r}, and this store "
+                f"evicts by {self.policy!r}; open it with KVStore(path, policy=method.policy)",
+            )
+
+    # --- lookup
+
+    def hasher(self, fingerprint: str, provenance: str, regime: str) -> PrefixHasher:
+        """Return the prefix hasher for KV of a model, a provenance and a RoPE regime."""
+        return PrefixHasher((fingerprint, provenance, regime), self._secret.value)
+
+    def passage_hasher(self, fingerprint: str, provenance: str, sink: int | None, regime: str) -> PassageHasher:
+        """Return the hasher for passages of a model, a provenance and a RoPE regime, computed after a sink token."""
+        return PassageHasher((fingerprint, f"{provenance} {sink}", regime), self._secret.value)
+
+    def match(
+        self,
+        prefix_hashes: list[bytes],
+        start: int = 0,
+        *,
+        usable: Callable[[SegmentShape], int] = attrgetter("whole_hashes"),
+        asking: Recorder | None = None,
+    ) -> list[tuple[MatchedRun, SegmentReader]]:
+        """Return the longest stored prefix of a sequence: runs of segments, and the open segments.
+
+        KV that other caches of this process have computed but not stored is stored first, if it can be part of the
+        prefix.
+
+        Args:
+            prefix_hashes: Prefix hashes of the sequence.
+            start: Index of the first prefix hash to match; the cache holds what precedes it.
+            usable: Returns how many prefix hashes of a segment can be used; by default those that are stored
+                completely.
+            asking: Recorder of the cache that does the lookup; its KV is not stored first.
+        """
+        self.check_open()
+        if start >= len(prefix_hashes):
+            return []
+        self.seal(prefix_hashes[0], asking)
+        self.writer.wait_for(prefix_hashes[start:])
+        rows, asked_again = self.disk.find(prefix_hashes), False
+        while True:
+            runs = longest_prefix(prefix_hashes, rows, start)
+            readers = [self.disk.found(run.row) for run in runs]
+            found = [(run, reader) for run, reader in zip(runs, readers, strict=True) if reader is not None]
+            most = {run.row.id: 0 for run in runs} | {run.row.id: usable(reader.shape) for run, reader in found}
+            if all(run.num_hashes <= most[run.row.id] for run in runs):
+                break
+            if None in readers and not asked_again:  # another segment may have replaced it meanwhile
+                rows, asked_again = self.disk.find(prefix_hashes), True
+            rows = [  # missing, damaged or incomplete: search for other segments
+                replace(row, valid_hashes=min(row.valid_hashes, most.get(row.id, row.valid_hashes))) for row in rows
+            ]
+        self._used = (self._used or []) + [run.row.id for run, _ in found]
+        return found
+
+    def find_parts(self, scan_hashes: np.ndarray) -> Seeds:
+        """Return the parts of stored passages that may match a prompt's scan hashes, uint32 `[n]`."""
+        self.check_open()
+        found = self.passage_index.seeds(scan_hashes)
+        hidden = np.array([self.disk.is_hidden(row.id) for row in found.rows], bool)
+        if not hidden.any():
+            return found
+        seen = ~hidden[found.passage]
+        return Seeds(found.at[seen], found.passage[seen], found.part[seen], found.rows)
+
+    def found_passage(self, row: SegmentRow) -> SegmentReader | None:
+        """Open the segment of a passage that is going to be restored; return None if it cannot be used."""
+        if (reader := self.disk.found(row)) is not None:
+            self._used = [*(self._used or []), row.id]
+        return reader
+
+    def note_uses(self) -> None:
+        """Record the use of looked-up segments in the catalogue, and forget segments that other processes removed.
+
+        Called after a pass, since the writer's thread would compete with it.
+        """
+        if self._used is not None:
+            used, self._used = self._used, None
+            self.writer.later(partial(_after_look_up, self.disk, self.residency, used))
+
+    def lay_out_after(self, groups: Iterable[RowGroup]) -> None:
+        """Defer rewrites of the segments that a plan restores from while its groups of rows are referenced.
+
+        Until then, caches select from these segments repeatedly, and blocks of a replaced segment would not stay in
+        memory.
+        """
+        for group in groups:
+            used = frozenset(piece.reader.id for piece in group.pieces)
+            self.rewriter.begin_use(used)
+            over = weakref.finalize(group, self.writer.soon, partial(self.rewriter.end_use, used))
+            over.atexit = False
+
+    # --- storing
+
+    def submit(self, pending: PendingSegment, wait: bool = True) -> None:
+        """Queue a segment for writing, and cache its blocks in host memory."""
+        written, refused = partial(_admit, pending, self.residency), partial(_refused, pending, self.residency)
+        self.writer.submit(replace(pending, written=written, refused=refused), wait)
+
+    def blocks_of(self, reader: SegmentReader, block_group: int) -> torch.Tensor:
+        """Return all blocks of a KV cache group of a segment, from host memory if they are there, else from disk.
+
+        Returns:
+            uint8 `[chunks, block_bytes]`, a copy.
+
+        Raises:
+            IntegrityError, OSError: A block cannot be read.
+        """
+        blocks, cpu = reader.room_for(block_group), torch.device("cpu")
+        left = np.arange(len(blocks))
+        held = self.residency.find(reader.owner(block_group), left, cpu)["host"]
+        if len(held):
+            lease = self.residency.fetch([BlockRequest(reader, block_group, held)], cpu, StatsCollector(), ahead=True)
+            try:
+                lease.wait()
+                for first, memory in lease.leased[0].arrived.runs():
+                    blocks[first : first + len(memory)] = memory
+            finally:
+                lease.release()
+            left = np.setdiff1d(left, lease.leased[0].chunks, assume_unique=True)
+        if len(left):
+            runs = np.split(left, np.flatnonzero(np.diff(left) != 1) + 1)
+            reader.read(block_group, [(int(run[0]), blocks[run[0] : run[-1] + 1]) for run in runs]).result()
+        return blocks
+
+    def register(self, recorder: Recorder) -> None:
+        """Let `flush`, `close` and the lookups of other caches seal what this recorder has captured."""
+        with self._lock:
+            self._recorders.add(recorder)
+
+    def seal(self, beginning: bytes | None = None, but: Recorder | None = None) -> None:
+        """Queue what live caches have computed and not stored, between their passes.
+
+        Args:
+            beginning: First prefix hash: only caches that hold a sequence with it are sealed; None for all caches.
+            but: Recorder to leave out.
+        """
+        with self._lock:
+            recorders = list(self._recorders)
+        for recorder in recorders:
+            if recorder is not but and (beginning is None or recorder.begins_with(beginning)):
+                recorder.seal()
+
+    def flush(self) -> None:
+        """Write all computed KV, make it durable, and wait for background work."""
+        self.check_open()
+        self.note_uses()
+        self.seal()
+        self.writer.flush()  # rewrites may follow what is queued
+        self.rewriter.wait()
+        self.rewriter.keep_importance()
+        self.disk.sync()
+        _keep_scores(self.disk, self.residency.scores)
+
+    # --- maintenance
+
+    def segments(self) -> list[SegmentRow]:
+        """Return the stored segments, least recently used first."""
+        self.check_open()
+        return self.disk.index.rows()
+
+    def each(self, action: Callable[[str], bool], ids: Iterable[str] | None, name: str, progress: bool) -> int:
+        """Apply `action` to segments, to all if `ids` is None, and return the number of those that it changed."""
+        self.check_open()
+        self.disk.check_writable()
+        self.flush()
+        wanted = [row.id for row in self.segments()] if ids is None else list(ids)
+        changed = sum(action(old) for old in tqdm(wanted, unit="segment", desc=name, disable=not progress))
+        self.disk.sync()
+        return changed
+
+    def clear(self, disk: bool) -> None:
+        """Release all blocks in memory; with `disk`, also delete all segments, and records that refer to them."""
+        self.check_open()
+        if disk:
+            self.disk.check_writable()
+        self.flush()
+        if disk:
+            self.remove(row.id for row in self.segments())
+            self.conversations.sweep(())
+            self.documents.sweep(())
+        self.residency.clear()
+
+    def remove(self, ids: Iterable[str]) -> int:
+        """Delete segments by id, and return how many existed."""
+        self.check_open()
+        self.disk.check_writable()
+        return self.disk.remove(ids)
+
+    def pin(self, ids: Iterable[str], pinned: bool = True) -> None:
+        """Pin segments, which protects them from eviction, or unpin them (`pinned=False`).
+
+        Raises:
+            ConfigError: An id to pin is unknown.
+        """
+        self.check_open()
+        self.disk.check_writable()
+        ids = list(ids)
+        unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
+        if pinned and unknown:
+            raise ConfigError(
+                f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
+                "store.precompute(model, input_ids, pin=True) pins a prompt"
+            )
+        self.disk.pin(ids, pinned)
+
+    def verify(self, progress: bool, repair: bool) -> maintain.VerifyReport:
+        """Read every stored byte and compare every checksum."""
+        self.check_open()
+        self.writer.flush()
+        return maintain.verify(self.disk, progress=progress, repair=repair)
+
+    def gc(self, dry_run: bool) -> maintain.GcReport:
+        """Delete what no request can use, and what exceeds the quota."""
+        self.check_open()
+        if not dry_run:
+            self.disk.check_writable()
+        there = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
+        gone = [] if there is None else self.conversations.sweep(there, dry_run)
+        report = maintain.gc(self.disk, dry_run=dry_run)
+        deleted = report.deleted | dict.fromkeys(gone, "its segments are gone")
+        return replace(report, conversations=len(gone), deleted=deleted)
+
+    def list_conversations(self) -> list[ConversationInfo]:
+        """Return the suspended conversations, least recently used first."""
+        return self.conversations.listed(self.segments())
+
+    def keep_conversation(self, record: ConversationRecord) -> None:
+        """Write the record of a conversation, and evict none of its segments to make room.
+
+        Raises:
+            StoreError, OSError: The record cannot be written.
+        """
+
+        @contextmanager
+        def room(nbytes: int) -> Iterator[None]:
+            with self.disk.backend.locked():
+                self.disk.make_room(nbytes, record.segments)
+                yield
+
+        self.check_open()
+        if not self.disk.backend.writable:
+            raise StoreError(f"{self.path} cannot be written")
+        self.conversations.write(record, room)
+
+    def remove_conversations(self, ids: Sequence[str]) -> int:
+        """Delete conversations and their `segments_of_conversations`, and return the number of deleted segments."""
+        self.disk.check_writable()
+        mine = self.segments_of_conversations(ids)
+        self.conversations.remove(ids)
+        return self.remove(row.id for row in mine)
+
+    def segments_of_conversations(self, ids: Sequence[str]) -> list[SegmentRow]:
+        """Return the segments that only these conversations use, without pinned ones.
+
+        Segments that no record names are included: of an edited history, or of a process that was killed.
+
+        Raises:
+            ConfigError: A conversation does not exist.
+        """
+        own = set[str]()  # provenances that name one of them
+        for conversation_id in ids:
+            record = self.conversations.read(conversation_id)
+            if record is None:
+                raise ConfigError(f"no conversation is called {conversation_id!r}; store.conversations() lists them")
+            if conversation_name(conversation_id) in record.provenance:
+                own.add(record.provenance)
+        mine, pinned = self.conversations.only_of(ids), self.disk.pinned()
+        return [row for row in self.segments() if (row.id in mine or row.provenance in own) and row.id not in pinned]
+
+    def stats(self) -> StoreStats:
+        """Return the current content of the store, and the statistics since it was opened."""
+        stats, residency = self.disk.counters.snapshot(), self.residency
+        if self._close.alive:
+            counts = self.disk.index.ask(Catalogue.counts, (0, 0, 0, 0))
+            stats.segments, stats.tokens, stats.disk.bytes, stats.encrypted_segments = counts
+            with suppress(OSError):  # then without the sidecars
+                stats.disk.bytes += sum(self.disk.beside.by_segment().values())
+        stats.disk.budget = self.disk.limits.quota
+        stats.host.bytes, stats.host.budget = residency.host.nbytes, residency.host.budget
+        stats.device.bytes, stats.device.budget = residency.device_bytes
+        stats.index.bytes, stats.index.budget = residency.resident.allocated, residency.resident.budget
+        stats.evicted_blocks, stats.evicted_indexes = residency.evicted, residency.resident.evicted
+        stats.queued_bytes, stats.queued_device_bytes = self.writer.queued_bytes, self.writer.queued_device_bytes
+        return stats
+
+    # --- lifetime
+
+    def check_open(self) -> None:
+        """Raise StoreClosedError if the store was closed, or was opened by another process."""
+        if not self._close.alive:
+            raise StoreClosedError(f"the store {self.path} is closed; open it anew")
+        if os.getpid() != self._pid:
+            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
+
+    @property
+    def is_closed(self) -> bool:
+        return not self._close.alive
+
+    @property
+    def usable(self) -> bool:
+        """True if the store is open, and was opened by this process."""
+        return self._close.alive and os.getpid() == self._pid
+
+    def close(self) -> None:
+        """Write all computed KV, and release files, threads and memory."""
+        if self.usable:
+            self.seal()
+            self._close()
+            self.writer.close()
+            self.residency.clear()
+            self.conversations.release_all()  # if the writer is stuck and has not done it
+
+
+def _keep_scores(disk: SegmentStore, scores: ScoreTable) -> None:
+    if disk.backend.writable:
+        disk.index.keep_scores(scores.changes())
+
+
+def _admit(pending: PendingSegment, residency: Residency, block_group: int, blocks: torch.Tensor, content: int) -> None:
+    """Put a KV cache group of a pending segment into memory, keyed by content: another file may be published first."""
+    residency.admit((pending.header.id, block_group, content), blocks)
+
+
+def _refused(pending: PendingSegment, residency: Residency) -> None:
+    residency.forget([pending.header.id])
+    pending.refused()
+
+
+def _after_look_up(disk: SegmentStore, residency: Residency, used: list[str]) -> None:
+    if used:
+        disk.index.touch(used)
+    disk.forget_deleted(residency.segments())
+
+
+def _seal(recorders: weakref.WeakSet[Recorder], lock: threading.RLock) -> bool:
+    """Queue what live caches have computed.
+
+    Returns:
+        False while another thread uses one of them.
+    """
+    with lock:  # others may be registered meanwhile
+        found = list(recorders)
+    return False not in [recorder.finish() for recorder in found]  # a list, so that no recorder is left out
+
+
+def _close(rewriter: SegmentRewriter, disk: SegmentStore, scores: ScoreTable, conversations: Conversations) -> None:
+    rewriter.close()
+    rewriter.keep_importance()
+    _keep_scores(disk, scores)
+    conversations.release_all()
+    disk.close()

@@ -1,0 +1,273 @@
+"""Cache that restores KV from a store and writes KV to it, as transformers sees it. Users create a `TieredCache`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import Cache, PreTrainedModel
+
+from ..errors import CacheMismatchError
+from ..layers import DenseSource, SelectedSource, kv_sources, sources_for
+from ..methods import Exact, Method
+from ..patches.attach import Attachment, ServedCache, attach, attachment_of, base_model
+from ..patches.attention import can_select
+from ..patches.scope import current
+from ..restore.plan import Plan, SegmentSlice
+from ..stats import RequestStats, StatsCollector
+from ..store.geometry import HASH_TOKENS
+from .executor import CacheOptions, Serving
+from .spot_check import deviation, held_from, tolerance
+from .storage import Storage
+from .suitability import cannot_mask, check_causal, check_depth, check_suits
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class StoredCache(Cache, ServedCache):
+    """Cache with KV from a store. See `TieredCache`.
+
+    Args:
+        attachment, layers: As returned by `prepare`.
+        storage: Store from which KV is restored, and to which it is written.
+        method: Method that restores it.
+        options: Options of the cache.
+    """
+
+    def __init__(
+        self, attachment: Attachment, layers: list[Any], storage: Storage, method: Method, options: CacheOptions
+    ) -> None:
+        super().__init__(layers=layers)
+        self._generates = False  # whether `generate()` is running
+        storage.note_policy(method)
+        self._serving = Serving(attachment, storage, method.coded(storage.codec), options, StatsCollector())
+
+    @classmethod
+    def over(cls, model: nn.Module, storage: Storage, method: Method, options: CacheOptions) -> StoredCache:
+        """Create a cache for a model. Raises the errors of `prepare`."""
+        return StoredCache(*prepare(model, method), storage, method, options)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Transformers model that this cache belongs to."""
+        return self._serving.attachment.model
+
+    @property
+    def method(self) -> Method:
+        """Method that restores KV."""
+        return self._serving.method
+
+    @property
+    def stats(self) -> RequestStats:
+        """Statistics of what this cache has restored, computed, stored and read. Prints as a table."""
+        return self._serving.collector.stats
+
+    def store_now(self) -> tuple[str, ...]:
+        """Queue computed KV that is not stored yet, and return the ids of the segments of the first row's tokens."""
+        return self._serving.store_now()
+
+    def look_up(self, input_ids: torch.Tensor) -> tuple[Plan | None, str]:
+        """Return what an empty cache would restore of a prompt, int `[1, tokens]`, or None and the reason."""
+        return self._serving.look_up(self, input_ids)
+
+    def count_into(self, total: StatsCollector | None) -> None:
+        """Count everything in `total`, too, from now on; None to stop."""
+        self._serving.collector.total = total
+
+    # --- called by an attached model
+
+    @torch.compiler.disable
+    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
+        if attachment is not self._serving.attachment:
+            raise CacheMismatchError(
+                f"this cache belongs to another {type(self.model).__name__}; make one for this model"
+            )
+        output = self._serving.run(self, forward, kwargs)
+        if not self._generates:
+            self.end_generation()
+        return output
+
+    def end_generation(self) -> None:
+        """End a `generate()`: check some of the restored tokens, if that is due (see `SpotChecks`)."""
+        self._generates = False
+        serving, checks = self._serving, self._serving.store.spot_checks
+        run, serving.restored = serving.restored, None
+        sequence = serving.sequence
+        if run is None or sequence is None or not serving.store.usable:
+            return
+        began = time.perf_counter()
+        if not checks.is_due(sum(piece.count for piece in run.pieces), began - run.began, run.seconds):
+            return
+        pad, held = sequence.history.pads[0], held_from(self.layers)
+        chosen = None if held is None else checks.choose(run, held - pad)
+        if chosen is None:
+            return
+        first, piece = chosen
+        tokens = sequence.history.ids()[0, pad:][: first + HASH_TOKENS]
+        if len(tokens) < first + HASH_TOKENS:  # the cache was cropped
+            return
+        try:
+            self._check(torch.from_numpy(tokens), piece)
+        except Exception as error:  # the answer is complete and does not depend on the check
+            serving.store.disk.warn("spot check", f"restored tokens could not be computed again: {error!r}")
+        checks.spend(time.perf_counter() - began)
+
+    def _check(self, tokens: torch.Tensor, piece: SegmentSlice) -> None:
+        """Compute the last 16 of the first row's `tokens`, int64 `[n]`, again, and compare them with the cache."""
+        serving, sequence = self._serving, self._serving.sequence
+        options = replace(serving.options, record=False, progress=False)
+        again = StoredCache.over(self.model, serving.store, Exact(recompute=0.0, decline=False), options)
+        again._generates = True  # exempt from spot checks
+        with torch.no_grad():
+            ids = tokens.to(serving.attachment.device_of(0))[None]  # [1, tokens]
+            self.model(input_ids=ids, past_key_values=again, logits_to_keep=HASH_TOKENS)
+        if sequence is None or held_from(again.layers) is None:
+            return
+        far = deviation(self.layers, again.layers, sequence.history.pads[0], len(tokens) - HASH_TOKENS)
+        if far is None:
+            return
+        counters = serving.store.disk.counters
+        counters.add("spot_checks")
+        if far > tolerance(self.model):
+            counters.add("failed_spot_checks")
+            serving.store.spot_checks.doubted.add(sequence.identity.fingerprint)
+            serving.attachment.refresh()
+            serving.store.disk.warn(
+                f"spot check {sequence.identity.fingerprint}",
+                f"segment {piece.reader.id} holds KV that this model does not compute (relative distance {far:.2g}): "
+                "nothing stored under this model's name is used in this process; the last answer may be wrong. "
+                "Look for what changes the model's computation unseen, or delete the model's segments",
+            )
+
+    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
+        """Begin a `generate()`: keep what this cache holds of the prompt, and forget the rest.
+
+        Args:
+            input_ids: int `[batch, n]`.
+            copies: Number of rows of the cache for each row of `input_ids` (beams, several sequences).
+
+        Raises:
+            CacheMismatchError: The cache is strict, and holds other tokens.
+        """
+        serving, self._generates = self._serving, True
+        dropped = serving.dropped_columns(self, input_ids.repeat_interleave(copies, dim=0))
+        if not dropped:
+            return
+        try:
+            if dropped >= self.get_seq_length():
+                raise RuntimeError
+            self.crop(-dropped)
+        except RuntimeError:  # a window or a selection cannot be cropped: try the store
+            self._start_over(serving.collector)
+
+    # --- called by layers and generate()
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a layer's new keys and values, `[batch, heads, n, dim]`, and return all that its queries may see."""
+        forward_pass = self._serving.forward_pass
+        if forward_pass is None or current() is not forward_pass:
+            return cast(DenseSource, self.layers[layer_idx]).update(key_states, value_states)
+        return forward_pass.append(layer_idx, key_states, value_states)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the mask width of all layers of this kind, and the index of their first position.
+
+        Raises:
+            CacheMismatchError: These layers hold different numbers of positions, and nothing crops the mask of this
+                pass.
+        """
+        columns, first = super().get_mask_sizes(query_length, layer_idx)
+        layer, scope, asks = self.layers[layer_idx], current(), can_select(self._serving.attachment.config)
+        if not isinstance(layer, SelectedSource) or (asks and scope is not None and scope.cache is self):
+            return columns, first  # the registered attention function crops the mask
+        spared = {source.spared for source in self.layers if isinstance(source, SelectedSource)}
+        if len(spared) == 1:
+            return columns - layer.spared, first + layer.spared
+        if not asks or query_length > 1 or layer.padding > first:
+            raise cannot_mask(self.method, self.model)
+        return columns, first  # one token attends to everything: no mask is made
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens; a positive number is the length to keep (transformers 5.17)."""
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        self._serving.crop(before - self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Reorder the rows for beam search: row i becomes the former row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        self._serving.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to each other."""
+        super().batch_repeat_interleave(repeats)
+        if (sequence := self._serving.sequence) is not None:
+            self._serving.select(torch.arange(sequence.history.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep only the rows `indices`, in that order."""
+        super().batch_select_indices(indices)
+        self._serving.select(indices)
+
+    def reset(self) -> None:
+        """Forget everything, for another prompt, and reset `stats`. Computed KV is stored."""
+        collector = StatsCollector()
+        collector.total = self._serving.collector.total
+        self._start_over(collector)
+
+    def _start_over(self, collector: StatsCollector) -> None:
+        self._serving.finish()
+        super().reset()
+        was = self._serving
+        self._serving = Serving(was.attachment, was.store, was.method, was.options, collector)
+        self._serving.conversation = was.conversation
+
+    def _fresh(self) -> Self:
+        """Return an empty cache with the same settings."""
+        mine = self._serving
+        return type(self)(*prepare(self.model, mine.method), mine.store, mine.method, mine.options)
+
+    def fork(self) -> Self:
+        """Return a copy that continues independently, and shares memory until one of the two caches writes."""
+        mine, twin = self._serving, self._fresh()
+        twin.count_into(mine.collector.total)
+        twin.layers = [layer.fork() if isinstance(layer, DenseSource) else layer for layer in self.layers]
+        twin._serving.bypass, twin._serving.untold = mine.bypass, mine.untold
+        if mine.sequence is not None:
+            twin._serving.follow(twin, mine.sequence.fork(twin._serving.collector))
+        if mine.observer is not None:
+            twin._serving.observer = mine.observer.fork(kv_sources(twin.layers))
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
+
+def prepare(model: nn.Module, method: Method) -> tuple[Attachment, list[Any]]:
+    """Attach a model, and create the layers of one cache for it.
+
+    Raises:
+        ConfigError: The model's attention does not suit the method.
+        UnsupportedModelError: The model keeps state other than KV of single tokens, or does not support the method.
+    """
+    inner = base_model(model)
+    attachment = attachment_of(inner)
+    if attachment is None or not attachment.causal:  # visits every module; later changes are detected
+        check_causal(inner)
+    layers = sources_for(inner, method.source)
+    check_suits(method, inner)
+    attachment = attach(inner)
+    attachment.causal = True
+    check_depth(attachment)
+    return attachment, layers

@@ -1,0 +1,118 @@
+"""Checks that a model's attention exposes what a method needs, with advice if it does not."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers import PreTrainedModel
+
+from ..errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
+from ..methods import Method
+from ..patches.attach import Attachment
+from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
+from ..patches.layers import can_drop
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError if a prefix's KV depends on later tokens, or on the input of an encoder."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder, whose decoder's KV depends on the encoder's input; "
+            "leave past_key_values to generate()"
+        )
+    said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
+    takes_cache = {"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys()
+    if not (any(said) if said else takes_cache):
+        raise UnsupportedModelError(
+            f"{name} is an encoder: its tokens attend to those behind them, so that no prefix has KV of its own; pass "
+            "a causal LM"
+        )
+
+
+def check_depth(attachment: Attachment) -> None:
+    """Raise ConfigError if the model's number of layers has changed since it was attached and its KV was identified."""
+    depth = attachment.config.num_hidden_layers
+    if depth != attachment.depth:
+        raise ConfigError(
+            f"{type(attachment.model).__name__} had {attachment.depth} layers when it was attached, and its "
+            f"configuration says {depth} now; call detach(model) first"
+        )
+
+
+def check_suits(method: Method, model: PreTrainedModel) -> None:
+    """Refuse a method that needs more of a model's attention than the model exposes.
+
+    Raises:
+        ConfigError: Another attention implementation is sufficient.
+        UnsupportedModelError: No attention implementation is sufficient.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if method.selects:
+        if not shows_queries(model):
+            raise cannot_select(method, model)
+        if not can_select(config):
+            raise needs_attention(method, model, SELECTING)
+    elif method.passages and not can_scatter(config):
+        raise needs_attention(method, model, WRAPPED)
+
+
+def cannot_observe(model: PreTrainedModel) -> str:
+    """Return the reason why the queries of this model cannot be observed, or an empty string."""
+    name, config = type(model).__name__, model.config.get_text_config(decoder=True)
+    if not shows_queries(model):
+        return f"{name} attends to other keys than it hands to its cache, or bypasses the registered attention function"
+    if not can_select(config):
+        needed = " or ".join(map(repr, SELECTING))
+        return (
+            f"queries are seen with attention of the kind {needed}, and the model has {config._attn_implementation!r}"
+        )
+    return ""
+
+
+def can_have_fronts(attachment: Attachment) -> bool:
+    """Return whether layers can compute a prefix besides their suffix, and later layers a shorter one.
+
+    This requires masks that can give the position of each query, and layers that take only the hidden state and the
+    position of each token.
+    """
+    model, config = attachment.model, attachment.config
+    try:
+        one_position = model.config is config  # per token; tokens of images have several
+        return one_position and can_scatter(config) and can_drop(model, attachment.depth)
+    except UnsupportedModelError:
+        return False
+
+
+def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
+    """Return the error for a method that selects among keys that the model does not expose."""
+    return UnsupportedModelError(
+        f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
+        f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
+    )
+
+
+def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
+    """Return the error for a pass in which no mask fits all layers of the cache."""
+    name, needed = type(model).__name__, SELECTING[0]
+    return CacheMismatchError(
+        f"the layers of this cache hold different numbers of columns, by the mass of its {type(method).__name__}, and "
+        f"a mask is cut for each of them in passes of the attached {name} alone, with attention of kind {needed!r}; "
+        "call the model itself and no module within it, with that attention, or after detach(model) make a new "
+        "TieredCache"
+    )
+
+
+def needs_attention(method: Method, model: PreTrainedModel, implementations: tuple[str, ...]) -> TieredCacheError:
+    """Return an error that advises another attention implementation, if the model has one, or another method."""
+    name = type(method).__name__
+    needed = " or ".join(map(repr, implementations))
+    if "eager" not in implementations and not model._supports_sdpa:
+        return UnsupportedModelError(
+            f"{name} needs attention of the kind {needed}, which {type(model).__name__} does not have; use the exact "
+            "method with it"
+        )
+    return ConfigError(
+        f"{name} needs attention of the kind {needed}, and the model has {model.config._attn_implementation!r}; call "
+        f"model.set_attn_implementation({implementations[0]!r}) before"
+    )

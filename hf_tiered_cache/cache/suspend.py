@@ -1,0 +1,132 @@
+"""Suspending a conversation: all its KV is stored, compacted by its method, and recorded."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import reasons
+from ..conversations.distances import AttentionDistances
+from ..errors import StoreClosedError, StoreError, TieredCacheError
+from ..methods import IdleConversation
+from ..store.catalogue import SegmentRow
+from ..store.geometry import HASH_TOKENS
+from .calibrations import note_initial_recent
+from .cost_model import costs_of, idle_front
+from .executor import Serving
+from .sequence import SequenceState
+from .storage import Storage
+from .suitability import can_have_fronts
+
+
+@dataclass(frozen=True)
+class Suspended:
+    """Result of `TieredCache.suspend`.
+
+    Args:
+        tokens: number of the conversation's tokens that are stored. The next turn restores them.
+        left: number of the cache's tokens that are not stored. The next turn computes them. Below 16, unless `reason`
+            says why.
+        bytes: size on disk of the segments with the stored tokens.
+        seconds: duration of the call.
+        reason: what could not be stored, and why, or "".
+    """
+
+    tokens: int
+    left: int
+    bytes: int
+    seconds: float
+    reason: str = ""
+
+
+def put_away(serving: Serving, held: int) -> Suspended:
+    """Store all KV that a cache has computed, let its method compact the segments, and save its conversation.
+
+    Args:
+        serving: executor of the cache.
+        held: number of positions that the cache holds.
+
+    Raises:
+        StoreClosedError: the store was closed.
+    """
+    started, storage, conversation = time.perf_counter(), serving.store, serving.conversation
+    storage.check_open()
+    sequence = serving.sequence or serving.ended
+    if sequence is None:
+        return Suspended(0, held, 0, time.perf_counter() - started, serving.bypass)
+    reason = ""
+    sequence.recorder.crop(0)  # the last positions of a pass can no longer be taken back
+    try:
+        serving.store_now()
+        storage.writer.flush()
+    except StoreClosedError:
+        raise
+    except StoreError as error:
+        reason = str(error)
+    rows, tokens = _stored(storage, sequence)
+    made, replaced = None, [row.id for row in rows]
+    try:
+        if rows and serving.options.record:
+            made = sequence.method.compact(_idle(serving, sequence, rows, tokens))
+    except (TieredCacheError, OSError, ValueError) as error:
+        reason = reason or f"the conversation was not laid out anew: {error}"
+    if made is not None and (row := storage.disk.index.row(made)) is not None:
+        rows = [row]
+    left = max(0, held - sequence.history.pads[0] - tokens)
+    if left >= HASH_TOKENS:
+        reason = reason or _why_left(serving, sequence)
+    if conversation is not None and serving.options.record:
+        reason = conversation.keep(sequence, rows, tokens) or reason
+        if made is not None and conversation.record is not None and made in conversation.record.segments:
+            try:  # delete old segments only after the record names the new one
+                storage.remove(replaced)
+            except OSError as error:
+                reason = reason or f"a segment whose tokens are stored anew was not deleted: {error}"
+    storage.note_uses()
+    if reason and not reasons.is_expected(reason):
+        storage.disk.warn(reason, reason)
+    return Suspended(tokens, left, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
+
+
+def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> IdleConversation:
+    """Return the input of `Method.compact` for these segments. Raise StoreError if one cannot be read."""
+    storage, observer, method = serving.store, serving.observer, sequence.method
+    readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
+    if len(readers) < len(rows):
+        raise StoreError("a segment of it cannot be read")
+    attention = observer.result() if isinstance(observer, AttentionDistances) else None
+    noted: list[np.ndarray] = []
+    if attention is not None and not attention.missing:
+        noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
+
+    def front(stored: float) -> float:
+        share, costs = method.front, costs_of(sequence, serving.attachment, tokens)
+        if not can_have_fronts(serving.attachment) or (share == "auto" and costs is None):
+            return 0.0
+        if share != "auto":
+            return share
+        assert costs is not None
+        return idle_front(tokens, serving.attachment.depth, costs, stored, method.geometry.chunk_tokens)
+
+    admit = storage.residency.admit
+    return IdleConversation(storage.disk, readers, storage.blocks_of, admit, front, attention, noted)
+
+
+def _stored(storage: Storage, sequence: SequenceState) -> tuple[list[SegmentRow], int]:
+    """Return the segments that a later look-up finds for the first row, and the number of tokens in them."""
+    prefix_hashes, usable = sequence.history.prefix_hashes(0), sequence.method.usable_hashes
+    runs = [run for run, _ in storage.match(prefix_hashes, usable=usable, asking=sequence.recorder)]
+    return [run.row for run in runs], sum(run.num_hashes for run in runs) * HASH_TOKENS
+
+
+def _why_left(serving: Serving, sequence: SequenceState) -> str:
+    """Return the reason why tokens that could be stored were not."""
+    if not serving.options.record:
+        return reasons.NOT_RECORDED
+    if serving.bypass:
+        return serving.bypass
+    if sequence.recorder.enabled:
+        return reasons.NO_ROOM
+    return reasons.APPROXIMATE if sequence.approximate else serving.collector.stats.reason or reasons.NO_ROOM

@@ -1,0 +1,284 @@
+"""Sums of attention: similarity of layers, in sampled windows of positions.
+
+Similarity of the attention of layers, and its share at the two ends of the context (Krul, Sections 4.2 and 5).
+
+The distance of two layers is Euclidean, over all attention weights of a head, and averaged over the heads. It is
+computed from sums of products over rows and keys: |a - b|² = a·a + b·b - 2 a·b. The attention row of each query is
+computed, added to the sums and dropped, so no tokens × tokens matrix is ever held.
+
+Differs from the paper in the definition of the ends of a context. The paper uses the first and last tenth of the whole
+sequence, which is not known before the sequence ends. This module uses the first and last tenth of what each row sees,
+at least one token each. Uniform attention then gives 0.2 at any length. (The paper's definition would give 0.335,
+mostly from rows near the beginning, which see only the first tenth.)
+
+Attention sums in sampled windows of positions, so that the last positions can be cropped with their sums.
+
+A sum cannot be undone, since queries are not kept. So sums are kept separately, in small windows at the end and large
+ones before (as in an exponential histogram: Datar et al. 2002). Few sums are held, and cropping loses the sums of about
+as many more positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import numpy as np
+import torch
+
+from ..store.memory import to_device
+
+END = 0.1
+"""Share of a row's context that counts as its beginning, and as its end (Algorithm 1)."""
+_LARGEST = 1 << 24
+"""Maximum number of attention weights held at a time: 64 MiB of float32."""
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionSums:
+    """Sums over attention rows, for each sequence of a batch.
+
+    Args:
+        products: float32 `[batch, heads, layers, layers]`: products of the weights of two layers, summed over keys and
+            rows.
+        ends: float32 `[batch, layers]`: weights at both ends of the context, summed over rows, mean over the heads.
+        rows: float32 `[batch]`: number of rows in the sums.
+    """
+
+    products: torch.Tensor
+    ends: torch.Tensor
+    rows: torch.Tensor
+
+    def __add__(self, other: AttentionSums) -> AttentionSums:
+        return AttentionSums(self.products + other.products, self.ends + other.ends, self.rows + other.rows)
+
+    def times(self, weight: float) -> AttentionSums:
+        """Return these sums with every row counted `weight` times."""
+        return AttentionSums(self.products * weight, self.ends * weight, self.rows * weight)
+
+    def select(self, rows: torch.Tensor) -> AttentionSums:
+        """Return the sums of reordered sequences: sequence i becomes sequence `rows[i]`, or the only one there is."""
+        rows = rows.to(self.rows.device)
+        if len(self.rows) == 1:
+            rows = torch.zeros_like(rows)
+        return AttentionSums(*(each.index_select(0, rows) for each in (self.products, self.ends, self.rows)))
+
+    def to(self, device: torch.device) -> AttentionSums:
+        """Return these sums on a device."""
+        return AttentionSums(*(each.to(device) for each in (self.products, self.ends, self.rows)))
+
+
+@dataclass(frozen=True, eq=False)
+class QueryRows:
+    """Queries of some positions in every layer.
+
+    Args:
+        columns: Padded positions, int64 `[n]`, ascending, on the host.
+        pads: Number of left-padding positions of each sequence.
+        queries: Queries of each layer, `[batch, heads, n, dim]`, rotated.
+        scalings: Scale of the logits of each layer; None for dim ** -0.5.
+    """
+
+    columns: np.ndarray
+    pads: Sequence[int]
+    queries: Sequence[torch.Tensor]
+    scalings: Sequence[float | None]
+
+    def first(self, count: int) -> QueryRows:
+        """Return the queries of the first `count` positions."""
+        return replace(self, columns=self.columns[:count], queries=[query[:, :, :count] for query in self.queries])
+
+    def select(self, rows: torch.Tensor) -> QueryRows:
+        """Return the queries of reordered sequences: sequence i becomes sequence `rows[i]`."""
+        queries = [query.index_select(0, rows.to(query.device)) for query in self.queries]
+        return replace(self, pads=[self.pads[row] for row in rows.tolist()], queries=queries)
+
+
+def attention_sums(
+    rows: QueryRows, keys: Sequence[torch.Tensor], device: torch.device, at_once: int
+) -> list[AttentionSums]:
+    """Compute attention sums for consecutive groups of `at_once` rows.
+
+    Args:
+        rows: Queries of the attention rows.
+        keys: Keys of each layer, `[batch, kv_heads, columns, dim]`, rotated, from padded position 0 on.
+        device: Device to compute on. Keys on other devices are copied there, a few KV heads at a time.
+        at_once: Number of rows per group.
+    """
+    batch, heads, _, _ = rows.queries[0].shape
+    kv_heads, count = keys[0].shape[1], len(rows.columns)
+    group, layers = heads // kv_heads, len(keys)
+    # [batch, kv_heads, group, n, dim]; float32, as attention kernels compute logits
+    queries = [
+        query.to(device).float().mul(query.shape[-1] ** -0.5 if scaling is None else scaling).unflatten(1, (-1, group))
+        for query, scaling in zip(rows.queries, rows.scalings, strict=True)
+    ]
+    visible = _Visible(rows, device)
+    products = torch.zeros(-(-count // at_once), batch, heads, layers, layers, device=device)
+    ends = torch.zeros(len(products), batch, layers, device=device)
+    columns = int(rows.columns[-1]) + 1
+    some_heads = min(kv_heads, max(1, _LARGEST // (layers * batch * group * columns)))
+    for head in range(0, kv_heads, some_heads):
+        kv = slice(head, head + some_heads)
+        own = [layer[:, kv, :columns].to(device).float().transpose(2, 3) for layer in keys]  # [batch, kv, dim, columns]
+        width = group * own[0].shape[1]  # query heads
+        at_a_time = min(at_once, max(1, _LARGEST // (layers * batch * width * columns)))
+        for number in range(len(products)):
+            stop = min(count, (number + 1) * at_once)
+            for first in range(number * at_once, stop, at_a_time):
+                some = slice(first, min(stop, first + at_a_time))
+                weights = visible.attention([query[:, kv, :, some] for query in queries], own, some)
+                flat = weights.flatten(3).flatten(1, 2)  # [layers, batch * width, n * columns]
+                found = torch.bmm(flat.transpose(0, 1), flat.permute(1, 2, 0)).unflatten(0, (batch, width))
+                products[number, :, head * group : head * group + width] += found
+                ends[number] += visible.at_ends(weights, some).mT / heads
+    return [
+        AttentionSums(products[number], ends[number], visible.rows(slice(number * at_once, (number + 1) * at_once)))
+        for number in range(len(products))
+    ]
+
+
+class _Visible:
+    """Positions that each row sees: those up to its own, without padding."""
+
+    def __init__(self, rows: QueryRows, device: torch.device) -> None:
+        self._columns, self._pads = rows.columns, rows.pads
+        self._padded = any(rows.pads)
+        self._device = device
+
+    def rows(self, some: slice) -> torch.Tensor:
+        """Return the number of rows that are not padding, float32 `[batch]`."""
+        count = [(self._columns[some] >= pad).sum() for pad in self._pads]
+        return to_device(np.array(count, np.float32), self._device)
+
+    def attention(self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor], some: slice) -> torch.Tensor:
+        """Return attention weights, float32 `[layers, batch, kv_heads * group, n, columns]`; 0 for padding rows."""
+        columns = int(self._columns[some][-1]) + 1
+        batch, kv_heads, group, count, _ = queries[0].shape
+        weights = torch.empty(len(keys), batch, kv_heads, group * count, columns, device=self._device)
+        for layer, (query, own) in enumerate(zip(queries, keys, strict=True)):
+            torch.matmul(query.flatten(2, 3), own[..., :columns], out=weights[layer])
+        weights = weights.view(len(keys), batch, kv_heads * group, count, columns)
+        if count > 1 or self._padded:
+            weights.masked_fill_(self._hidden(some, columns), -torch.inf)
+        weights = weights.softmax(-1)
+        return weights.nan_to_num_() if self._padded else weights
+
+    def _hidden(self, some: slice, columns: int) -> torch.Tensor:
+        """Return the mask of positions that rows do not see, bool `[batch or 1, 1, n, columns]`."""
+        own, place = to_device(self._columns[some], self._device), torch.arange(columns, device=self._device)
+        hidden = place > own.view(1, 1, -1, 1)
+        if not self._padded:
+            return hidden
+        return hidden | (place < to_device(np.array(self._pads), self._device).view(-1, 1, 1, 1))
+
+    def at_ends(self, weights: torch.Tensor, some: slice) -> torch.Tensor:
+        """Return the weights at the two ends of each row's context, summed over rows and heads, `[layers, batch]`."""
+        own = self._columns[some]
+        if len(own) == 1 and not self._padded:
+            width = _width(own)[0]
+            ends = weights[..., :width].sum((2, 3, 4))
+            return ends + weights[..., max(width, weights.shape[-1] - width) :].sum((2, 3, 4))
+        place = np.arange(weights.shape[-1])
+        near = []  # [n, columns] for each sequence
+        for pad in self._pads if self._padded else (0,):
+            width = _width(own - pad)[:, None]
+            near.append((place < pad + width) | (place > own[:, None] - width))
+        mask = to_device(np.stack(near).astype(np.float32), self._device)  # [batch or 1, n, columns]
+        return (weights.flatten(3) @ mask.flatten(1).unsqueeze(-1)).sum((2, 3))
+
+
+def _width(last: np.ndarray) -> np.ndarray:
+    """Return the number of positions at each end of contexts, given the index of their last position."""
+    return np.maximum(1, np.ceil(END * (last + 1))).astype(np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class Stretch:
+    """Attention sums of one sampled window.
+
+    Args:
+        stop: Position after the last sampled one.
+        sampled: Number of sampled positions.
+        parts: Number of windows that it was merged from.
+        sums: Sums over the sampled positions, each weighted by the number of positions that it represents.
+    """
+
+    stop: int
+    sampled: int
+    parts: int
+    sums: AttentionSums
+
+    def __add__(self, other: Stretch) -> Stretch:
+        sampled, parts = self.sampled + other.sampled, self.parts + other.parts
+        return Stretch(max(self.stop, other.stop), sampled, parts, self.sums + other.sums)
+
+    def select(self, rows: torch.Tensor) -> Stretch:
+        """Return the window with reordered rows: row i is the former row `rows[i]`."""
+        return replace(self, sums=self.sums.select(rows))
+
+    def to(self, device: torch.device) -> Stretch:
+        """Return the window on `device`."""
+        return replace(self, sums=self.sums.to(device))
+
+
+class Stretches:
+    """Attention sums of one cache, in sampled windows."""
+
+    def __init__(self, stretches: Sequence[Stretch] = ()) -> None:
+        self._stretches = list(stretches)  # ascending
+        self._order: torch.Tensor | None = None  # former row of each current row, not applied yet
+
+    def __len__(self) -> int:
+        return len(self._stretches)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last one that was counted."""
+        return max((stretch.stop for stretch in self._stretches), default=0)
+
+    def add(self, new: Sequence[Stretch]) -> None:
+        """Add windows, and merge older ones."""
+        self._settle()
+        every = sorted([*self._stretches, *new], key=lambda stretch: stretch.stop)
+        kept, parts = list[Stretch](), 0  # from the last one back
+        for stretch in reversed(every):
+            if kept and kept[-1].parts + stretch.parts <= parts - kept[-1].parts:
+                kept[-1] = stretch + kept[-1]
+            else:
+                kept.append(stretch)
+            parts += stretch.parts
+        self._stretches = kept[::-1]
+
+    def crop(self, columns: int) -> None:
+        """Keep only windows within the first `columns` positions."""
+        self._stretches = [stretch for stretch in self._stretches if stretch.stop <= columns]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Replace row i by the former row `rows[i]`. Sums follow later, since beam search does this at every token."""
+        self._order = reordered(self._order, rows)
+
+    def to(self, device: torch.device) -> None:
+        """Move the sums to `device`."""
+        self._stretches = [stretch.to(device) for stretch in self._stretches]
+
+    def total(self) -> Stretch | None:
+        """Return the sum of all windows, or None if there are none."""
+        self._settle()
+        return reduce(add, self._stretches) if self._stretches else None
+
+    def copy(self) -> Stretches:
+        """Return an independent copy."""
+        self._settle()
+        return Stretches(self._stretches)
+
+    def _settle(self) -> None:
+        if (order := self._order) is not None:
+            self._stretches, self._order = [stretch.select(order) for stretch in self._stretches], None
+
+
+def reordered(order: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Return the row order `order` (None: unchanged) followed by the reordering `rows`."""
+    return rows if order is None else order.index_select(0, rows.to(order.device))

@@ -1,0 +1,338 @@
+"""Online measurement of how similar the layers' attention is (Krul, Section 5: the token-wise estimator).
+
+Fused attention kernels return no weights. So the queries of sampled positions are kept, the same positions in every
+layer, and their attention rows are recomputed from the keys in the cache.
+
+- The attention row of a decoded token is reduced after its pass and dropped.
+- The sampled queries of a prompt are kept. With a background runner (`later`; for models on a GPU), they are reduced
+  on the host while the model decodes. For a model on the CPU this would slow down decoding, so they are reduced when
+  `result` is called, for example at suspend.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..restore.observe import ComputedColumns, KeysOfLayer, Later
+from ..store.memory import to_device
+from ..tiers.streams import DoneEvent, Event, copy_stream
+from .attention_sums import QueryRows, Stretch, Stretches, attention_sums, reordered
+from .sharing import LayerDistances
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_ROWS_AT_ONCE = 8
+"""Attention rows of a prompt per sampled window."""
+
+
+class AttentionDistances:
+    """Distances between the attention of layers, sampled over all passes of a cache (see `CacheObserver`).
+
+    Args:
+        layers: Layers with full attention to compare; None for all.
+        every: Sampling interval, in positions, for decoded tokens and passes of at most this many positions.
+        prompt_every: Minimum sampling interval for longer passes.
+        prompt_rows: Maximum number of sampled positions of a longer pass.
+        later: Runs the reduction of prompts in the background; None to reduce them in `result`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int] | None = None,
+        *,
+        every: int = 16,
+        prompt_every: int = 4,
+        prompt_rows: int = 128,
+        later: Later | None = None,
+    ) -> None:
+        self.every, self.prompt_every, self.prompt_rows = every, prompt_every, prompt_rows
+        self._compared = None if layers is None else tuple(layers)
+        self._later = later
+        self._sources: Sequence[KeysOfLayer] = ()
+        self._missing = ""
+        self._layers: tuple[int, ...] = ()
+        self._lock = threading.Lock()  # guards the next two attributes
+        self._counted = Stretches()
+        self._waiting: list[_Waiting] = []
+
+    # --- passes (see `CacheObserver`)
+
+    def begin(self, sources: Sequence[KeysOfLayer], computed: ComputedColumns) -> _SampledPass | None:
+        """See `CacheObserver`."""
+        stride, columns = self._sampled(computed)
+        if self._missing or not len(columns):
+            return None
+        with self._lock:  # positions that are computed again are not counted twice
+            seen = max([self._counted.stop, *(waiting.stop for waiting in self._waiting)])
+        columns = columns[columns >= seen]
+        self._follow(sources)
+        return _SampledPass(self, self._sources, computed, columns, stride) if len(columns) else None
+
+    def cannot_see(self, why: str) -> None:
+        """See `CacheObserver`."""
+        self._missing = why
+
+    def crop(self, columns: int) -> None:
+        """See `CacheObserver`."""
+        with self._lock:
+            self._counted.crop(columns)
+            for waiting in self._waiting:
+                waiting.limit = min(waiting.limit, columns)
+
+    def select(self, rows: torch.Tensor) -> None:
+        """See `CacheObserver`."""
+        with self._lock:
+            self._counted.select(rows)
+            for waiting in self._waiting:
+                waiting.order = reordered(waiting.order, rows)
+
+    def fork(self, sources: Sequence[KeysOfLayer]) -> AttentionDistances:
+        """See `CacheObserver`."""
+        twin: AttentionDistances = object.__new__(AttentionDistances)
+        twin.__dict__.update(self.__dict__)
+        twin._lock = threading.Lock()
+        twin._follow(sources)
+        with self._lock:
+            twin._counted = self._counted.copy()
+            twin._waiting = [replace(each, taken=False, done=threading.Event()) for each in self._waiting]
+        return twin
+
+    # --- result
+
+    def result(self, row: int = 0) -> LayerDistances:
+        """Return the distances so far for one row of the batch, after reducing all pending queries."""
+        self._reduce_all()
+        with self._lock:
+            total = self._counted.total()
+        if self._missing or total is None:
+            return LayerDistances.none(self._missing or "no attention has been seen")
+        sums = total.sums.select(torch.tensor([row])).to(torch.device("cpu"))
+        if not float(sums.rows):
+            return LayerDistances.none("the attention that has been seen is of padding")
+        return LayerDistances.of(self._layers, sums, total.sampled)
+
+    # --- sampling
+
+    def _follow(self, sources: Sequence[KeysOfLayer]) -> None:
+        compared = self._compared
+        self._sources = [
+            source for source in sources if not source.window and (compared is None or source.index in compared)
+        ]
+
+    def _sampled(self, computed: ComputedColumns) -> tuple[int, np.ndarray]:
+        """Return the number of positions that each sample of a pass represents, and the sampled positions, int64."""
+        fewest, first, stop = computed.fewest, computed.first, computed.stop
+        count = stop - first if fewest is None else len(fewest)
+        short = count <= self.every
+        stride = self.every if short else max(self.prompt_every, -(-count // self.prompt_rows))
+        if fewest is not None:
+            return stride, fewest[fewest % stride == stride // 2] if short else fewest[stride // 2 :: stride]
+        return stride, np.arange(first + (stride // 2 - first) % stride, stop, stride)
+
+    # --- reduction
+
+    def take(self, rows: QueryRows, layers: tuple[int, ...], keys: list[torch.Tensor], weight: int) -> None:
+        """Count the sampled queries of a complete pass: reduce them now, or queue them if there are several.
+
+        Args:
+            rows: Sampled queries of the pass.
+            layers: Layers of the queries.
+            keys: Keys of each of these layers, `[batch, kv_heads, columns, dim]`, rotated.
+            weight: Number of positions that each sample represents.
+        """
+        device = keys[0].device
+        with self._lock:
+            self._layers = layers
+            self._counted.to(device)
+        if len(rows.columns) == 1:
+            self._add(_reduced(rows, weight, keys, device))
+            return
+        later = self._later
+        waiting = _Waiting(rows, weight, int(rows.columns[-1]) + 1)
+        if later is not None:
+            waiting.keys, waiting.computed = keys, copy_stream(device).computed()
+        with self._lock:
+            self._waiting.append(waiting)
+        if later is not None:
+            later(partial(_reduce_later, weakref.ref(self), weakref.ref(waiting)))
+
+    def _reduce_all(self) -> None:
+        for waiting in list(self._waiting):
+            self.reduce(waiting)
+            waiting.done.wait()
+
+    def reduce(self, waiting: _Waiting) -> None:
+        """Reduce and count pending queries, unless another thread has taken them. Failures are logged, not raised."""
+        with self._lock:
+            if waiting.taken:
+                return
+            waiting.taken = True
+            rows, order = waiting.rows.first(int((waiting.rows.columns < waiting.limit).sum())), waiting.order
+        try:
+            if not len(rows.columns):
+                return
+            if waiting.keys is None:  # runs in the cache's own thread, so the cache does not change
+                rows = rows if order is None else rows.select(order)
+                found = _reduced(rows, waiting.weight, *_held(self._sources))
+                waiting.order = None
+            else:
+                stream = copy_stream(waiting.keys[0].device)
+                stream.await_computation(waiting.computed)
+                with stream.copying():
+                    found = _reduced(rows, waiting.weight, waiting.keys, torch.device("cpu"))
+            self._add(found, waiting)
+        except Exception as error:  # no request depends on it
+            logger.warning("the attention of a prompt is not counted: %s: %s", type(error).__name__, error)
+        finally:
+            with self._lock:
+                self._waiting = [each for each in self._waiting if each is not waiting]
+            waiting.done.set()
+
+    def _add(self, found: list[Stretch], waiting: _Waiting | None = None) -> None:
+        with self._lock:
+            if waiting is not None:  # apply crops and reordering since the pass
+                found = [stretch for stretch in found if stretch.stop <= waiting.limit]
+                if waiting.order is not None:
+                    found = [stretch.select(waiting.order) for stretch in found]
+                if self._sources and (keys := self._sources[0].keys) is not None:
+                    found = [stretch.to(keys.device) for stretch in found]
+            self._counted.add(found)
+
+
+@dataclass(eq=False)
+class _Waiting:
+    """Sampled queries of a prompt that are not reduced yet.
+
+    Args:
+        rows: Queries, with the batch rows in the order of the pass.
+        weight: Number of positions that each sample represents.
+        limit: First cropped position; samples from there on do not count.
+        keys: Keys of each layer at the end of the pass, for a reduction in another thread. Later passes write after the
+            positions that these queries see, or to other buffers. None to use the sources' keys at the reduction.
+        computed: Event after which `keys` are valid.
+        order: Row of the pass that each current batch row comes from; None if unchanged.
+        taken: Whether a thread is reducing the queries, or has done so.
+        done: Set when the reduction has ended.
+    """
+
+    rows: QueryRows
+    weight: int
+    limit: int
+    keys: Sequence[torch.Tensor] | None = None
+    computed: Event = field(default_factory=DoneEvent)
+    order: torch.Tensor | None = None
+    taken: bool = False
+    done: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def stop(self) -> int:
+        """Position after the last one that counts."""
+        return min(self.limit, int(self.rows.columns[-1]) + 1)
+
+
+class _SampledPass:
+    """Observer of one pass that keeps the queries of sampled positions (see `PassObserver`).
+
+    Args:
+        owner: `AttentionDistances` that counts the pass.
+        sources: Keys of the compared layers.
+        computed: Positions that the pass computes.
+        columns: int64 `[n]`, sampled positions.
+        weight: Number of positions that each sample represents.
+    """
+
+    def __init__(
+        self,
+        owner: AttentionDistances,
+        sources: Sequence[KeysOfLayer],
+        computed: ComputedColumns,
+        columns: np.ndarray,
+        weight: int,
+    ) -> None:
+        self._owner, self._sources, self._computed = owner, sources, computed
+        self._columns, self._weight = columns, weight
+        self._layers = {source.index for source in sources}
+        self._seen: dict[int, tuple[torch.Tensor, float | None]] = {}
+        self._places: dict[torch.device, torch.Tensor] = {}
+
+    def observe(self, layer: int, query: torch.Tensor, keys: torch.Tensor, scaling: float | None) -> None:
+        """See `QueryObserver`."""
+        if layer not in self._layers:
+            return
+        computed, device = self._computed, query.device
+        columns = None if computed.of_layer is None else computed.of_layer(layer)
+        if query.shape[2] != (computed.stop - computed.first if columns is None else len(columns)):
+            return  # queries of other tokens; `end` reports the layer as unseen
+        if query.shape[2] > 1:
+            if columns is not None:
+                places = to_device(np.searchsorted(columns, self._columns), device)
+            else:  # the same positions in all layers
+                if device not in self._places:
+                    self._places[device] = to_device(self._columns - computed.first, device)
+                places = self._places[device]
+            query = query.index_select(2, places)
+        self._seen[layer] = query, scaling
+
+    def undo(self) -> None:
+        """See `PassObserver`."""
+        self._owner.crop(int(self._columns[0]))
+
+    def end(self) -> None:
+        """See `PassObserver`."""
+        layers = tuple(source.index for source in self._sources)
+        if len(layers) < 2:
+            return self._owner.cannot_see("fewer than two layers attend to all of their context")
+        if unseen := [layer for layer in layers if layer not in self._seen]:
+            return self._owner.cannot_see(f"the attention of layers {unseen} is not by queries and keys alone")
+        if any(source.held < source.columns for source in self._sources):
+            return self._owner.cannot_see("layers hold a part of their keys")
+        queries, scalings = zip(*(self._seen[layer] for layer in layers), strict=True)
+        keys, _ = _held(self._sources)
+        if not _fit(queries, keys):
+            return self._owner.cannot_see("the keys that layers hold are not those that their queries attend to")
+        rows = QueryRows(self._columns, self._computed.pads, queries, scalings)
+        try:
+            return self._owner.take(rows, layers, keys, self._weight)
+        except Exception as error:  # no request depends on it
+            logger.warning("attention is not compared any more: %s: %s", type(error).__name__, error)
+            return self._owner.cannot_see(f"comparing attention has failed: {error}")
+
+
+def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:
+    """Return whether all layers have the same numbers of query and kv heads, and keys match queries in shape."""
+    heads, kv_heads = queries[0].shape[1], keys[0].shape[1]
+    return heads % kv_heads == 0 and all(
+        query.shape[1] == heads and key.shape[1] == kv_heads and query.shape[::3] == key.shape[::3]
+        for query, key in zip(queries, keys, strict=True)
+    )
+
+
+def _held(sources: Sequence[KeysOfLayer]) -> tuple[list[torch.Tensor], torch.device]:
+    """Return the keys of the sources that are not empty, and the device of the first ones."""
+    keys = [source.keys for source in sources if source.keys is not None]
+    return keys, keys[0].device
+
+
+@torch.no_grad()
+def _reduced(rows: QueryRows, weight: int, keys: Sequence[torch.Tensor], device: torch.device) -> list[Stretch]:
+    """Return the attention sums of sampled queries, one per sampled window, computed on `device`."""
+    stretches = []
+    for number, sums in enumerate(attention_sums(rows, keys, device, _ROWS_AT_ONCE)):
+        columns = rows.columns[number * _ROWS_AT_ONCE :][:_ROWS_AT_ONCE]
+        stretches.append(Stretch(int(columns[-1]) + 1, len(columns), 1, sums.times(weight)))
+    return stretches
+
+
+def _reduce_later(owner: weakref.ref[AttentionDistances], waiting: weakref.ref[_Waiting]) -> None:
+    """Reduce pending queries if their owner and the queries still exist."""
+    observer, rows = owner(), waiting()
+    if observer is not None and rows is not None:
+        observer.reduce(rows)

@@ -1,0 +1,139 @@
+"""Interfaces of cache layers, one per model layer, which live as long as the cache, and of the pass they serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import UnsupportedModelError
+from ..patches.lookahead import PredictedQuery
+from ..patches.rope import PreRopeKV, RotaryTap
+from ..restore.plan import Plan
+from ..restore.prefetch import Prefetch
+from ..selection.prompt import SelectiveRestore
+from ..selection.selected import Choices, Live
+from ..selection.streamed import StreamedPrefix
+from ..store.geometry import LayerKV
+
+LayerTensors = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of a layer."""
+
+
+class Pass(Protocol):
+    """State that the cache layers share in one forward pass."""
+
+    tap: RotaryTap
+
+    def rechoice(self, live: Live) -> Choices:
+        """Return the decode selections of the pass, for cache layers that reselect."""
+
+
+class RestoringPass(Pass, Protocol):
+    """Forward pass that restores stored KV."""
+
+    plan: Plan
+    prefetch: Prefetch
+    selection: SelectiveRestore | None
+    """Selection of the restored tokens that layers hold; None if no tokens are selected."""
+    streamed: StreamedPrefix | None
+    """All restored tokens, for layers that attend to them without holding them; None if not streamed."""
+
+    def to_choose_by(
+        self, layer: int, query: torch.Tensor, own_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys of the same tokens to select by: the predicted ones if there are any."""
+
+    def layers_ahead(self, layer: int) -> Iterator[tuple[int, PredictedQuery]]:
+        """Yield the layers whose queries can be predicted after `layer` has selected; none without prediction."""
+
+    def columns(self, layer: int, first: int, device: torch.device) -> torch.Tensor:
+        """Return the positions that a layer computes, int64 `[n]` or `[batch, n]`, counted from `first`.
+
+        Layers that compute the same positions share one tensor.
+        """
+
+    def park(self, layer: int) -> None:
+        """Defer a layer: its computed keys and values are appended, and its queries will select the restored ones."""
+
+    def unpark(self) -> None:
+        """Resume the deferred layer."""
+
+    def cannot_select(self) -> UnsupportedModelError:
+        """Return the error for a model with attention that cannot be observed."""
+
+    def take_filled(self, layer: int) -> dict[str, Any] | None:
+        """Remove and return the kept state of a layer's buffer with its restored KV, or None."""
+
+    def may_fill(self, layer: int, filled: dict[str, Any]) -> bool:
+        """Keep the state of a layer's filled buffer if the layer runs only up to its attention now.
+
+        Returns:
+            Whether the state was kept; `take_filled` returns it when the layer is computed.
+        """
+
+    def compares(self, layer: int) -> bool:
+        """Return whether to compare the stored and computed KV of a layer now."""
+
+    def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
+        """Compare stored and computed KV, `[batch, heads, n, dim]` each, to decide what later layers compute."""
+
+
+class KVSource(Protocol):
+    """Cache layer with keys and values that are computed, restored, or selected from restored ones.
+
+    A pass that restores begins with `begin_pass`. Every pass calls `append`, from the cache's `update`, and `attend`,
+    from the registered attention function. `end_pass` ends a pass that restores. The other methods are those of
+    transformers' `CacheLayerMixin`.
+    """
+
+    window: int
+    """Sliding window in tokens; 0 for full attention."""
+
+    def settle(self) -> None:
+        """Prepare for a pass, before it announces anything. May compact or offload cached KV."""
+
+    def begin_pass(self, restoring: RestoringPass) -> None:
+        """Begin a pass that restores, so that masks match what the layer is going to hold."""
+
+    def append(
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the keys and values that the layer has computed.
+
+        Args:
+            kind: Layout of the tensors that the model passes to the cache for this layer.
+            pre_rope: Keys and values as stored, before rotation.
+            keys: `[batch, kv_heads, n, dim]`, rotated.
+            values: `[batch, kv_heads, n, dim]`.
+
+        Returns:
+            Keys and values for the model's attention: all that the queries may see, unless `attend` replaces them.
+        """
+
+    def attend(
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """Return the keys and values that queries attend to, or the attention output.
+
+        Args:
+            forward_pass: Current pass.
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, as passed to the attention function.
+            values: Like `keys`.
+            mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
+            scaling: Scale of the logits; None for dim ** -0.5.
+
+        Returns:
+            Keys and values to attend to, or the output, `[batch, heads, n, dim]`, if attention is already computed.
+        """
+
+    def end_pass(self) -> None:
+        """End the pass, successful or not. `rollback` undoes a failed pass."""

@@ -1,0 +1,150 @@
+"""Key and value buffers of one layer that grow by doubling."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from ..store.geometry import HASH_TOKENS
+from ..store.memory import HUGE_PAGE, aligned_bytes
+
+_HEADROOM = 64
+_LARGEST_GROWTH = 4096
+"""Spare positions of a buffer: `_HEADROOM` always, and up to `_LARGEST_GROWTH` more when it doubles."""
+
+
+class KVBuffer:
+    """Buffers of keys and values, `[batch, heads, capacity, dim]`.
+
+    The buffers hold entries `[start, stop)`, the first of which is position `first` of the sequence. New entries are
+    written in place, so decoding copies nothing until a buffer is full and doubles.
+    """
+
+    def __init__(self) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        self._keys: torch.Tensor | None = None
+        self._values: torch.Tensor | None = None
+        self._start = self._stop = self._first = 0
+        self._shared = False
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """View of the held keys, `[batch, key_heads, held, key_dim]`; None without a buffer."""
+        return None if self._keys is None else self._keys.narrow(2, self._start, self.held)
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """View of the held values, `[batch, value_heads, held, value_dim]`; None without a buffer."""
+        return None if self._values is None else self._values.narrow(2, self._start, self.held)
+
+    @property
+    def columns(self) -> int:
+        """Number of positions of the sequence so far, held or not."""
+        return self._first + self._stop - self._start
+
+    @property
+    def held(self) -> int:
+        """Number of positions that the buffers hold."""
+        return self._stop - self._start
+
+    def extend(
+        self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `columns` positions to the sequence; the first `first` of them are not held.
+
+        Args:
+            like_keys: `[batch, heads, _, dim]`, gives the shape, dtype and device of the key buffer.
+            like_values: Like `like_keys`, for the value buffer.
+            columns: Number of new positions of the sequence.
+            first: Number of leading new positions that are not held. Above 0 only if no
+                later query sees the entries held so far, which are then released.
+
+        Returns:
+            Uninitialised views of the new positions, `[batch, heads, columns - first, dim]` each.
+        """
+        if first:
+            self._first = self.columns + first
+            self._start = self._stop
+        count, keys, values = columns - first, self._keys, self._values
+        if keys is None or values is None or self._shared or self._stop + count > keys.shape[2]:
+            keys, values = self._reallocate(like_keys, like_values, count)
+        begin, self._stop = self._stop, self._stop + count
+        return keys.narrow(2, begin, count), values.narrow(2, begin, count)
+
+    def _reallocate(
+        self, like_keys: torch.Tensor, like_values: torch.Tensor, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        held = self.held
+        keys, values = _moved(self.keys, like_keys, held, count), _moved(self.values, like_values, held, count)
+        # one atomic update, so that a Ctrl-C cannot leave one without the other
+        self.__dict__.update(_keys=keys, _values=values, _start=0, _stop=held, _shared=False)
+        return keys, values
+
+    def _views(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return views of the held keys and values; the buffers must exist."""
+        keys, values, held = self._keys, self._values, self._stop - self._start
+        assert keys is not None and values is not None
+        return keys.narrow(2, self._start, held), values.narrow(2, self._start, held)
+
+    def _shrink(self) -> None:
+        """Reallocate the buffers to the size that the held positions need."""
+        if self._keys is not None and self._values is not None:
+            self._reallocate(self._keys, self._values, 0)
+
+    def _without(self, first: int, count: int) -> dict[str, Any]:
+        """Return the state of this buffer without the `count` entries after its first `first` entries.
+
+        The removed entries still count as positions of the sequence.
+        """
+        keys, values = (
+            _moved(torch.cat([held[:, :, :first], held[:, :, first + count :]], dim=2), held, self.held - count, 0)
+            for held in self._views()
+        )
+        state = {"_keys": keys, "_values": values, "_start": 0, "_stop": self.held - count, "_shared": False}
+        return state | {"_first": self._first + count}
+
+    def _select(self, rows: torch.Tensor) -> None:
+        """Replace row i by the former row `rows[i]`."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = (self._rows_of(buffer, rows) for buffer in (self._keys, self._values))
+            self._shared = False
+
+    def _rows_of(self, buffer: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        chosen = _empty(buffer, len(rows), buffer.shape[2])
+        held = slice(self._start, self._stop)
+        chosen[:, :, held] = buffer[:, :, held].index_select(0, rows.to(buffer.device))
+        return chosen
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return the current state for `rollback`. Later passes write after it or to other buffers, never over it."""
+        return dict(self.__dict__)
+
+    def rollback(self, snapshot: dict[str, Any]) -> None:
+        """Undo what happened since `snapshot`."""
+        self.__dict__.update(snapshot)
+
+
+def _moved(held: torch.Tensor | None, like: torch.Tensor, columns: int, count: int) -> torch.Tensor:
+    """Allocate a buffer for the `columns` held positions, `count` more and spare room, and copy the held positions."""
+    room = max(columns + count, columns + min(columns, _LARGEST_GROWTH)) + _HEADROOM
+    buffer = _empty(like, like.shape[0], room + -room % HASH_TOKENS)  # chunks of all heads are rows of one matrix
+    if held is not None and columns:
+        buffer[:, :, :columns] = held
+    return buffer
+
+
+def _empty(like: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Allocate `[rows, heads, columns, dim]`, not an inference tensor, so that later passes may write to it.
+
+    Large tensors on the CPU use huge pages: restored KV is written once, which takes twice as long with small pages.
+    """
+    shape = rows, like.shape[1], columns, like.shape[3]
+    nbytes = prod(shape) * like.element_size()
+    with torch.inference_mode(False):  # this may be called in inference mode
+        if like.device.type == "cpu" and nbytes >= HUGE_PAGE:
+            return aligned_bytes(nbytes).view(like.dtype).view(shape)
+        return torch.empty(shape, dtype=like.dtype, device=like.device)

@@ -1,0 +1,280 @@
+"""Cache layers that hold all KV a layer's queries may see: full attention and sliding window."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import RestoreError
+from ..patches.rope import PreRopeKV, picked
+from ..restore.prefetch import restore_layer
+from ..store.geometry import LayerKV
+from .base import Pass, RestoringPass
+from .buffer import KVBuffer
+
+
+class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys and values are views here
+    """Cache layer with full attention that holds all computed and restored positions.
+
+    Args:
+        index: Layer index.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    window = 0
+    _pass: RestoringPass | None
+    selects = False
+    """True if the layer's queries may select the tokens they attend to."""
+
+    @property
+    def rechooses(self) -> bool:
+        """True if the layer reselects in later passes."""
+        return False
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        super().__init__()
+        self.end_pass()
+
+    # --- interface of a pass
+
+    def begin_pass(self, restoring: RestoringPass) -> None:
+        """See `KVSource`."""
+        plan, self._pass = restoring.plan, restoring
+        if plan.suffix is not None:
+            self._restored = plan.suffix
+        else:
+            self._scattered, self._skipped = plan.columns, max(0, plan.first_kept(self.window))
+
+    def end_pass(self) -> None:
+        """See `KVSource`."""
+        self._pass = None
+        self._announced()
+
+    def settle(self) -> None:
+        """See `KVSource`."""
+
+    def _announced(self) -> None:
+        """Reset the sizes announced to masks: the layer holds these positions now, or the pass has ended."""
+        self._restored = 0  # positions before the computed ones, if those are a suffix
+        self._scattered = 0  # all positions of the pass, if they are no suffix or only partly held
+        self._skipped = 0  # positions of the pass that are not held: before every window, or not attended to
+
+    def append(
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSource`."""
+        restoring = self._pass
+        if restoring is None:
+            return self.update(keys, values)
+        if keys.shape[2] != restoring.plan.computed[self.index].shape[-1]:
+            reader = restoring.plan.readers[0]
+            raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
+        return self._restore(restoring, kind, pre_rope, keys, values)
+
+    def attend(
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """See `KVSource`."""
+        return keys, values
+
+    def _restore(
+        self,
+        restoring: RestoringPass,
+        kind: LayerKV,
+        pre_rope: PreRopeKV,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Combine restored and computed positions, and return the keys and values that queries may see."""
+        plan = restoring.plan
+        first = max(0, plan.first_kept(self.window))
+        before, filled = self.snapshot(), restoring.take_filled(self.index)
+        if filled is None:
+            keys, values = self.extend(key_states, value_states, plan.columns, first)
+            rotate_ = partial(restoring.tap.rotate_, pre_rope)
+            dtype = pre_rope.keys.dtype
+            restore_layer(restoring.prefetch, plan, self.index, kind, dtype, keys, values, first, rotate_)
+        else:
+            self.rollback(filled)
+            keys, values = (held[:, :, held.shape[2] - (plan.columns - first) :] for held in self._views())
+        if plan.suffix is not None:
+            keys[:, :, plan.suffix - first :] = key_states
+            values[:, :, plan.suffix - first :] = value_states
+            return self._visible(key_states.shape[2])
+        if plan.fronts:
+            front = plan.fronts[self.index]
+            for whole, computed in ((keys, key_states), (values, value_states)):
+                whole[:, :, :front] = computed[:, :, :front]
+                whole[:, :, plan.restored_until :] = computed[:, :, front:]
+            return self._visible(None)
+        columns = restoring.columns(self.index, first, keys.device)
+        if restoring.compares(self.index):
+            stored = picked(keys, columns, 2), picked(values, columns, 2)
+            restoring.compare(self.index, stored, (key_states, value_states))
+        for whole, computed in ((keys, key_states), (values, value_states)):
+            _put(whole, columns, computed)
+        if restoring.may_fill(self.index, self.snapshot()):
+            self.rollback(before)
+            return keys, values
+        return self._visible(None)
+
+    # --- transformers' interface of a cache layer
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values, `[batch, heads, n, dim]`, and return all that the new queries may see."""
+        count = key_states.shape[2]
+        keys, values = super().extend(key_states, value_states, count)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        return self._visible(count)
+
+    def extend(
+        self, like_keys: torch.Tensor, like_values: torch.Tensor, columns: int, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVBuffer`. Used in a pass that restores."""
+        views = super().extend(like_keys, like_values, columns, first)
+        self._announced()
+        return views
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Do nothing: buffers are allocated for the first positions."""
+
+    @property
+    def is_initialized(self) -> bool:
+        """True if buffers are allocated."""
+        return self._keys is not None
+
+    def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the KV that the last `queries` positions see, as sized by `get_mask_sizes`; None if scattered."""
+        return self._views()
+
+    def get_seq_length(self) -> int:
+        return self.columns + self._restored
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._skipped:
+            return self._scattered - self._skipped, self.columns + self._skipped
+        if self._scattered:
+            return self.held + self._scattered, self._first
+        return self.get_seq_length() + query_length - self._first, self._first
+
+    # --- cache operations of generate()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` positions. A positive number (as in 5.17) is the number to keep."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(0, tokens_to_remove - self.columns)
+        if self.is_initialized:
+            self._take_back(-tokens_to_remove)
+
+    def _take_back(self, columns: int) -> None:
+        self._stop = max(self._start, self._stop - columns)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self._keys is not None:
+            rows = torch.arange(self._keys.shape[0], device=self._keys.device)
+            self.batch_select_indices(rows.repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Replace row i by the former row `indices[i]`."""
+        self._select(indices)
+
+    def reset(self) -> None:
+        self._drop()
+        self.end_pass()
+
+    def fork(self) -> DenseSource:
+        """Return a copy that shares the buffers of this cache layer until one of the two writes."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        self._shared = twin._shared = self._keys is not None
+        return twin
+
+
+class SlidingSource(DenseSource):
+    """Cache layer with sliding window attention: queries see the last `window` tokens, including their own.
+
+    Args:
+        index: Layer index.
+        window: Sliding window in tokens.
+    """
+
+    is_sliding = True
+
+    def __init__(self, index: int, window: int) -> None:
+        super().__init__(index)
+        self.window = self.sliding_window = window
+        self.record_past = False
+
+    def get_max_length(self) -> int:
+        return self.window
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self._scattered:
+            return super().get_mask_sizes(query_length)
+        past = min(self.get_seq_length(), self.window - 1)
+        return past + query_length, self.get_seq_length() - past
+
+    def activate_past_recording(self) -> None:
+        """Keep all positions until the next `crop`, which may remove tokens (assisted decoding)."""
+        self.record_past = True
+
+    def _visible(self, queries: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self._views()
+        if queries is not None:
+            past = min(self.columns - queries, self.window - 1)
+            keys, values = keys[:, :, -(past + queries) :], values[:, :, -(past + queries) :]
+        if not self.record_past:
+            self._forget_unseen()
+        return keys, values
+
+    def _forget_unseen(self) -> None:
+        """Drop positions that no later query sees; shrink the buffers if mostly unused, as after a long prompt."""
+        gone = self.held - min(self.columns, self.window - 1)
+        if gone > 0:
+            self._start, self._first = self._start + gone, self._first + gone
+        if self._start > 4 * self.window:
+            self._shrink()
+
+    def _take_back(self, columns: int) -> None:
+        super()._take_back(columns)
+        if self.held < min(self.columns, self.window - 1):
+            raise RuntimeError(
+                "a sliding layer cannot take back tokens whose window it no longer holds; "
+                "call `activate_past_recording` on the cache before"
+            )
+        self._forget_unseen()
+
+
+def _put(whole: torch.Tensor, columns: torch.Tensor, computed: torch.Tensor) -> None:
+    """Write computed keys or values to some positions of `whole`.
+
+    Args:
+        whole: `[batch, heads, columns, dim]`, modified in place.
+        columns: Positions, int64 `[n]`, or `[batch, n]` for different ones per row. A repeated position gets the same
+            values each time.
+        computed: `[batch, heads, n, dim]`.
+    """
+    if columns.ndim == 1:
+        whole.index_copy_(2, columns, computed)
+    else:
+        rows = torch.arange(len(columns), device=columns.device).unsqueeze(1)
+        whole[rows, :, columns] = computed.transpose(1, 2)

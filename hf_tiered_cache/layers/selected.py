@@ -1,0 +1,222 @@
+"""Cache layer with a token budget: its queries attend to selected restored positions and to computed ones."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import LostKVError, RestoreError
+from ..patches.rope import PreRopeKV
+from ..restore.prefetch import check_fit
+from ..selection.selected import Live, Rotate
+from ..store.geometry import LayerKV
+from ..store.memory import to_device
+from .base import Pass, RestoringPass
+from .dense import DenseSource
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+class SelectedSource(DenseSource):
+    """Cache layer with full attention that holds at most a budget of restored positions of each row.
+
+    The selection needs the layer's queries. So `append` returns the computed keys and values, and `attend`, called by
+    the registered attention function, puts the selected positions before them.
+    """
+
+    selects = True
+
+    def __init__(self, index: int) -> None:
+        self._begin()
+        super().__init__(index)
+
+    def _begin(self) -> None:
+        self._num_selected = 0  # number of leading positions that were selected
+        self.spared = 0
+        """Unused budget: mask width minus positions held."""
+        self.padding = 0
+        """Largest left padding of a row at the selection, in positions; the mask may begin after it."""
+        self._live: Live | None = None  # for reselection
+        self._rows: Sequence[Any] = []  # last selection of each row
+        self._pre_rope: PreRopeKV | None = None  # of the current pass
+
+    @property
+    def rechooses(self) -> bool:
+        """See `DenseSource`."""
+        return self._live is not None
+
+    def append(
+        self, kind: LayerKV, pre_rope: PreRopeKV, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `KVSource`."""
+        self._pre_rope = pre_rope
+        return super().append(kind, pre_rope, keys, values)
+
+    def begin_pass(self, restoring: RestoringPass) -> None:
+        """See `KVSource`."""
+        super().begin_pass(restoring)
+        plan = restoring.plan
+        if plan.budget_tokens is not None:
+            self._restored, self._scattered = plan.suffix or 0, plan.columns
+            self._skipped = self._restored if plan.streamed else plan.num_skipped
+
+    def end_pass(self) -> None:
+        """See `KVSource`."""
+        super().end_pass()
+        self._pre_rope = None
+        self._parked: tuple[PreRopeKV, torch.Tensor] | None = None
+
+    def _restore(
+        self,
+        restoring: RestoringPass,
+        kind: LayerKV,
+        pre_rope: PreRopeKV,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if restoring.plan.budget_tokens is None:
+            return super()._restore(restoring, kind, pre_rope, key_states, value_states)
+        check_fit(restoring.plan, self.index, kind, pre_rope.keys.dtype)
+        if pre_rope.rotated == "value":
+            raise restoring.cannot_select()
+        restoring.park(self.index)
+        self._parked = pre_rope, key_states
+        return key_states, value_states
+
+    def attend(
+        self,
+        forward_pass: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+        """See `KVSource`."""
+        restoring = self._pass
+        if restoring is None:
+            if self._live is not None and self._pre_rope is not None:
+                self._choose_again(self._live, self._pre_rope, forward_pass, query, scaling)
+            return keys, values
+        if restoring.plan.budget_tokens is None:
+            return keys, values
+        if self._parked is None or self._parked[1] is not keys:
+            raise restoring.cannot_select()
+        (pre_rope, _), self._parked = self._parked, None
+        restoring.unpark()
+        plan, selection, rotate_ = restoring.plan, restoring.selection, _rotation(restoring, pre_rope)
+        output: torch.Tensor | None = None
+        if restoring.streamed is not None:
+            every = selection.keys_to_index(self.index, keys) if selection is not None else ()
+            output = restoring.streamed.attend(self.index, query, keys, values, mask, rotate_, scaling, every)
+            if selection is not None:
+                selection.index(self.index, every)
+            elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped
+                return output
+        self._num_selected = plan.num_selected
+        if selection is not None:
+            if output is None:
+                asking, own_keys = restoring.to_choose_by(self.index, query, keys)
+            else:
+                asking, own_keys = query[:, :, -selection.observed :], keys
+            self._num_selected = selection.choose(self.index, asking, own_keys, rotate_, scaling)
+        self.spared = plan.num_selected - self._num_selected
+        self.padding = max(group.pad for group in plan.groups)
+        all_keys, all_values = self.extend(keys, values, plan.columns, plan.num_skipped + self.spared)
+        if selection is not None:
+            chosen = all_keys[:, :, : self._num_selected], all_values[:, :, : self._num_selected]
+            selection.fill(self.index, *chosen, rotate_)
+            for layer, predicted in restoring.layers_ahead(self.index):
+                selection.prepare(layer, predicted)
+        all_keys[:, :, self._num_selected :] = keys
+        all_values[:, :, self._num_selected :] = values
+        if selection is not None and (live := selection.live(self.index, keys.shape[0])) is not None:
+            self._live, self._rows = live
+        return self._visible(keys.shape[2]) if output is None else output
+
+    def _choose_again(
+        self, live: Live, pre_rope: PreRopeKV, forward_pass: Pass, query: torch.Tensor, scaling: float | None
+    ) -> None:
+        """Reselect for these queries: newly selected tokens replace deselected ones in place."""
+        keys, values = self._views()
+        rotate_ = _rotation(forward_pass, pre_rope)
+        try:
+            choices = forward_pass.rechoice(live)
+            self._rows = choices.follow(self.index, self._rows, query, keys, values, rotate_, scaling)
+        except RestoreError as error:  # the last selection is still held
+            if not live.may_stay:
+                raise LostKVError(error.segment, str(error)) from error
+            logger.warning("%s; from here on what was chosen stays", error)
+            self._live = None
+
+    def settle(self) -> None:
+        """See `KVSource`. Offloads older computed positions, which are then selected like restored ones."""
+        if self._live is None:
+            return
+        first = self._num_selected
+        if count := self._live.leaving(self._rows, self.held - first):
+            keys, values = (held[:, :, first : first + count] for held in self._views())
+            rows = self._live.grown(self._rows, keys, values)
+            # one atomic update, so that a Ctrl-C cannot leave positions held twice or not at all
+            self.__dict__.update(self._without(first, count), _rows=rows)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the mask size for the full budget, because all layers share one mask.
+
+        `patches.attention` cuts off the positions that this layer does not hold.
+        """
+        columns, first = super().get_mask_sizes(query_length)
+        return columns + self.spared, first - self.spared
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """See `DenseSource`."""
+        super().batch_select_indices(indices)
+        if self._live is not None:
+            self._rows = _forked([self._rows[row] for row in indices.tolist()])
+
+    def _take_back(self, columns: int) -> None:
+        if self._num_selected and self.held - columns < self._num_selected:
+            raise RuntimeError(
+                "a cache that holds a part of its prompt, within a budget, cannot take back tokens of that prompt; "
+                "make a new cache"
+            )
+        super()._take_back(columns)
+
+    def fork(self) -> DenseSource:
+        """See `DenseSource`."""
+        twin = super().fork()
+        assert isinstance(twin, SelectedSource)
+        twin._rows = _forked(self._rows)
+        return twin
+
+    def rollback(self, snapshot: dict[str, Any]) -> None:
+        """See `KVBuffer`. Keeps later selections and their buffers, because these overwrote positions in place."""
+        now = self.__dict__.copy()
+        super().rollback(snapshot)
+        if self._live is not None:
+            held = self.held
+            self.__dict__.update({name: now[name] for name in ("_keys", "_values", "_start", "_shared", "_rows")})
+            self._stop = self._start + held
+
+    def reset(self) -> None:
+        self._begin()
+        super().reset()
+
+
+def _forked(rows: Sequence[Any]) -> list[Any]:
+    """Return an independent copy of the state of each row."""
+    return [held and held.fork() for held in rows]
+
+
+def _rotation(forward_pass: Pass, pre_rope: PreRopeKV) -> Rotate:
+    """Return a function that rotates stored keys as the layer's own keys were rotated."""
+
+    def rotate_(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
+        if pre_rope.rotated:
+            forward_pass.tap.rotate_at_(pre_rope, tensor, to_device(positions, tensor.device), stop)
+
+    return rotate_

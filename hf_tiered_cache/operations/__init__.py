@@ -1,0 +1,1 @@
+"""Operations on a store that run a model, or need its tokens: `KVStore` offers them."""

@@ -1,0 +1,222 @@
+"""Measurements on this machine: the fastest recompute ratio, and the cost of restoring a prefix."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..cache.calibrations import Calibration, PrefixCosts, keep, keep_prefix_costs
+from ..cache.executor import CacheOptions
+from ..cache.storage import Storage
+from ..cache.stored_cache import StoredCache
+from ..errors import ConfigError
+from ..identity import Fingerprinter
+from ..methods import CacheTune, Exact, Method
+from ..passages.recompute import LOWEST, Costs, fastest_ratio
+from ..stats import TIERS, RequestStats
+from ..store.geometry import HASH_TOKENS
+from .passages import precompute_passages
+from .precompute import precompute
+
+_WIDTH = 0.02
+"""Interval width at which the search for the ratio stops; timing noise hides finer differences."""
+_FINALS = 3
+"""Rounds that compare the best ratio with the lowest one."""
+
+
+def calibrate(
+    storage: Storage,
+    model: torch.nn.Module,
+    *,
+    passages: int = 8,
+    tokens: int = 512,
+    suffix: int = 32,
+    repeats: int = 3,
+    cold: bool = True,
+    progress: bool = True,
+) -> Calibration:
+    """Measure the time to first token of a prompt of passages at several recompute ratios, and save the best one.
+
+    Random passages are stored, requested and removed again. Earlier results for other prompt lengths are kept if they
+    were measured with the same `cold`.
+
+    Args:
+        storage: storage to measure, and to save the result in.
+        model: causal LM.
+        passages: number of passages in the prompt.
+        tokens: number of tokens per passage.
+        suffix: number of tokens after the passages.
+        repeats: number of runs per measurement; the median is used.
+        cold: whether to clear the store's memory before each run, so that passages are read from disk.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ConfigError: the prompt is longer than the model's maximum position.
+    """
+    storage.check_open()
+    method, options = CacheTune.paper(), CacheOptions(record=False)  # the same tokens in all layers
+    probe = StoredCache.over(model, storage, method, options)
+    inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
+    length = passages * tokens + suffix
+    if length > getattr(config, "max_position_embeddings", length):
+        raise ConfigError(f"{passages} passages of {tokens} tokens are more than the model's positions; ask for fewer")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, config.vocab_size, (length,), generator=generator)
+    prompt = ids.unsqueeze(0).to(inner.device)
+    bar = tqdm(desc="calibrate", unit="ratio", disable=not progress)
+    with torch.no_grad(), bar, _stored(storage, model, list(ids[: passages * tokens].split(tokens)), method):
+
+        def ask(ratio: float) -> float:
+            cache = StoredCache.over(model, storage, replace(method, recompute=ratio), options)
+            return _seconds(
+                lambda: inner(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), inner.device
+            )
+
+        times: dict[float, list[float]] = {}
+
+        def typical(ratio: float) -> float:
+            return statistics.median(times[ratio])
+
+        def measured(ratio: float, rounds: int = repeats) -> float:
+            for _ in range(rounds):
+                if cold:
+                    storage.residency.clear()
+                times.setdefault(ratio, []).append(ask(ratio))
+            bar.update()
+            bar.set_postfix(ratio=f"{ratio:.2f}", seconds=f"{typical(ratio):.3f}")
+            return typical(ratio)
+
+        ask(0.5)  # warm-up: hooks, kernels, open files
+        reused, full = measured(0.0), measured(1.0)
+        one = statistics.median(
+            _seconds(lambda: inner(input_ids=prompt[:, :1], use_cache=False), inner.device) for _ in range(3)
+        )
+        layers = config.num_hidden_layers
+        compute, load = (max(whole - one, 1e-9) / (length * layers) for whole in (full, reused))
+        costs = Costs(compute, load, one / layers)
+        best = fastest_ratio(measured, costs.balanced, width=_WIDTH)
+        finals = sorted({LOWEST, 1.0 if full < typical(best) else best})
+        for _ in range(_FINALS * (len(finals) > 1)):  # alternate, so that temporary load affects both ratios
+            for ratio in finals:
+                measured(ratio, 1)
+    seconds = {ratio: typical(ratio) for ratio in times}
+    ratio = min(finals, key=seconds.__getitem__)
+    found = Calibration(ratio, seconds, costs, costs.balanced, length, cold)
+    keep(storage, Fingerprinter(inner)(), inner.device, found)
+    return found
+
+
+def calibrate_prefix(
+    storage: Storage,
+    model: torch.nn.Module,
+    *,
+    tokens: Sequence[int] = (512, 4096),
+    suffix: int = 32,
+    repeats: int = 3,
+    progress: bool = True,
+) -> list[PrefixCosts]:
+    """Measure the cost per prefix token of computing and of restoring from disk and memory, and save it.
+
+    `Exact()` then computes the share of a prefix that makes it available soonest, while the rest is loaded. Random
+    prefixes are stored, requested and removed again. Memory means the tier that a prefix reaches within the store's
+    budgets: device memory if it has a budget, else host memory. Without a memory budget, memory is not measured.
+
+    Args:
+        storage: storage to measure, and to save the result in.
+        model: causal LM.
+        tokens: prefix lengths to measure; costs are interpolated between them. The growth of the compute cost with the
+            length needs at least two.
+        suffix: number of tokens after each prefix.
+        repeats: number of runs per measurement; the median is used.
+        progress: whether to show a progress bar.
+
+    Raises:
+        ConfigError: a length is below 16, or above the model's maximum position.
+    """
+    storage.check_open()
+    method = Exact(recompute=0.0, decline=False).coded(storage.codec)
+    probe = StoredCache.over(model, storage, method, CacheOptions(record=False))
+    inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
+    lengths = sorted(set(tokens))
+    if not lengths or lengths[0] < HASH_TOKENS:
+        raise ConfigError(f"prefixes have {HASH_TOKENS} tokens or more, not {list(tokens)}")
+    if lengths[-1] + suffix > getattr(config, "max_position_embeddings", lengths[-1] + suffix):
+        raise ConfigError(f"a prefix of {lengths[-1]} tokens is more than the model's positions; ask for fewer")
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:
+        for length in bar:
+            ids = torch.randint(3, config.vocab_size, (length + suffix,), generator=generator)
+            found.append(_prefix_costs(storage, inner, ids, length, method, repeats))
+    keep_prefix_costs(storage, Fingerprinter(inner)(), inner.device, method.provenance, found)
+    return found
+
+
+def _prefix_costs(
+    storage: Storage, model: PreTrainedModel, ids: torch.Tensor, length: int, method: Method, repeats: int
+) -> PrefixCosts:
+    """Measure the costs of one prefix: the first `length` tokens of `ids`, int `[tokens]`."""
+    prompt = ids.unsqueeze(0).to(model.device)
+    before = {row.id for row in storage.segments()}
+    precompute(storage, model, ids[:length], method=method, progress=False, pin=False, label="", tag="")
+    mine = [row.id for row in storage.segments() if row.id not in before]
+
+    def ask(restore: bool) -> tuple[float, RequestStats]:
+        """Run the prompt. Return the duration in seconds, and the request's statistics."""
+        cache = StoredCache.over(model, storage, method, CacheOptions(restore=restore, record=False))
+        took = _seconds(
+            lambda: model(input_ids=prompt, past_key_values=cache, use_cache=True, logits_to_keep=1), model.device
+        )
+        return took, cache.stats
+
+    try:
+        times: dict[str, list[float]] = {}  # by the slowest tier that the request read from
+        reading: list[float] = []
+        ask(True)  # warm-up
+        for _ in range(repeats):
+            storage.residency.forget(mine)  # the allocated buffers stay, as after other prompts
+            for took, stats in (ask(True), ask(True), ask(False)):
+                times.setdefault(stats.tier, []).append(took)
+                if stats.tier == TIERS[-1]:
+                    reading.append(stats.io_seconds)
+        alone = statistics.median(
+            _seconds(lambda: model(input_ids=prompt[:, length:], use_cache=False), model.device) for _ in range(repeats)
+        )
+    finally:
+        storage.remove(mine)
+    costs = {tier: max(statistics.median(taken) - alone, 0.0) / length for tier, taken in times.items()}
+    load = {TIERS[-1]: statistics.median(reading) / length} if reading else {}
+    return PrefixCosts(length, costs.pop("none"), costs, load, alone)
+
+
+@contextmanager
+def _stored(
+    storage: Storage, model: torch.nn.Module, passages: list[torch.Tensor], method: CacheTune
+) -> Iterator[None]:
+    """Keep passages in the store for the duration of the context."""
+    before, stored_as = {row.id for row in storage.segments()}, method.coded(storage.codec).passages
+    precompute_passages(storage, model, passages, method=method, progress=False, pin=False, label="", tag="")
+    try:
+        yield
+    finally:
+        storage.remove(row.id for row in storage.segments() if row.id not in before and row.provenance == stored_as)
+
+
+def _seconds(action: Callable[[], Any], device: torch.device) -> float:
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    settle()
+    started = time.perf_counter()
+    action()
+    settle()
+    return time.perf_counter() - started

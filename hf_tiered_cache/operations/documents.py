@@ -1,0 +1,137 @@
+"""Documents of a store: adding, replacing and deleting labels, and the passages that no other label names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from ..cache.storage import Storage
+from ..errors import ConfigError, FormatError, StoreError
+from ..store.catalogue import SegmentRow
+from ..store.documents import DocumentInfo, DocumentRecord, by_passage, changed
+from ..store.geometry import ALIGNMENT, aligned
+
+
+class Entry(NamedTuple):
+    """Label, and the passages to be stored under it."""
+
+    key: tuple[str, str, str]
+    """Label, model fingerprint, and how the passages were computed (see `DocumentRecord`)."""
+    passages: tuple[str, ...]
+    tokens: int
+    model: Mapping[str, str]
+
+
+def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
+    """Save the records of labels, and delete replaced passages unless other labels name them.
+
+    At any time, a label names either its old or its new passages, even if a process is killed. In that case, `gc` or
+    the next save of the label deletes the replaced passages.
+
+    Args:
+        storage: storage to save the records in.
+        entries: labels and their passages, which must be durable.
+
+    Returns:
+        Number of segments deleted.
+
+    Raises:
+        StoreError, OSError: not all labels were saved.
+    """
+    if not entries:
+        return 0
+    if not storage.disk.backend.writable:
+        raise StoreError(f"{storage.path} cannot be written, so no labels are kept")
+    documents = storage.documents
+    with storage.disk.backend.locked():
+        records = [changed(documents.read(key), key, names, tokens, model) for key, names, tokens, model in entries]
+        own = {name for record in records for name in record.passages}
+        spared = [row.id for row in rows_of(storage, own)]
+        storage.disk.make_room(sum(aligned(len(record.encode()), ALIGNMENT) for record in records), spared)
+        documents.write(records, _there)
+        return _settle(storage, [record for record in records if record.leaving])
+
+
+def documents_of(storage: Storage, label: str | None) -> list[DocumentInfo]:
+    """Return the documents with this label, or all documents if `label` is None."""
+    return storage.documents.listed(storage.segments(), label)
+
+
+def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRecord]:
+    """Return the records of labels. Raise ConfigError if a label has none."""
+    found = [record for record in storage.documents.all() if record.label in labels]
+    if unknown := set(labels) - {record.label for record in found}:
+        raise ConfigError(f"no document is called {min(unknown)!r}; store.documents() lists them")
+    return found
+
+
+def segments_of_documents(storage: Storage, labels: Collection[str]) -> list[SegmentRow]:
+    """Return the segments that only these labels name. Raise ConfigError if a label does not exist."""
+    records = find_documents(storage, labels)
+    names = {name for record in records for name in (*record.passages, *record.leaving)}
+    return rows_of(storage, storage.documents.only_of(records, names))
+
+
+def remove_documents(storage: Storage, labels: Collection[str]) -> int:
+    """Delete documents and the segments that only they name. Return the number of segments deleted.
+
+    Raises:
+        ConfigError: a label does not exist; then nothing is deleted.
+    """
+    storage.check_open()
+    storage.disk.check_writable()
+    storage.flush()
+    with storage.disk.backend.locked():
+        records, rows = find_documents(storage, labels), segments_of_documents(storage, labels)
+        removed = storage.remove(row.id for row in rows)  # before the records: the process may be killed here
+        storage.documents.forget(records)
+    return removed
+
+
+def finish_documents(storage: Storage, dry_run: bool = False) -> list[str]:
+    """Delete replaced passages that a killed process did not delete, and records without stored passages.
+
+    Args:
+        storage: storage to clean up.
+        dry_run: whether to delete nothing.
+
+    Returns:
+        Files of the records that were deleted, or with `dry_run` would be.
+    """
+    storage.check_open()
+    if not dry_run:
+        storage.disk.check_writable()
+    with storage.disk.backend.locked():
+        if not dry_run:
+            _settle(storage, [record for record in storage.documents.all() if record.leaving])
+        return storage.documents.sweep(storage.segments(), dry_run)
+
+
+def rows_of(storage: Storage, names: Collection[str]) -> list[SegmentRow]:
+    """Return the segments of passages, given the names of the passages."""
+    if not names:
+        return []
+    there = by_passage(storage.segments())
+    return [row for name in sorted(names) for row in there.get(name, ())]
+
+
+def _settle(storage: Storage, records: Sequence[DocumentRecord]) -> int:
+    """Delete the replaced passages of these records, and update the records. Return the number of segments deleted."""
+    if not records:
+        return 0
+    try:
+        only = storage.documents.only_of((), {name for record in records for name in record.leaving})
+    except (FormatError, OSError) as error:  # an unreadable record may name any passage
+        storage.disk.warn("documents", f"what documents were replaced by new ones stays for now: {error}")
+        return 0
+    removed = storage.remove(row.id for row in rows_of(storage, only))
+    storage.documents.write([replace(record, leaving=()) for record in records], _there)
+    return removed
+
+
+@contextmanager
+def _there(nbytes: int) -> Iterator[None]:
+    """Yield without reserving space: the caller has done so, or the record becomes smaller."""
+    yield

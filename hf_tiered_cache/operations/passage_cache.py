@@ -1,0 +1,294 @@
+"""Computing passages after a lead text.
+
+Lead text that precedes passages while their KV is computed (see `Passages`).
+
+It belongs to no document, so the KV of a document holds content of no other document, and deleting a document deletes
+its content.
+
+Cache that computes passages, one per row, after lead tokens without recorded KV.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoTokenizer, Cache, DynamicCache
+
+from ..cache.calibrations import keep_records, records_of
+from ..cache.executor import CacheOptions, Serving
+from ..cache.recorder import Names, Rank, Recorder
+from ..cache.request import DecodingCheck, Request
+from ..cache.sequence import SequenceState
+from ..cache.storage import Storage
+from ..cache.stored_cache import StoredCache, prepare
+from ..identity import Identity, rope_regime
+from ..methods import Passages
+from ..passages.finder import sink_token
+from ..passages.ranking import KV, Columns
+from ..patches.attach import Attachment, attach
+from ..restore.hashes import History
+from ..store.catalogue import SegmentRow
+from ..store.format import HASH_BYTES
+from ..store.geometry import HASH_TOKENS
+from ..store.writer import PendingSegment
+
+TEXT = (
+    "The following text has been taken from a larger collection of documents, articles and notes. Each of them was "
+    "written by another author, at another time, about another subject, and they stand here one behind the other in no "
+    "particular order. Some are long and some are short; some tell of people and places, of films, music and books, "
+    "some of history, science, law or sport. Read them with care, since a question about one or several of them may "
+    "follow at the end.\n\n"
+    "Harbour\nA harbour is a place on the coast where ships lie sheltered from wind and waves. Some harbours are "
+    "natural, such as the mouths of large rivers; others were built with walls of stone. Goods are loaded and unloaded "
+    "there, and people go on board or ashore.\n\n"
+    "Bridge\nA bridge is a structure that carries a road, a railway or a path over a river, a valley or another road. "
+    "The first bridges were logs and flat stones. Arches were known in ancient times; steel made much longer spans "
+    "possible in the nineteenth century.\n\n"
+)
+"""Text that ends like a document, so that a passage begins as it does after another one."""
+_LEAST, _UNKNOWN = 16, 0.02
+"""Minimum number of tokens that a tokenizer must make of the text, and maximum share of unknown tokens."""
+logger = logging.getLogger("hf_tiered_cache")
+
+
+def kept_lead(storage: Storage, attachment: Attachment, fingerprint: str, first: int, tokens: int) -> torch.Tensor:
+    """Return the lead text that this store keeps for a model, int64 `[n]`.
+
+    The first call makes it from the end of `TEXT`, with the tokenizer in the model's folder or local cache. If there is
+    none, or it does not know the language, the model generates a text.
+
+    Args:
+        storage: storage to keep the text in.
+        attachment: attachment of the model.
+        fingerprint: fingerprint of the model.
+        first: token that the text follows.
+        tokens: maximum number of tokens of the text.
+    """
+    name = f"{fingerprint} lead {first} {tokens}"
+    for record in records_of(storage, name):
+        text = record.get("text")
+        if isinstance(text, list) and 0 < len(text) <= tokens and all(_is_id(attachment, one) for one in text):
+            return torch.tensor(text)
+    text = _tokenized(attachment)[-tokens:] or write(attachment, first, tokens)
+    if storage.disk.backend.writable:
+        keep_records(storage, name, [{"text": text}])
+    return torch.tensor(text)
+
+
+def _tokenized(attachment: Attachment) -> list[int]:
+    """Return `TEXT` as token ids of the model; [] without a tokenizer that knows its words."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            attachment.model.name_or_path, local_files_only=True, trust_remote_code=False
+        )
+        text: list[int] = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    except Exception as error:  # the folder may hold anything
+        logger.debug("the model's tokenizer cannot be loaded: %r", error)
+        return []
+    known = sum(one != tokenizer.unk_token_id and _is_id(attachment, one) for one in text)
+    return text if len(text) >= _LEAST and known >= (1 - _UNKNOWN) * len(text) else []
+
+
+@torch.no_grad()
+def write(attachment: Attachment, first: int, tokens: int) -> list[int]:
+    """Generate a text by sampling from the model, with a fixed seed and without special tokens.
+
+    Args:
+        attachment: attachment of the model.
+        first: token that the text follows.
+        tokens: number of tokens of the text.
+    """
+    model, generator = attachment.model, torch.Generator().manual_seed(0)
+    cache, text = DynamicCache(config=attachment.config), [first]
+    special = _special_tokens(attachment)
+    for _ in range(tokens):
+        ids = torch.tensor([text[-1:]], device=attachment.device_of(0))  # [1, 1]
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+        chances = logits.float().cpu().index_fill(0, special, -torch.inf).softmax(0)  # [vocabulary]
+        text.append(int(chances.multinomial(1, generator=generator)))
+    return text[1:]
+
+
+def _special_tokens(attachment: Attachment) -> torch.Tensor:
+    """Return the token ids that configurations have a name for, int64 `[n]`, such as those of BOS, EOS and images."""
+    model, found = attachment.model, set[int]()
+    for config in (attachment.config, model.config, getattr(model, "generation_config", None)):
+        for name, value in vars(config).items() if config is not None else ():
+            if name.endswith(("_token_id", "_token_index")):
+                found.update(one for one in (value if isinstance(value, list) else [value]) if _is_id(attachment, one))
+    return torch.tensor(sorted(found), dtype=torch.int64)
+
+
+def _is_id(attachment: Attachment, value: object) -> bool:
+    return isinstance(value, int) and 0 <= value < attachment.config.vocab_size
+
+
+_T = TypeVar("_T")
+
+
+class PassageServing(Serving):
+    """Executor that computes passages of one length, one per row, after lead tokens without recorded KV.
+
+    Args:
+        like: executor of a cache with a method for passages, which defines their ranking and geometry.
+        labels: labels of the rows, for the headers of their segments; () for none.
+        observed_behind: length of a lead that replaces the method's. If given, nothing is stored; the result is in
+            `computed`.
+    """
+
+    method: Passages
+
+    def __init__(self, like: Serving, labels: Sequence[str], observed_behind: int | None) -> None:
+        super().__init__(like.attachment, like.store, like.method, like.options, like.collector)
+        self.sink = self.method.sink_token(like.attachment.config)
+        first = self.sink if observed_behind is None else sink_token(like.attachment.config)
+        self.lead = torch.tensor([[] if first is None else [first]], dtype=torch.int64)
+        """Tokens before the passages, int64 `[1, n]`: the first token, and the lead text after `write_lead`."""
+        self.computed: dict[int, list[KV]] = {}
+        """Keys and values of each row, layer by layer, if nothing is stored."""
+        self.scores: dict[int, Columns] = {}
+        """Ranking of each row's tokens by name of the ranking, once the row is computed."""
+        self._labels, self._observed_behind = tuple(labels), observed_behind
+
+    def write_lead(self, tokens: int) -> None:
+        """Append the lead text for passages of `tokens` tokens, within the model's maximum position."""
+        wanted = self.method.lead if self._observed_behind is None else self._observed_behind
+        identity = self.identify(closely=False)
+        if wanted > 1 and self.lead.shape[1] and not isinstance(identity, str):
+            written = kept_lead(self.store, self.attachment, identity.fingerprint, int(self.lead[0, 0]), wanted - 1)
+            positions = getattr(self.attachment.config, "max_position_embeddings", None) or sys.maxsize
+            self.lead = torch.cat([self.lead, written[None]], dim=1)[:, : max(1, positions - tokens)]
+
+    def find(self, passages: Sequence[torch.Tensor]) -> list[SegmentRow | None]:
+        """Return, for each passage, int `[tokens]`, the segment that stores all its whole hashes, or None."""
+        identity, store = self.identify(closely=True), self.store
+        if isinstance(identity, str):
+            return [None] * len(passages)
+        chains, before = [], 0 if self.sink is None else self.method.lead
+        for passage in passages:
+            regime = rope_regime(self.attachment.config, before + len(passage)) or ""
+            hasher = store.passage_hasher(identity.fingerprint, self.method.passages, self.sink, regime)
+            chains.append(b"".join(hasher.hashes(passage.numpy())))
+        rows: dict[bytes, list[SegmentRow]] = {}
+        for row in store.disk.find(list({chain[:HASH_BYTES]: None for chain in chains if chain})):
+            rows.setdefault(row.first, []).append(row)
+        return [self._holding(rows.get(chain[:HASH_BYTES], ()), chain) for chain in chains]
+
+    def _holding(self, rows: Iterable[SegmentRow], chain: bytes) -> SegmentRow | None:
+        """Return the shortest complete segment that begins with the prefix hashes `chain`, or None."""
+        found = [row for row in rows if row.chain[: row.valid_hashes * HASH_BYTES].startswith(chain)]
+        for row in sorted(found, key=lambda row: (len(row.chain), row.id)):
+            reader = self.store.found_passage(row)
+            if reader is not None and reader.shape.whole:
+                return row
+        return None
+
+    def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
+        sequence = super()._new_sequence(cache, request, identity, regime)
+        sequence.tells_passages = False  # a passage is not searched for other passages
+        return sequence
+
+    def new_recorder(self, identity: Identity, regime: str, pads: list[int], check: DecodingCheck) -> Recorder:
+        """See `Serving`."""
+        method, store = self.method, self.store
+        hasher = store.passage_hasher(identity.fingerprint, method.passages, self.sink, regime)
+        own = identity.fingerprint, method.geometry, store.submit, store.ttl, method.passages
+        names = Names(identity.facts, self.options.label, self._labels)
+        if self._observed_behind is not None:
+            return _Observing(History(hasher, pads), *own, names=names, check=check).behind(
+                self.lead.shape[1], self.computed
+            )
+        history = History(hasher, [pad + self.lead.shape[1] for pad in pads])  # the lead is left out like padding
+        rank: Rank | None = self._rank if method.ranks_alone else None
+        held = identity.weights_held
+        return Recorder(history, *own, rank=rank, collector=self.collector, names=names, check=check, weights_held=held)
+
+    def _rank(self, row: int, layers: Iterable[KV]) -> np.ndarray:
+        scores = self.method.rank(layers)
+        self.scores[row] = {self.method.ranked_by: scores}
+        return scores
+
+    def stored(self) -> dict[int, str]:
+        """Seal the recorder, and return the segment id by row, of rows whose KV can be stored."""
+        if self.sequence is None:
+            return {}
+        self.sequence.recorder.seal()
+        segments = {row: self.sequence.recorder.segments(row) for row in range(self.sequence.history.rows)}
+        return {row: of_row[-1] for row, of_row in segments.items() if of_row}
+
+
+class PassageCache(StoredCache):
+    """Cache for passages (see `PassageServing`)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        storage: Storage,
+        method: Passages,
+        tag: str,
+        *,
+        labels: Sequence[str] = (),
+        observed_behind: int | None = None,
+    ) -> None:
+        options = CacheOptions(restore=False, tag=tag, progress=False)
+        super().__init__(*prepare(model, method), storage, method, options)
+        self.passage = self._serving = PassageServing(self._serving, labels, observed_behind)
+
+    def compute(self, passages: torch.Tensor) -> None:
+        """Compute passages, int `[rows, tokens]`, and queue them for storing, or keep them in `passage.computed`."""
+        self.passage.write_lead(passages.shape[1])
+        ids = torch.cat([self.passage.lead.expand(len(passages), -1), passages], dim=1)  # [rows, lead and tokens]
+        with torch.no_grad():
+            device = attach(self.model).device_of(0)  # `model.device` is `meta` if it is offloaded
+            self.model(input_ids=ids.to(device), past_key_values=self, use_cache=True, logits_to_keep=1)
+        self.store_now()
+
+
+class _Observing(Recorder):
+    """Recorder that keeps KV computed after a lead in memory, instead of making segments of it."""
+
+    def behind(self, columns: int, computed: dict[int, list[KV]]) -> Recorder:
+        """Set the lead length and the dict for the KV after it, by row and layer. Return this recorder."""
+        self._before, self._computed_rows = columns, computed
+        return self
+
+    def _take_unsealed(self) -> list[PendingSegment]:
+        start = max(0, self._before - self._first)
+        tokens = whole_tokens(self._count - start)
+        if not self._in_pass and tokens > 0:
+            self._come_after()
+            for row in range(self.history.rows):
+                self._computed_rows[row] = list(self._pairs(row, start, tokens))
+        if not self._in_pass:
+            self._forget()
+            self._first = self.history.columns
+        return []
+
+
+def whole_tokens(tokens: int) -> int:
+    """Return the number of a passage's tokens that are stored, a multiple of 16."""
+    return tokens // HASH_TOKENS * HASH_TOKENS
+
+
+def batches(items: Iterable[_T], lengths: Callable[[_T], tuple[int, ...]], most_tokens: int) -> list[list[_T]]:
+    """Group items of equal lengths into batches, longest first.
+
+    Batches need no padding: passages are cut to whole hashes beforehand, so that many have the same length.
+
+    Args:
+        items: items to group.
+        lengths: function that returns the lengths of an item; the first is the number of tokens to compute.
+        most_tokens: maximum number of tokens per batch, unless a single item has more.
+    """
+    found: list[list[_T]] = []
+    for (tokens, *_), alike in groupby(sorted(items, key=lengths, reverse=True), lengths):
+        every, rows = list(alike), max(1, most_tokens // max(1, tokens))
+        found += [every[first : first + rows] for first in range(0, len(every), rows)]
+    return found

@@ -1,0 +1,344 @@
+"""Storing and ranking passages.
+
+Ranking of the tokens of stored passages, from their stored KV and from their KV after another lead.
+
+Storing passages: each is computed alone after a lead text, and stored under its label.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..cache.storage import Storage
+from ..errors import ConfigError, IntegrityError
+from ..identity import varying_rope
+from ..methods import Method, Passages, make_method
+from ..passages.ranking import KV, Columns
+from ..store.catalogue import SegmentRow
+from ..store.documents import check_label, passage_name
+from ..store.format import is_passage
+from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
+from ..store.shape import SegmentShape
+from .documents import Entry, enter_documents
+from .passage_cache import PassageCache, batches, whole_tokens
+from .precompute import PrecomputeReport, as_prompts, bar_over
+
+
+def passages_method(method: Method | str | None) -> Passages:
+    """Return a method that reuses passages; CacheTune if `method` is None.
+
+    Raises:
+        ConfigError: The method restores prefixes only.
+    """
+    method = make_method(method or "cache_tune")
+    if not isinstance(method, Passages):
+        raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
+    return method
+
+
+def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, progress: bool) -> int:
+    """Rank the tokens of stored passages from their KV alone.
+
+    Args:
+        storage: Store of the passages.
+        method: Method that defines the ranking.
+        ids: Ids of the segments; None for all passages.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Number of passages that were ranked. Passages that cannot be read, or scores that cannot be kept, are skipped
+        and counted in the store's statistics.
+
+    Raises:
+        ConfigError: The method has no ranking, or one that needs more than the stored KV.
+    """
+    if not method.ranked_by:
+        raise ConfigError(f"{type(method).__name__} goes by no ranking of tokens; CacheTune does")
+    if method.ranks_in_context:
+        raise ConfigError(
+            f"the ranking {method.ranking!r} computes passages, of which the store has no tokens: "
+            "store.precompute(model, passages, segments=True) ranks those that are not ranked so"
+        )
+    storage.flush()
+    rows = [row for row in storage.segments() if is_passage(row.provenance)]
+    wanted = {row.id for row in rows} if ids is None else set(ids)
+    bar = tqdm([row.id for row in rows if row.id in wanted], unit="passage", desc="rank", disable=not progress)
+    readers = (storage.disk.reader(name) for name in bar)
+    return sum(rank_one(storage, method, reader) for reader in readers if reader is not None)
+
+
+def rank_one(
+    storage: Storage, method: Passages, reader: SegmentReader | None, kv_in_context: Iterable[KV] | None = None
+) -> bool:
+    """Rank the tokens of a stored passage, and keep the scores in its sidecar.
+
+    Args:
+        storage: Store of the passage.
+        method: Method that defines the ranking.
+        reader: Segment of the passage, or None if it cannot be read.
+        kv_in_context: Keys and values of the passage after another lead, for rankings that compare with these.
+
+    Returns:
+        Whether the scores are stored now.
+    """
+    if reader is None or not reader.shape.whole:
+        return False
+    try:
+        scores = method.rank(_stored_kv(storage, reader), kv_in_context)
+    except (IntegrityError, OSError) as error:
+        storage.disk.report(reader.id, error)
+        return False
+    return storage.rankings.keep(reader, {method.ranked_by: scores})
+
+
+def _stored_kv(storage: Storage, reader: SegmentReader) -> Iterator[KV]:
+    """Yield the unrotated keys and the values of a whole segment, layer by layer: `[heads, tokens, dim]` each.
+
+    Raises:
+        IntegrityError, OSError: A block cannot be read.
+    """
+    shape, blocks = reader.shape, dict[int, torch.Tensor]()
+    for layer, kind in enumerate(shape.layout.layers):
+        if kind is None:
+            continue
+        groups = {group.index: group for group in shape.restoring_groups[layer]}
+        blocks = {index: blocks[index] if index in blocks else storage.blocks_of(reader, index) for index in groups}
+        unpack = partial(_heads, shape, layer, blocks)
+        yield unpack("key"), unpack("value")
+
+
+def _heads(shape: SegmentShape, layer: int, blocks: dict[int, torch.Tensor], tensor: str) -> torch.Tensor:
+    """Return all heads of a layer's keys or values, `[heads, tokens, dim]`.
+
+    Args:
+        shape: Shape of the segment.
+        layer: Index of the layer.
+        blocks: Blocks of the layer's KV cache groups, by group index.
+        tensor: "key" or "value".
+    """
+    parts = [
+        (part.first_head, shape.unpack(blocks[group.index], group, part))
+        for group in shape.restoring_groups[layer]
+        for part in group.parts
+        if (part.layer, part.tensor) == (layer, tensor)
+    ]
+    return torch.cat([heads for _, heads in sorted(parts, key=lambda part: part[0])])
+
+
+logger = logging.getLogger("hf_tiered_cache")
+
+BATCH_TOKENS = 4096
+"""Maximum number of tokens computed in one pass, for passages of equal length."""
+
+
+@dataclass(eq=False)
+class _Passage:
+    """Distinct passage of a call, which may be given several times."""
+
+    ids: torch.Tensor
+    """Token ids, int64 `[tokens]`, cut to the part that is stored where possible."""
+    tokens: int
+    """Number of tokens as given."""
+    labels: dict[str, None] = field(default_factory=dict)
+    row: SegmentRow | None = None
+    """Segment that stores the whole passage."""
+
+    @property
+    def stored_tokens(self) -> int:
+        """Number of tokens that are stored."""
+        return whole_tokens(len(self.ids))
+
+    @property
+    def is_stored(self) -> bool:
+        """True if the passage is long enough to be stored."""
+        return len(self.ids) >= HASH_TOKENS
+
+    def reader(self, storage: Storage) -> SegmentReader | None:
+        """Return the segment that stores the passage, or None."""
+        return None if self.row is None else storage.disk.found(self.row)
+
+    @property
+    def name(self) -> str:
+        """See `passage_name`; "" if the passage is not stored."""
+        return "" if self.row is None else passage_name(self.row.chain)
+
+
+class _Call:
+    """Distinct passages of a call, and their labels.
+
+    Args:
+        like: cache for the model, which defines how passages are computed.
+        input_ids: see `KVStore.precompute`.
+        labels: label of each passage; None for no labels.
+
+    Raises:
+        ConfigError: the number of labels differs from that of the passages, or a label or `input_ids` is invalid.
+    """
+
+    def __init__(self, like: PassageCache, input_ids: Any, labels: Sequence[str] | None) -> None:
+        self.like = like.passage
+        prompts = as_prompts(input_ids, empty=True)
+        if labels is not None and (isinstance(labels, str) or len(labels) != len(prompts)):
+            raise ConfigError(f"labels are one for each passage: {len(prompts)}, not {labels!r:.80}")
+        for label in labels or ():
+            check_label(label)
+        self.labels = list(dict.fromkeys(labels or ()))
+        cut = varying_rope(self.like.attachment.config) is None  # otherwise RoPE frequencies may depend on the length
+        by_ids: dict[tuple[int, ...], _Passage] = {}
+        for number, prompt in enumerate(prompts):
+            ids = prompt[: whole_tokens(len(prompt))] if cut and len(prompt) >= HASH_TOKENS else prompt
+            passage = by_ids.setdefault(tuple(ids.tolist()), _Passage(ids, len(prompt)))
+            passage.labels |= dict.fromkeys(labels[number : number + 1] if labels else ())
+        self.passages = [passage for passage in by_ids.values() if passage.tokens]
+
+    @property
+    def stored(self) -> list[_Passage]:
+        """Passages that are long enough to be stored."""
+        return [passage for passage in self.passages if passage.is_stored]
+
+    def find(self) -> None:
+        """Look up which passages are stored."""
+        passages = self.stored
+        for passage, row in zip(passages, self.like.find([passage.ids for passage in passages]), strict=True):
+            passage.row = row
+
+    def key(self, label: str) -> tuple[str, str, str]:
+        """Return the key of a label's record."""
+        identity = self.like.identify(closely=False)
+        fingerprint = "" if isinstance(identity, str) else identity.fingerprint
+        return label, fingerprint, f"{self.like.method.passages} {self.like.sink}"
+
+    def entries(self) -> list[Entry]:
+        """Return the labels with the passages that are stored for them now."""
+        identity = self.like.identify(closely=False)
+        facts = {} if isinstance(identity, str) else identity.facts
+        found = []
+        for label in self.labels:
+            mine = [passage for passage in self.passages if label in passage.labels and passage.row is not None]
+            names = tuple(dict.fromkeys(passage.name for passage in mine))
+            tokens = sum(passage.stored_tokens for passage in mine)
+            found.append(Entry(self.key(label), names, tokens, facts))
+        return found
+
+
+def precompute_passages(
+    storage: Storage,
+    model: nn.Module,
+    input_ids: Any,
+    *,
+    method: Method | str | None,
+    progress: bool,
+    pin: bool,
+    label: str,
+    tag: str,
+    labels: Sequence[str] | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+) -> PrecomputeReport:
+    """See `KVStore.precompute(segments=True)`."""
+    storage.check_open()
+    wanted_method = passages_method(method)
+    call = _Call(PassageCache(model, storage, wanted_method, tag), input_ids, labels)
+    call.find()
+    found = [passage for passage in call.stored if passage.row is not None]
+    report = PrecomputeReport(
+        len(call.passages),
+        tokens=sum(passage.tokens for passage in call.passages),
+        restored=sum(passage.stored_tokens for passage in found),
+        too_short=len(call.passages) - len(call.stored),
+    )
+    if report.too_short:
+        logger.warning(
+            "%d of %d passages have fewer than %d tokens: they are not stored, and computed in each prompt",
+            *(report.too_short, report.prompts, HASH_TOKENS),
+        )
+    compute = partial(_compute, storage, model, wanted_method, label=label, tag=tag)
+    lengths = partial(_computed, wanted_method.lead)
+    with bar_over(report.tokens, progress) as bar:
+        bar.update(sum(passage.tokens for passage in call.passages if passage.row or not passage.is_stored))
+        for batch in batches([p for p in call.stored if p.row is None], lengths, batch_tokens):
+            report = replace(report, stored=report.stored + compute(batch))
+            bar.update(sum(passage.tokens for passage in batch))
+    storage.flush()
+    call.find()
+    if pin:
+        storage.pin({passage.row.id for passage in call.stored if passage.row is not None})
+    _rank(storage, model, wanted_method, call.stored, tag, progress, batch_tokens)
+    report = replace(report, removed=enter_documents(storage, call.entries()))
+    if call.labels:  # a found passage may have been deleted with another label in the meantime
+        call.find()
+        for batch in batches([p for p in found if p.row is None], lengths, batch_tokens):
+            report = replace(report, stored=report.stored + compute(batch))
+    storage.flush()
+    return report
+
+
+def _compute(
+    storage: Storage,
+    model: nn.Module,
+    method: Passages,
+    batch: Sequence[_Passage],
+    *,
+    label: str,
+    tag: str,
+) -> int:
+    """Compute passages of one length, and queue them for storing. Return the number of tokens stored."""
+    labels = [next(iter(passage.labels), label) for passage in batch]
+    cache = PassageCache(model, storage, method, tag, labels=labels)
+    cache.compute(torch.stack([passage.ids for passage in batch]))
+    for row, segment in cache.passage.stored().items():
+        if columns := cache.passage.scores.get(row):  # after the segment in the writer's queue
+            storage.writer.later(partial(_keep_scores, storage, segment, columns))
+    return cache.stats.tokens_stored
+
+
+def _rank(
+    storage: Storage,
+    model: nn.Module,
+    method: Passages,
+    passages: Sequence[_Passage],
+    tag: str,
+    progress: bool,
+    batch_tokens: int,
+) -> None:
+    """Rank stored passages that lack the method's ranking. Parts of a longer segment keep its ranking."""
+    wanted = [one for one in passages if _lacks_ranking(storage, method, one)]
+    if not method.ranks_in_context:
+        for passage in wanted:
+            rank_one(storage, method, passage.reader(storage))
+        return
+    with bar_over(sum(passage.stored_tokens for passage in wanted), progress and bool(wanted), "rank") as bar:
+        for batch in batches(wanted, partial(_computed, method.ranked_behind), batch_tokens):
+            other = PassageCache(model, storage, method, tag, observed_behind=method.ranked_behind)
+            other.compute(torch.stack([passage.ids[: passage.stored_tokens] for passage in batch]))
+            for row, passage in enumerate(batch):
+                if row in other.passage.computed:
+                    rank_one(storage, method, passage.reader(storage), other.passage.computed.pop(row))
+            bar.update(sum(passage.stored_tokens for passage in batch))
+
+
+def _lacks_ranking(storage: Storage, method: Passages, passage: _Passage) -> bool:
+    reader = passage.reader(storage)
+    if not method.ranked_by or reader is None or reader.shape.tokens != passage.stored_tokens:
+        return False
+    moves = reader.shape.layout.position_independent or not method.ranks_in_context
+    return moves and method.ranked_by not in storage.rankings.of(reader)
+
+
+def _computed(lead: int, passage: _Passage) -> tuple[int]:
+    """Return the number of tokens computed for a passage, lead included, as a tuple."""
+    return (lead + len(passage.ids),)
+
+
+def _keep_scores(storage: Storage, segment_id: str, columns: Columns) -> None:
+    """Save the ranking of a passage's tokens as a sidecar, if the passage was stored."""
+    if storage.disk.index.row(segment_id) is not None and (reader := storage.disk.reader(segment_id)) is not None:
+        storage.rankings.keep(reader, columns)

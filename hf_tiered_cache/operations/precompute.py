@@ -1,0 +1,243 @@
+"""Filling a store ahead of time, and look-up of what it holds of a prompt.
+
+Filling a store ahead of time.
+
+Look-up of the stored tokens of a prompt by tier, and loading them into memory, without computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..cache.executor import CacheOptions
+from ..cache.storage import Storage
+from ..cache.stored_cache import StoredCache
+from ..errors import ConfigError
+from ..identity import varying_rope
+from ..methods import Exact, Method, make_method
+from ..patches.attach import attach
+from ..restore.prefetch import PlanUnit, units_of
+from ..stats import TIERS, StatsCollector
+from ..tiers.handles import BlockRequest
+from ..units import format_bytes
+
+CHUNK_TOKENS = 2048
+"""Tokens of a long prompt per pass: the progress bar moves, and attention takes less memory."""
+
+
+@dataclass(frozen=True)
+class PrecomputeReport:
+    """Result of `precompute`: number of prompts, and of tokens."""
+
+    prompts: int
+    tokens: int = 0
+    restored: int = 0
+    """Tokens with KV that was stored before."""
+    stored: int = 0
+    """Tokens with KV that was not stored before and is stored now."""
+    too_short: int = 0
+    """Number of passages of fewer than 16 tokens, which are not stored."""
+    removed: int = 0
+    """Number of segments deleted because their document was replaced and no other label names them."""
+
+    def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
+        """Return this report with the tokens of one more prompt added."""
+        return replace(
+            self, tokens=self.tokens + tokens, restored=self.restored + restored, stored=self.stored + stored
+        )
+
+
+def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
+    """Return one or several prompts, on any device, as a list of int64 `[tokens]` tensors on the CPU.
+
+    Args:
+        input_ids: tensor `[tokens]` or `[prompts, tokens]`, or lists of token ids.
+        empty: whether to keep prompts without tokens in the list.
+
+    Raises:
+        ConfigError: `input_ids` are not token ids.
+    """
+    if isinstance(input_ids, torch.Tensor) and input_ids.ndim in (1, 2):
+        rows: Iterable[Any] = input_ids if input_ids.ndim == 2 else [input_ids]
+    elif isinstance(input_ids, list | tuple) and input_ids:
+        rows = [input_ids] if isinstance(input_ids[0], int) else input_ids
+    else:
+        raise ConfigError("a prompt is token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
+    try:
+        prompts = [torch.as_tensor(row).view(-1) for row in rows]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"a prompt is token ids; tokenize the text first ({error})") from error
+    if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
+        raise ConfigError("token ids are whole numbers; tokenize the text, and pass its input_ids")
+    return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt) or empty]
+
+
+def precompute(
+    storage: Storage,
+    model: torch.nn.Module,
+    input_ids: Any,
+    *,
+    method: Method | str | None,
+    progress: bool,
+    pin: bool,
+    label: str,
+    tag: str,
+) -> PrecomputeReport:
+    """See `KVStore.precompute`."""
+    storage.check_open()
+    prompts, theirs = as_prompts(input_ids), make_method(method)
+    by = theirs  # with KV that other look-ups do not find
+    if not theirs.records_approximations:
+        by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
+    report = PrecomputeReport(len(prompts))
+    with bar_over(sum(map(len, prompts)), progress) as bar:
+        for prompt in prompts:
+            cache = StoredCache.over(model, storage, by, CacheOptions(label=label, tag=tag))
+            fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
+            report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
+    storage.flush()
+    if theirs.selects and theirs.selector().index is not None:
+        for prompt in prompts:
+            _index(storage, model, theirs, prompt, tag)
+        storage.flush()
+    return report
+
+
+def _index(storage: Storage, model: torch.nn.Module, method: Method, prompt: torch.Tensor, tag: str) -> None:
+    """Make and store the index of a stored prompt that a method selects by. It serves any question after the prompt."""
+    cache = StoredCache.over(model, storage, method, CacheOptions(record=False, tag=tag))
+    ids = torch.cat([prompt, prompt[-1:]]).unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens + 1]
+    with torch.no_grad():
+        cache.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
+
+def fill(
+    storage: Storage,
+    cache: StoredCache,
+    prompt: torch.Tensor,
+    pin: bool,
+    chunk_tokens: int | None = None,
+    done: Callable[[int], object] = lambda tokens: None,
+) -> None:
+    """Compute a prompt, and store its new KV.
+
+    Args:
+        storage: storage of the cache.
+        cache: empty cache.
+        prompt: int `[tokens]`.
+        pin: whether to protect the prompt's segments from eviction.
+        chunk_tokens: number of tokens per pass; None for one pass.
+        done: function called after each pass with its number of tokens.
+    """
+    ids = prompt.unsqueeze(0).to(attach(cache.model).device_of(0))  # [1, tokens]; `model.device` is `meta` if offloaded
+    with torch.no_grad():
+        for chunk in ids.split(chunk_tokens or len(prompt), dim=1):
+            cache.model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            done(chunk.shape[1])
+    segments = cache.store_now()
+    if pin:
+        storage.writer.flush()
+        storage.pin(segments)
+
+
+def _chunk_tokens(cache: StoredCache) -> int | None:
+    """Return the number of tokens per pass; None if the RoPE frequencies depend on the prompt's length."""
+    varies = varying_rope(cache.model.config.get_text_config(decoder=True)) is not None
+    return None if varies else CHUNK_TOKENS
+
+
+def bar_over(tokens: int, progress: bool, name: str = "precompute") -> tqdm:
+    """Return a progress bar over `tokens` tokens."""
+    return tqdm(total=tokens, unit="tok", desc=name, disable=not progress)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Stored part of a prompt.
+
+    Args:
+        tokens: number of tokens in the prompt.
+        stored: number of tokens that a request would restore. The last token is always computed.
+        bytes: size of their KV in each tier, by tier name.
+        reason: reason why nothing is stored, or "".
+    """
+
+    tokens: int
+    stored: int
+    bytes: dict[str, int]
+    reason: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-ready."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{tier} {format_bytes(size)}" for tier, size in self.bytes.items() if size)
+        return f"{self.stored} of {self.tokens} tokens stored" + (f": {where}" if where else f"; {self.reason}")
+
+
+def lookup(storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str) -> Lookup:
+    """See `KVStore.lookup`."""
+    return _Prompt(storage, model, input_ids, method, tag).describe()
+
+
+def warm(
+    storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
+) -> Lookup:
+    """See `KVStore.warm`."""
+    # ignore costs: load KV even if computing it would be faster now
+    prompt, collector = _Prompt(storage, model, input_ids, make_method(method).regardless(), tag), StatsCollector()
+    total = sum(unit.nbytes for unit in prompt.units)
+    with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
+        for unit in prompt.units:
+            # without a device budget, load blocks only to the host
+            device = prompt.device_of(unit) if storage.residency.device_budget else torch.device("cpu")
+            request = BlockRequest(unit.reader, unit.block_group.index, unit.chunks)
+            lease = storage.residency.fetch([request], device, collector, ahead=True)
+            try:
+                lease.wait()
+                lease.confirm()
+            except Exception as error:  # an unreadable block counts as a miss of the next request
+                storage.disk.report(unit.reader.id, error)
+            finally:
+                lease.release()
+            bar.update(unit.nbytes)
+    return prompt.describe()
+
+
+class _Prompt:
+    """Prompt, and the blocks that a request would restore for it."""
+
+    def __init__(
+        self, storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str
+    ) -> None:
+        storage.check_open()
+        prompts = as_prompts(input_ids)
+        if len(prompts) != 1:
+            raise ConfigError(f"one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
+        cache = StoredCache.over(model, storage, make_method(method), CacheOptions(record=False, tag=tag))
+        plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
+        self._storage, self._attachment = storage, attach(model)
+        self._tokens, self._restored = len(prompts[0]), 0
+        self.units: list[PlanUnit] = []
+        if plan is not None:
+            self._restored = plan.restored_tokens
+            every = replace(plan, budget_tokens=None)  # with a token budget, any block may be requested
+            self.units = units_of(every)
+
+    def device_of(self, unit: PlanUnit) -> torch.device:
+        return self._attachment.device_of(unit.block_group.layers[0])
+
+    def describe(self) -> Lookup:
+        sizes = dict.fromkeys(TIERS, 0)
+        for unit in self.units:
+            owner = unit.reader.owner(unit.block_group.index)
+            for tier, blocks in self._storage.residency.where(owner, unit.chunks, self.device_of(unit)).items():
+                sizes[tier] += blocks * unit.block_group.block_bytes
+        return Lookup(self._tokens, self._restored, sizes, self._reason)

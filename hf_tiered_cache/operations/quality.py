@@ -1,0 +1,165 @@
+"""Measurement of the quality loss of budgets on a user's model and text, for methods with a target instead of a budget.
+
+The loss of a budget depends on the model and on the kind of text. Each setting therefore predicts the next token after
+prefixes of the user's text, and is compared with full KV. `ContiguousKV(quality=0.02)` then takes the smallest budget
+that lost at most a quarter of the target, because other text loses more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from tqdm.auto import tqdm
+
+from ..cache.calibrations import QualityFinding, keep_quality
+from ..cache.executor import CacheOptions
+from ..cache.storage import Storage
+from ..cache.stored_cache import StoredCache
+from ..errors import ConfigError
+from ..identity import Fingerprinter
+from ..methods import Exact, Method, describe_method, make_method
+from ..methods.budget import BudgetMethod
+from ..patches.attach import attach
+from .precompute import as_prompts, precompute
+
+METHODS = ("contiguous_kv", "contiguous_kv:codec=int8")
+"""Methods that are measured by default."""
+BUDGETS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)
+QUESTION_TOKENS, QUESTIONS = 32, 4
+"""Number of tokens of a question, and number of questions about each prefix."""
+_LEAST_PREFIX = 128
+
+Scratch = Callable[[Method], AbstractContextManager[Storage]]
+"""Function that opens an empty store for segments of one geometry, which is removed afterwards."""
+
+
+def calibrate_quality(
+    storage: Storage,
+    scratch: Scratch,
+    model: torch.nn.Module,
+    input_ids: Any,
+    *,
+    methods: Sequence[Method | str] = METHODS,
+    budgets: Sequence[float] = BUDGETS,
+    questions: int = QUESTIONS,
+    progress: bool = True,
+) -> list[QualityFinding]:
+    """Measure the quality loss of methods at several budgets, and store the findings for this model.
+
+    The last tokens of each text form its questions, and the others its prefix. Each question is 32 tokens longer than
+    the one before. The prediction after each question is compared with the prediction of full KV (KL divergence).
+
+    Args:
+        storage: Store that keeps the findings.
+        scratch: Opens a temporary store for each geometry.
+        model: Any causal LM that the methods support.
+        input_ids: One or several texts like those that the model will read, as for `KVStore.precompute`.
+        methods: Methods with a budget; their own budget is ignored.
+        budgets: Fractions of the prefix, in (0, 1).
+        questions: Number of questions about each prefix.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        One finding for each method and budget, in this order.
+
+    Raises:
+        ConfigError: A method has no budget, a budget is not in (0, 1), or a text is too short.
+    """
+    storage.check_open()
+    chosen: list[BudgetMethod] = []
+    for method in map(make_method, methods):
+        if not isinstance(method, BudgetMethod):
+            raise ConfigError(f"{describe_method(method)} has no budget to choose, as {', '.join(METHODS)} have")
+        chosen.append(cast(BudgetMethod, method.coded(storage.codec)))
+    if not budgets or not all(0 < budget < 1 for budget in budgets):
+        raise ConfigError(f"budgets are shares of a prefix, above 0 and below 1, not {budgets!r}")
+    prompts = as_prompts(input_ids)
+    asked = questions * QUESTION_TOKENS
+    shortest = min(map(len, prompts), default=0)
+    if questions < 1 or shortest < asked + _LEAST_PREFIX:
+        raise ConfigError(
+            f"a text of {shortest} tokens is too short: {questions} questions take its last {asked}, and "
+            f"{_LEAST_PREFIX} stand before them at least"
+        )
+    settings = [replace(method, budget=budget, quality=None) for method in chosen for budget in sorted(budgets)]
+    total = len(prompts) * questions * (1 + len(settings))
+    findings = []
+    with tqdm(total=total, desc="quality", unit="question", disable=not progress) as bar:
+        full = [one.log_probs for one in _answers(scratch, model, prompts, Exact(), questions, bar.update)]
+        for method in settings:
+            found = list(_answers(scratch, model, prompts, method, questions, bar.update))
+            losses = [
+                float((known.exp() * (known - one.log_probs)).sum().clamp(min=0))
+                for known, one in zip(full, found, strict=True)
+            ]
+            same = [bool(known.argmax() == one.log_probs.argmax()) for known, one in zip(full, found, strict=True)]
+            findings.append(
+                QualityFinding(
+                    method=describe_method(method.as_measured),
+                    budget=method.budget,
+                    losses=[round(loss, 6) for loss in losses],
+                    agreement=sum(same) / len(same),
+                    brought=sum(one.brought for one in found) / len(found),
+                    index=max(one.indexed for one in found),
+                    seconds=sorted(one.seconds for one in found)[len(found) // 2],
+                )
+            )
+    keep_quality(storage, Fingerprinter(attach(model).model)(), findings)
+    return findings
+
+
+class _Answer(NamedTuple):
+    """Prediction after a question, and its cost.
+
+    Args:
+        log_probs: float32 `[vocabulary]`, on the CPU.
+        brought: Bytes of delivered blocks, without those used only for selection, as a fraction of the prefix's KV.
+        indexed: Bytes of the index, as a fraction of the prefix's KV.
+        seconds: Time to the prediction.
+    """
+
+    log_probs: torch.Tensor
+    brought: float
+    indexed: float
+    seconds: float
+
+
+def _answers(
+    scratch: Scratch,
+    model: torch.nn.Module,
+    prompts: Sequence[torch.Tensor],
+    method: Method,
+    questions: int,
+    done: Callable[[], object],
+) -> Iterator[_Answer]:
+    """Yield the predictions after all questions of all texts, with one method."""
+    device = attach(model).device_of(0)
+    with scratch(method) as storage:
+        for ids in prompts:
+            prefix = len(ids) - questions * QUESTION_TOKENS
+            precompute(storage, model, [ids[:prefix]], method=method, progress=False, pin=False, label="", tag="")
+            for number in range(1, questions + 1):
+                cache = StoredCache.over(model, storage, method, CacheOptions(record=False))
+                row = ids[None, : prefix + number * QUESTION_TOKENS].to(device)  # [1, tokens]
+                started = time.perf_counter()
+                with torch.no_grad():
+                    logits = cache.model(input_ids=row, past_key_values=cache, use_cache=True, logits_to_keep=1)[0]
+                log_probs = logits[0, -1].float().log_softmax(-1).cpu()
+                seconds, stats = time.perf_counter() - started, cache.stats
+                kv = max(1, stats.tokens_restored) * _token_bytes(storage)
+                brought = (stats.bytes_brought - stats.brought_identifying) / kv
+                yield _Answer(log_probs, brought, stats.index_bytes / kv, seconds)
+                del cache
+                storage.flush()  # the next question finds the token statistics stored, as in normal use
+                done()
+
+
+def _token_bytes(storage: Storage) -> int:
+    """Return the bytes of one token's KV, as the model computes it."""
+    readers = (storage.disk.reader(row.id) for row in storage.disk.index.rows())
+    return next((reader.shape.layout.bytes_per_token for reader in readers if reader is not None), 1)

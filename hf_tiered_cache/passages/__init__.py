@@ -1,0 +1,1 @@
+"""Reuse of passages anywhere in a prompt (CacheTune): search, rankings and reports."""

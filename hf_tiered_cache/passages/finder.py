@@ -1,0 +1,349 @@
+"""Search for stored passages anywhere in a prompt.
+
+In-memory index of the scan hashes of all stored passages, updated at each lookup.
+
+Search for stored passages anywhere in a prompt (CacheTune, Section 4): found by any part, in one scan.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from ..restore.hashes import PassageHasher
+from ..restore.plan import SegmentSlice
+from ..store.catalogue import SegmentRow
+from ..store.format import HASH_BYTES, is_behind_text
+from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
+
+_MOST_PLACES = 32
+"""Maximum number of occurrences examined per hash: many passages may share a heading and differ elsewhere."""
+_FEW = 4096
+_FILTER_BITS = 10, 26
+
+
+class Seeds(NamedTuple):
+    """Candidate parts of stored passages in a prompt. Each array is int64 `[n]`."""
+
+    at: np.ndarray
+    """Index of the matching scan hash: the prompt token at which the part may begin."""
+    passage: np.ndarray
+    """Index of the passage in `rows`."""
+    part: np.ndarray
+    """Index of the matching prefix hash within the passage."""
+    rows: list[SegmentRow]
+
+
+class Listed(Protocol):
+    """Catalogue interface for stored passages (see `Index`)."""
+
+    @property
+    def generation(self) -> Hashable: ...
+
+    def passages_since(self, number: int) -> list[tuple[int, str, bytes]]: ...
+
+    def live(self, ids: Sequence[str]) -> list[SegmentRow] | None: ...
+
+
+class _Run:
+    """Scan hashes, ascending, with the passage and part that each belongs to.
+
+    Args:
+        hashes: uint32 `[n]`, in any order.
+        passages: int32 `[n]`, passage number of each hash.
+        parts: int32 `[n]`, index of each hash within its passage.
+    """
+
+    def __init__(self, hashes: np.ndarray, passages: np.ndarray, parts: np.ndarray) -> None:
+        order = np.argsort(hashes, kind="stable")
+        self.hashes, self.passages, self.parts = hashes[order], passages[order], parts[order]
+        low, high = _FILTER_BITS
+        bits = min(high, max(low, 4 + len(hashes).bit_length()))
+        self._shift = np.uint32(32 - bits)
+        self._filter = np.zeros(1 << bits, bool)  # by leading bits: whether any hash begins with them
+        self._filter[self.hashes >> self._shift] = True
+
+    def find(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the index into `hashes`, uint32 `[n]`, the passage and the part of each match: int64 `[found]`."""
+        at = np.flatnonzero(self._filter[hashes >> self._shift])
+        first = np.searchsorted(self.hashes, hashes[at], "left")
+        count = np.minimum(np.searchsorted(self.hashes, hashes[at], "right") - first, _MOST_PLACES)
+        before = np.cumsum(count) - count
+        place = np.repeat(first - before, count) + np.arange(count.sum())
+        return np.repeat(at, count), self.passages[place].astype(np.int64), self.parts[place].astype(np.int64)
+
+
+class PassageIndex:
+    """Scan hashes of all stored passages. Changes by other processes are seen at the next lookup.
+
+    Args:
+        listed: Catalogue of the stored passages.
+    """
+
+    def __init__(self, listed: Listed) -> None:
+        self._listed = listed
+        self._lock = threading.Lock()
+        self._generation: Hashable = None
+        self._begin_anew()
+
+    def seeds(self, hashes: np.ndarray) -> Seeds:
+        """Return the candidate parts of passages in a prompt with these scan hashes, uint32 `[n]`."""
+        while True:
+            with self._lock:
+                self._catch_up()
+                runs = [run.find(hashes) for run in (self._main, self._recent)]
+                names = self._names
+            at, passage, part = (np.concatenate(parts) for parts in zip(*runs, strict=True))
+            numbers, which = np.unique(passage, return_inverse=True)
+            ids = [names[number] for number in numbers]
+            rows = self._listed.live(ids) if ids else []
+            if rows is None:
+                none = np.empty(0, np.int64)
+                return Seeds(none, none, none, [])
+            by_id = {row.id: row for row in rows}
+            gone = [number for number, name in zip(numbers.tolist(), ids, strict=True) if name not in by_id]
+            if not gone:
+                return Seeds(at, which, part, [by_id[name] for name in ids])
+            with self._lock:
+                if names is self._names:  # otherwise the index was rebuilt meanwhile
+                    self._forget(gone)
+
+    def _begin_anew(self) -> None:
+        self._last = 0  # number of the last passage read from the catalogue
+        self._names: list[str] = []
+        self._numbers: dict[str, int] = {}  # last index of each name in `_names`
+        self._main = self._recent = _run([], 0)
+
+    def _catch_up(self) -> None:
+        """Add the passages stored since the last lookup. Rebuild if the catalogue has a new generation."""
+        if (generation := self._listed.generation) != self._generation:
+            self._begin_anew()
+            self._generation = generation
+        new = self._listed.passages_since(self._last)
+        if not new:
+            return
+        self._last = new[-1][0]
+        names = [name for _, name, _ in new]
+        self._forget([self._numbers[name] for name in names if name in self._numbers])  # stored again
+        self._numbers |= zip(names, range(len(self._names), len(self._names) + len(names)), strict=True)
+        run = _run([scan for *_, scan in new], len(self._names))
+        self._names += names
+        self._recent = _joined(self._recent, run)
+        if len(self._recent.hashes) > max(_FEW, len(self._main.hashes) // 4):
+            self._main, self._recent = _joined(self._main, self._recent), _run([], 0)
+
+    def _forget(self, gone: Collection[int]) -> None:
+        """Remove passages that were deleted or replaced."""
+        for name in ("_main", "_recent") if gone else ():
+            run: _Run = getattr(self, name)
+            stay = ~np.isin(run.passages, np.array(sorted(gone)))
+            if not stay.all():
+                setattr(self, name, _Run(run.hashes[stay], run.passages[stay], run.parts[stay]))
+
+
+def _run(scans: Sequence[bytes], first: int) -> _Run:
+    """Create the run of passages with these scan hashes, numbered from `first` on."""
+    hashes = [np.frombuffer(scan, "<u4") for scan in scans] or [np.empty(0, np.uint32)]
+    lengths = [len(each) for each in hashes]
+    passages = np.repeat(np.arange(first, first + len(hashes), dtype=np.int32), lengths)
+    parts = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
+    return _Run(np.concatenate(hashes).astype(np.uint32), passages, parts)
+
+
+def _joined(one: _Run, other: _Run) -> _Run:
+    return _Run(
+        np.concatenate([one.hashes, other.hashes]),
+        np.concatenate([one.passages, other.passages]),
+        np.concatenate([one.parts, other.parts]),
+    )
+
+
+@dataclass(frozen=True)
+class PassageMatch:
+    """Match of `num_hashes` hashes of a stored passage, from index `first` on, with the prompt from token `at` on."""
+
+    row: SegmentRow
+    at: int
+    first: int
+    num_hashes: int
+
+    @property
+    def stop(self) -> int:
+        return self.at + self.num_hashes * HASH_TOKENS
+
+    @property
+    def begin(self) -> int:
+        """Prompt token at which the passage would begin; negative if its beginning is cut off."""
+        return self.at - self.first * HASH_TOKENS
+
+
+@dataclass(frozen=True)
+class PassageFinder:
+    """Finder of the stored passages in a row, for the planner.
+
+    Args:
+        hashers: Hashers of the passages, the one for the row's own RoPE regime first.
+        sink: First token that preceded each passage when its KV was computed, or None.
+        seeds: Returns the candidate parts of passages for scan hashes.
+        reader: Opens the segment of a catalogue row, or returns None.
+        begins: Token positions at which passages may begin, or None for any.
+        scores: Returns the scores of a segment's tokens under the requested ranking, or None.
+    """
+
+    hashers: tuple[PassageHasher, ...]
+    sink: int | None
+    seeds: Callable[[np.ndarray], Seeds]
+    reader: Callable[[SegmentRow], SegmentReader | None]
+    begins: tuple[int, ...] | None = None
+    scores: Callable[[SegmentReader], np.ndarray | None] = lambda reader: None
+
+    def __call__(self, tokens: np.ndarray, start: int) -> list[SegmentSlice]:
+        """Return the segment slices of the passages in `tokens`, int64 `[n]`, from token `start` on."""
+        for number, hasher in enumerate(self.hashers):
+            pieces = []
+            for match in find_passages(tokens, hasher, self.seeds, start, self.begins):
+                reader = self.reader(match.row)
+                count = 0 if reader is None else min(match.num_hashes, reader.shape.whole_hashes - match.first)
+                exact = number == 0 and self._is_exact(tokens, match, hasher)
+                if reader and count > 0 and (exact or reader.shape.layout.position_independent):
+                    first = match.first * HASH_TOKENS
+                    scores = None if exact else self.scores(reader)
+                    pieces.append(SegmentSlice(reader, first, count * HASH_TOKENS, match.at, exact, scores))
+            if pieces:
+                return pieces
+        return []
+
+    def _is_exact(self, tokens: np.ndarray, match: PassageMatch, hasher: PassageHasher) -> bool:
+        """Return whether a passage has the same position and preceding tokens as when its KV was computed."""
+        if is_behind_text(match.row.provenance):
+            return False
+        if match.begin != (0 if self.sink is None else 1) or (self.sink is not None and tokens[0] != self.sink):
+            return False
+        before = match.first * HASH_BYTES
+        return b"".join(hasher.hashes(tokens[match.begin : match.at])) == match.row.chain[:before]
+
+
+def sink_token(config: PreTrainedConfig) -> int | None:
+    """Return the BOS, else EOS token, which precedes a passage while its KV is computed; None if there is none.
+
+    It serves as the attention sink, so that no token of the passage does.
+    """
+    for name in ("bos_token_id", "eos_token_id"):
+        token = getattr(config, name, None)
+        if isinstance(token, list):
+            token = next(iter(token), None)
+        if token is not None:
+            return token
+    return None
+
+
+def find_passages(
+    tokens: np.ndarray,
+    hasher: PassageHasher,
+    seeds: Callable[[np.ndarray], Seeds],
+    start: int = 0,
+    begins: tuple[int, ...] | None = None,
+) -> list[PassageMatch]:
+    """Return the matches of stored passages in a prompt, in order and without overlap. Longer matches take precedence.
+
+    If a passage occurs in changed form, each run of unchanged hashes is a match of its own.
+
+    Args:
+        tokens: int64 `[n]`, the prompt.
+        hasher: Hasher of the passages.
+        seeds: Returns the candidates for scan hashes, uint32 `[n - 15]`. Candidates are verified.
+        start: First token to search.
+        begins: Token positions at which passages may begin, or None for any.
+    """
+    found = seeds(hasher.scan(tokens[start:]))
+    at, passage, part = found.at + start, found.passage, found.part
+    valid = np.array([row.valid_hashes for row in found.rows], np.int64)
+    keep = part < valid[passage] if len(valid) else np.zeros(0, bool)
+    if begins is not None:
+        keep &= np.isin(at - part * HASH_TOKENS, begins)
+    run = _longest_runs(at[keep], passage[keep], part[keep])
+    matches: list[PassageMatch] = []
+    for one, begin, first, count in zip(*(each.tolist() for each in run), strict=True):
+        matches += _compared(tokens, hasher, PassageMatch(found.rows[one], begin, first, count), start)
+    return _disjoint(matches, len(tokens))
+
+
+def _longest_runs(at: np.ndarray, passage: np.ndarray, part: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Join consecutive parts into runs. Of parts that begin at the same token, keep the one in the longest run.
+
+    Returns:
+        For each run its passage, first token, first part and number of parts: int64 `[runs]` each.
+    """
+    for again in (False, True):
+        begin = at - part * HASH_TOKENS
+        order = np.lexsort((part, begin, passage))
+        at, passage, part, begin = (each[order] for each in (at, passage, part, begin))
+        goes_on = (np.diff(passage) == 0) & (np.diff(begin) == 0) & (np.diff(part) == 1)
+        heads = np.flatnonzero(np.concatenate([[True] * bool(len(at)), ~goes_on]))
+        counts = np.diff(np.append(heads, len(at)))
+        if again:
+            break
+        run = np.repeat(np.arange(len(heads)), counts)
+        order = np.lexsort((run, -counts[run], at))
+        best = order[np.flatnonzero(np.diff(at[order], prepend=-1))]
+        at, passage, part = at[best], passage[best], part[best]
+    return passage[heads], at[heads], part[heads], counts
+
+
+def _compared(tokens: np.ndarray, hasher: PassageHasher, match: PassageMatch, start: int) -> Iterator[PassageMatch]:
+    """Yield the verified runs of a match, extended while further hashes match."""
+    row, step, begin = match.row, HASH_TOKENS, match.begin
+
+    def same(number: int) -> bool:
+        at = begin + number * step
+        return hasher.hashes(tokens[at : at + step]) == [row.chain[number * HASH_BYTES : (number + 1) * HASH_BYTES]]
+
+    first, stop = match.first, match.first + match.num_hashes
+    mine = hasher.hashes(tokens[match.at : match.stop])
+    theirs = row.chain[first * HASH_BYTES : stop * HASH_BYTES]
+    right = [True] * len(mine)
+    if b"".join(mine) != theirs:
+        right = [one == theirs[i * HASH_BYTES : (i + 1) * HASH_BYTES] for i, one in enumerate(mine)]
+    if right[0]:
+        while first > 0 and begin + (first - 1) * step >= start and same(first - 1):
+            first, right = first - 1, [True, *right]
+    if right[-1]:
+        most = min(row.valid_hashes, (len(tokens) - begin) // step)
+        while stop < most and same(stop):
+            stop, right = stop + 1, [*right, True]
+    for low, high in _true_runs(right):
+        yield PassageMatch(row, begin + (first + low) * step, first + low, high - low)
+
+
+def _true_runs(values: Sequence[bool]) -> Iterator[tuple[int, int]]:
+    """Yield the start and stop of each run of true values."""
+    at = 0
+    for value, run in groupby(values):
+        stop = at + sum(1 for _ in run)
+        if value:
+            yield at, stop
+        at = stop
+
+
+def _disjoint(matches: list[PassageMatch], tokens: int) -> list[PassageMatch]:
+    """Return matches without overlap: the longest ones, and of the others the hashes with no token covered by these."""
+    taken: list[PassageMatch] = []
+    covered = np.zeros(tokens, bool)
+    for match in sorted(matches, key=lambda match: (-match.num_hashes, match.at)):
+        span = covered[match.at : match.stop]
+        if not span.any():
+            taken.append(match)
+        else:
+            free = [not bool(part.any()) for part in span.reshape(-1, HASH_TOKENS)]
+            for low, high in _true_runs(free):
+                at = match.at + low * HASH_TOKENS
+                taken.append(PassageMatch(match.row, at, match.first + low, high - low))
+        span[:] = True
+    return sorted(taken, key=lambda match: match.at)

@@ -1,0 +1,165 @@
+"""What a pass over passages recomputes: the fastest share, and the attention of the query probe.
+
+Share of tokens to compute rather than load that is fastest on a machine (CacheTune, Section 4.3).
+
+Attention of a query probe (the last tokens of a prompt), summed while the model runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..patches.rope import on
+from ..store.memory import to_host
+
+LOWEST = 0.15
+"""Lowest ratio; below it, quality suffers (Section 5.2)."""
+
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Cost of a token in one layer, in seconds.
+
+    Args:
+        compute: t_c, to compute it.
+        load: t_i, to load its KV from its tier.
+        overhead: t_o, fixed cost of a layer.
+    """
+
+    compute: float
+    load: float
+    overhead: float
+
+    @property
+    def balanced(self) -> float:
+        """Ratio r0 = t_i / (t_c + t_i), at which computing and loading take equally long (Equation 11)."""
+        return self.load / (self.compute + self.load)
+
+    def layer_seconds(self, ratio: float, tokens: int) -> float:
+        """Return the time of a layer if computing and loading overlap (Equation 9)."""
+        return max(ratio * tokens * self.compute, (1 - ratio) * tokens * self.load) + self.overhead
+
+
+def fastest_ratio(
+    seconds: Callable[[float], float], warm: float, low: float = LOWEST, high: float = 1.0, width: float = 0.01
+) -> float:
+    """Return the ratio with the least `seconds`, to within `width`, if `seconds` falls and then rises.
+
+    A golden-section search. The paper's Algorithm 1 takes the warm value for one of its two probes, which then do not
+    divide the interval as the search needs them to. Here the warm value and one probe narrow the interval first, and
+    then both probes are chosen again.
+
+    Args:
+        seconds: Function to minimize; called at most 14 times at the default width.
+        warm: Expected minimum.
+        low: Lowest ratio.
+        high: Highest ratio.
+        width: Width of the final interval.
+    """
+    known: dict[float, float] = {}
+
+    def at(ratio: float) -> float:
+        if ratio not in known:
+            known[ratio] = seconds(ratio)
+        return known[ratio]
+
+    warm = min(max(warm, low), high)
+    other = warm + (1 - _GOLDEN) * (high - warm) if high - warm > warm - low else warm - (1 - _GOLDEN) * (warm - low)
+    left, right = sorted((warm, other))
+    if at(left) <= at(right):
+        high = right
+    else:
+        low = left
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    while high - low > width:
+        if at(left) <= at(right):
+            high, right = right, left
+            left = high - _GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + _GOLDEN * (high - low)
+    return min(known, key=known.__getitem__)
+
+
+def narrowed_shares(mean: float, widen: float, wide_layers: int, layers: int) -> tuple[float, float]:
+    """Return the shares of tokens to compute in the first layers and in the others, at a ratio of `widen`.
+
+    Args:
+        mean: Mean share over all layers. If the first layers compute everything, the others get the rest.
+        widen: Ratio of the two shares, at least 1.
+        wide_layers: Number of first layers, less than `layers`.
+        layers: Number of layers of the model.
+    """
+    few = mean * layers / ((widen - 1) * wide_layers + layers)
+    if widen * few <= 1:
+        return widen * few, few
+    return 1.0, max(0.0, (mean * layers - wide_layers) / (layers - wide_layers))
+
+
+_LARGEST = 1 << 26
+"""Maximum number of attention weights held at a time: 256 MiB of float32."""
+
+
+Asked = Sequence[np.ndarray | None]
+"""Attention of each row's query probe to each position: float `[columns]`, non-negative; None for a row without one."""
+
+
+class QuestionAttention:
+    """Sum over layers of the attention of each row's query probe.
+
+    Args:
+        tokens: Number of probe tokens at the end of each row; 0 for a row without a probe.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens = tokens
+        self._sum: torch.Tensor | None = None  # float32 [batch, columns]
+
+    def note(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> None:
+        """Add the attention of one layer with full attention.
+
+        Args:
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, columns, dim]`, rotated.
+            mask: `[batch or 1, heads or 1, n, columns]`: bool, True where a query may attend, or an additive mask.
+            scaling: Scale of the logits; None for dim ** -0.5.
+        """
+        batch, heads, _, dim = query.shape
+        kv_heads, columns = keys.shape[1], keys.shape[2]
+        scaling = dim**-0.5 if scaling is None else scaling
+        total = torch.zeros(batch, columns, device=query.device)
+        step = max(1, _LARGEST // max(1, heads * columns))
+        for row in range(batch):
+            if not self.tokens[row]:
+                continue
+            wide = keys[row].float().transpose(1, 2)  # [kv_heads, dim, columns]
+            for begin in range(query.shape[2] - self.tokens[row], query.shape[2], step):
+                some = slice(begin, begin + step)
+                asking = query[row, :, some].float().unflatten(0, (kv_heads, -1))  # [kv_heads, group, n, dim]
+                logits = (asking.flatten(1, 2) @ wide).unflatten(1, asking.shape[1:3]).mul_(scaling)
+                if mask is not None:
+                    logits = _masked(logits, mask[min(row, mask.shape[0] - 1), :, some])
+                total[row] += logits.softmax(-1).sum((0, 1, 2))
+            total[row] /= heads * self.tokens[row]
+        self._sum = total if self._sum is None else self._sum + on(self._sum.device, total)
+
+    def result(self) -> Asked | None:
+        """Return the sum over layers as float32, or None if no layer was added. Waits for the GPU."""
+        if self._sum is None:
+            return None
+        return [row if asks else None for row, asks in zip(to_host(self._sum)[0], self.tokens, strict=True)]
+
+
+def _masked(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Return logits, `[kv_heads, group, n, columns]`, with a mask, `[heads or 1, n, columns]`, applied."""
+    wide = mask.expand(logits.shape[0] * logits.shape[1], -1, -1).unflatten(0, logits.shape[:2])
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~wide, -torch.inf)
+    return logits + wide

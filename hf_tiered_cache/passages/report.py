@@ -1,0 +1,159 @@
+"""Report on the stored passages of a prompt: how many tokens of each were found, and why the others were not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ..restore.hashes import PassageHasher
+from ..restore.plan import RowGroup, SegmentSlice
+from ..stats import PassageStats
+from ..store.format import HASH_BYTES, is_passage
+from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
+
+CUT = "cut off by the prompt's beginning or end"
+UNREADABLE = "damaged, or not stored"
+COVERED = "under a stored prefix or another passage, or where a chunk of the prompt ended"
+CHANGED = "changed, or merged by the tokenizer where texts were joined: take build_prompt()"
+NOTHING_BEGINS = "nothing is stored that begins here"
+TOO_SHORT = f"fewer than {HASH_TOKENS} tokens, which are never stored"
+_DRIFT = 64
+"""Maximum distance in tokens between a part and the position predicted by the part before it: tokens may have been
+inserted or removed."""
+
+
+@dataclass
+class _Passage:
+    """Stored passage in a row, with the token positions of the parts found."""
+
+    row: int
+    reader: SegmentReader
+    at: dict[int, int] = field(default_factory=dict)
+
+    def takes(self, row: int, reader: SegmentReader, part: int, at: int) -> bool:
+        """Return whether a part may be a later part of this passage."""
+        if (row, reader.id) != (self.row, self.reader.id):
+            return False
+        last = max(self.at)
+        drift = at - self.at[last] - (part - last) * HASH_TOKENS
+        return part > last and abs(drift) <= _DRIFT
+
+
+class PassageReport:
+    """Passages of a cache's prompt, updated pass by pass."""
+
+    def __init__(self) -> None:
+        self._passages: list[_Passage] = []
+
+    def fork(self) -> PassageReport:
+        """Return an independent copy."""
+        twin = PassageReport()
+        twin._passages = [replace(passage, at=dict(passage.at)) for passage in self._passages]
+        return twin
+
+    def add(self, groups: Sequence[RowGroup], base: int, pads: Sequence[int]) -> None:
+        """Record what a pass restored. Discard earlier records of positions that it computes again.
+
+        Args:
+            groups: Row groups of the pass's plan.
+            base: Number of cached positions before the pass, left padding included.
+            pads: Left padding of each row.
+        """
+        for passage in self._passages:
+            before = base - pads[passage.row]  # in the row's own tokens
+            passage.at = {part: at for part, at in passage.at.items() if at < before}
+        self._passages = [passage for passage in self._passages if passage.at]
+        for group in groups:
+            for piece in group.pieces:
+                if is_passage(piece.reader.header.provenance):
+                    self._add(group.rows[0], piece)
+
+    def _add(self, row: int, piece: SegmentSlice) -> None:
+        first = piece.first // HASH_TOKENS
+        known = (each for each in reversed(self._passages) if each.takes(row, piece.reader, first, piece.at))
+        if (passage := next(known, None)) is None:
+            passage = _Passage(row, piece.reader)
+            self._passages.append(passage)
+        for number in range(piece.count // HASH_TOKENS):
+            passage.at[first + number] = piece.at + number * HASH_TOKENS
+
+    def joined(self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher]) -> bool:
+        """Return whether a passage was found except for its first or last part.
+
+        This suggests that the tokenizer changed tokens where texts were joined. A match of the first part alone does
+        not count: passages may begin alike, for example with a heading.
+
+        Args:
+            rows: See `told`.
+            hashers: See `told`.
+        """
+        for passage in self._passages:
+            ends = {0, passage.reader.shape.tokens // HASH_TOKENS - 1}
+            changed = _missed(passage, rows[passage.row], hashers).get(CHANGED)
+            if changed and ends.issuperset(changed) and max(passage.at) > 0:
+                return True
+        return False
+
+    def told(
+        self, rows: Sequence[np.ndarray], hashers: Sequence[PassageHasher], begins: Sequence[int] | None
+    ) -> list[PassageStats]:
+        """Return the statistics of each passage.
+
+        Args:
+            rows: Tokens of each row, int64 `[n]`, without padding.
+            hashers: Hashers of the passages.
+            begins: Token positions at which passages were declared to begin, or None.
+        """
+        found = [_told(passage, rows[passage.row], hashers) for passage in self._passages]
+        if begins is not None:
+            for row, tokens in enumerate(rows):
+                found += _unknown(row, len(tokens), begins, {each.at for each in found if each.row == row})
+        return sorted(found, key=lambda each: (each.row, each.at))
+
+
+def _told(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> PassageStats:
+    reader, missed = passage.reader, _missed(passage, tokens, hashers)
+    first = min(passage.at)
+    begin = passage.at[first] - first * HASH_TOKENS
+    why = "; ".join(f"{len(parts) * HASH_TOKENS} tokens {reason}" for reason, parts in missed.items())
+    found = len(passage.at) * HASH_TOKENS
+    return PassageStats(passage.row, begin, reader.shape.tokens, found, why, reader.id, reader.header.label)
+
+
+def _missed(passage: _Passage, tokens: np.ndarray, hashers: Sequence[PassageHasher]) -> dict[str, list[int]]:
+    """Return the parts of a passage that were not found, by reason."""
+    reader, missed = passage.reader, dict[str, list[int]]()
+    first = min(passage.at)
+    offset = passage.at[first] - first * HASH_TOKENS
+    for part in range(reader.shape.tokens // HASH_TOKENS):
+        if part in passage.at:
+            offset = passage.at[part] - part * HASH_TOKENS
+        else:
+            why = _why(reader, part, tokens, offset + part * HASH_TOKENS, hashers)
+            missed.setdefault(why, []).append(part)
+    return missed
+
+
+def _why(reader: SegmentReader, part: int, tokens: np.ndarray, at: int, hashers: Sequence[PassageHasher]) -> str:
+    """Return the reason why a part of a passage was not found at a token position."""
+    if at < 0 or at + HASH_TOKENS > len(tokens):
+        return CUT
+    mine = reader.chain[part * HASH_BYTES : (part + 1) * HASH_BYTES]
+    if not any(hasher.hashes(tokens[at : at + HASH_TOKENS]) == [mine] for hasher in hashers):
+        return CHANGED
+    return COVERED if part < reader.shape.whole_hashes else UNREADABLE
+
+
+def _unknown(row: int, tokens: int, begins: Sequence[int], known: set[int]) -> list[PassageStats]:
+    """Return an entry for each declared position at which no passage was found."""
+    inside = sorted({begin for begin in begins if 0 <= begin < tokens})
+    ends = [*inside[1:], tokens]
+    found = []
+    for begin, end in zip(inside, ends, strict=True):
+        if begin not in known:
+            why = NOTHING_BEGINS if end - begin >= HASH_TOKENS else TOO_SHORT
+            found.append(PassageStats(row, begin, end - begin, 0, why))
+    return found

@@ -1,0 +1,211 @@
+"""Prefix hashes, and the token ids of a cache.
+
+Prefix hashes of `HASH_TOKENS` tokens and all tokens before them; those of passages cover these tokens alone.
+
+Token ids for which a cache holds KV, row by row, and their prefix hashes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..store.format import HASH_BYTES
+from ..store.geometry import HASH_TOKENS
+
+
+class PrefixHasher:
+    """Hasher of token ids, `HASH_TOKENS` at a time, with all tokens before them (vLLM: block hashes).
+
+    Two sequences share a prefix hash only if they share every token up to it, the model that computed their KV, and how
+    it was computed. With a salt, prefix hashes are keyed: tokens cannot be guessed from them without the salt.
+
+    Args:
+        root: Strings common to all sequences: fingerprint, provenance, RoPE regime.
+        salt: A secret, or None.
+    """
+
+    def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
+        secret = salt.encode() if isinstance(salt, str) else salt
+        self._key = hmac.digest(secret, b"hf_tiered_cache chain", "sha256") if secret else b""
+        self.root = self._hash("\0".join(root).encode())
+
+    def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
+        """Return the prefix hashes of all full groups of `HASH_TOKENS` tokens, in order; a remainder has none.
+
+        Args:
+            tokens: int `[n]`.
+            parent: Prefix hash before the first token, or None at the start of a sequence.
+        """
+        prefix_hash = self.root if parent is None else parent
+        data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        step = HASH_TOKENS * 4
+        result = []
+        for start in range(0, len(data) - step + 1, step):
+            prefix_hash = self._hash(prefix_hash + data[start : start + step])
+            result.append(prefix_hash)
+        return result
+
+    def scan_hashes(self, tokens: np.ndarray) -> bytes:
+        """Return no scan hashes for `tokens`, int `[n]`: prefixes are not searched inside other sequences."""
+        return b""
+
+    def _hash(self, data: bytes, nbytes: int = HASH_BYTES) -> bytes:
+        return hashlib.blake2b(data, digest_size=nbytes, key=self._key).digest()
+
+
+class PassageHasher(PrefixHasher):
+    """Hasher of passage tokens, `HASH_TOKENS` at a time, without the tokens before them.
+
+    So a passage is found by any part. A second, fast hash of each group, the scan hash, selects the candidates in a
+    prompt. It is keyed like the others, by the root of all passages and the salt, so it reveals no more about the
+    tokens than they do.
+    """
+
+    def __init__(self, root: Sequence[str], salt: str | bytes | None = None) -> None:
+        super().__init__(root, salt)
+        self._scan_key = np.frombuffer(self._hash(self.root + b"scan", 24), "<u8")
+
+    def hashes(self, tokens: np.ndarray, parent: bytes | None = None) -> list[bytes]:
+        """Return the hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, in order; a remainder has none."""
+        data = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
+        step, root, key, blake2b = HASH_TOKENS * 4, self.root, self._key, hashlib.blake2b
+        starts = range(0, len(data) - step + 1, step)  # `_hash` inlined: there may be thousands
+        return [blake2b(root + data[at : at + step], digest_size=HASH_BYTES, key=key).digest() for at in starts]
+
+    def scan(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the scan hash of the `HASH_TOKENS` tokens from each token on: uint32 `[n - 15]`, or empty.
+
+        Args:
+            tokens: int `[n]`.
+        """
+        power, *key = (int(word) for word in self._scan_key)
+        if len(tokens) < HASH_TOKENS:
+            return np.empty(0, np.uint32)
+        found = tokens.astype("<i4").astype(np.uint32).astype(np.uint64)
+        span, power = 1, power | 1
+        while span < HASH_TOKENS:  # double the number of tokens of each polynomial
+            found = found[:-span] * np.uint64(power) + found[span:]
+            span, power = 2 * span, power * power % 2**64
+        return siphash(found, key[0], key[1]).astype(np.uint32)
+
+    def scan_hashes(self, tokens: np.ndarray) -> bytes:
+        """Return the scan hashes of all full groups of `HASH_TOKENS` tokens, int `[n]`, `SCAN_BYTES` each."""
+        return self.scan(tokens)[::HASH_TOKENS].astype("<u4").tobytes()
+
+
+def siphash(words: np.ndarray, low: int, high: int) -> np.ndarray:
+    """Return SipHash-1-3 of each word, uint64 `[n]`, under a key of two words (Aumasson and Bernstein 2012)."""
+    constants = 0x736F6D6570736575, 0x646F72616E646F6D, 0x6C7967656E657261, 0x7465646279746573
+    keys = low, high, low, high
+    a, b, c, d = (np.full(len(words), k ^ each, np.uint64) for k, each in zip(keys, constants, strict=True))
+    spare = np.empty(len(words), np.uint64)
+
+    def rotate(x: np.ndarray, bits: int) -> None:
+        np.right_shift(x, np.uint64(64 - bits), out=spare)
+        np.left_shift(x, np.uint64(bits), out=x)
+        np.bitwise_or(x, spare, out=x)
+
+    def mix() -> None:
+        for x, y, bits, other in ((a, b, 13, a), (c, d, 16, None), (a, d, 21, None), (c, b, 17, c)):
+            np.add(x, y, out=x)
+            rotate(y, bits)
+            np.bitwise_xor(y, x, out=y)
+            if other is not None:
+                rotate(other, 32)
+
+    for word in (words, np.uint64(8 << 56)):  # the last word encodes the length of eight bytes
+        np.bitwise_xor(d, word, out=d)
+        mix()
+        np.bitwise_xor(a, word, out=a)
+    np.bitwise_xor(c, np.uint64(0xFF), out=c)
+    for _ in range(3):
+        mix()
+    return a ^ b ^ c ^ d
+
+
+class History:
+    """Token ids of every position of the cache. Row r begins with `pads[r]` positions of left padding.
+
+    Ids are copied to the host on first use, so that decoding does not wait for a copy at each step.
+    """
+
+    def __init__(self, hasher: PrefixHasher, pads: list[int]) -> None:
+        self.hasher = hasher
+        self.pads = pads
+        self.columns = 0
+        self._ids = np.empty((len(pads), 0), np.int64)
+        self._fresh: list[torch.Tensor | np.ndarray] = []  # [rows, n] each, not yet in _ids
+        self._prefix_hashes: list[list[bytes]] = [[] for _ in pads]
+
+    @property
+    def rows(self) -> int:
+        return len(self.pads)
+
+    def tokens_in(self, columns: int) -> int:
+        """Return the number of tokens of all rows in the first `columns` positions, without left padding."""
+        return sum(max(0, columns - pad) for pad in self.pads)
+
+    def append(self, ids: torch.Tensor | np.ndarray) -> None:
+        """Append `ids`, int `[rows, n]`, that the cache now holds. A tensor is copied to the host on first use."""
+        self._fresh.append(ids)
+        self.columns += ids.shape[1]
+
+    def ids(self) -> np.ndarray:
+        """Return all token ids, int64 `[rows, columns]`, on the host."""
+        if self._fresh:
+            fresh = [ids if isinstance(ids, np.ndarray) else ids.to("cpu", torch.int64).numpy() for ids in self._fresh]
+            self._ids = np.concatenate([self._ids, *fresh], axis=1)
+            self._fresh.clear()
+        return self._ids
+
+    def prefix_hashes(self, row: int) -> list[bytes]:
+        """Return the prefix hashes of a row's tokens without padding. An incomplete last group has no hash."""
+        prefix_hashes, tokens = self._prefix_hashes[row], self.ids()[row, self.pads[row] :]
+        if len(tokens) // HASH_TOKENS > len(prefix_hashes):
+            parent = prefix_hashes[-1] if prefix_hashes else None
+            prefix_hashes.extend(self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent))
+        return prefix_hashes
+
+    def prefix_hashes_with(self, row: int, more: np.ndarray) -> list[bytes]:
+        """Return the prefix hashes of a row's tokens followed by `more`, int `[n]`, with left padding removed."""
+        prefix_hashes = self.prefix_hashes(row)
+        tokens = np.concatenate([self.ids()[row], more])[self.pads[row] :]
+        parent = prefix_hashes[-1] if prefix_hashes else None
+        return prefix_hashes + self.hasher.hashes(tokens[len(prefix_hashes) * HASH_TOKENS :], parent)
+
+    def common_columns(self, prompt: np.ndarray) -> int:
+        """Return the number of leading positions shared with a batch of prompts, int64 `[rows, n]`."""
+        held = self.ids()
+        if len(held) != len(prompt):
+            return 0
+        columns = min(self.columns, prompt.shape[1])
+        differ = (held[:, :columns] != prompt[:, :columns]).any(axis=0)
+        return int(differ.argmax()) if differ.any() else columns
+
+    def crop(self, columns: int) -> None:
+        """Remove the last `columns` positions."""
+        left = self.columns - columns
+        # hashes first: a Ctrl-C may leave too few hashes, but never hashes of other tokens
+        for row, prefix_hashes in enumerate(self._prefix_hashes):
+            del prefix_hashes[max(0, left - self.pads[row]) // HASH_TOKENS :]
+        self._ids, self.columns = self.ids()[:, :left], left
+
+    def select(self, order: list[int]) -> None:
+        """Replace row i by the former row `order[i]` (beam search, repeats and subsets of a batch)."""
+        prefix_hashes = [list(self._prefix_hashes[row]) for row in order]
+        pads = [self.pads[row] for row in order]
+        self._ids, self._prefix_hashes, self.pads = self.ids()[order], prefix_hashes, pads
+
+    def fork(self) -> History:
+        """Return an independent copy."""
+        twin = copy.copy(self)
+        twin._fresh = list(self._fresh)
+        twin._prefix_hashes = [list(prefix_hashes) for prefix_hashes in self._prefix_hashes]
+        twin.pads = list(self.pads)
+        return twin

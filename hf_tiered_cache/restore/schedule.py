@@ -1,0 +1,124 @@
+"""Layer-wise recompute schedule for a prefix that is loaded meanwhile: bubble-free restoration (Krul, Section 6).
+
+Computing and loading overlap. Layer l computes the first n_l tokens of the prefix, in addition to the suffix, and loads
+the others. A layer needs the hidden states of the tokens that it computes, so n_l never grows with depth: the early
+layers compute much and load little, and meanwhile the disk reads what the late ones load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..store.geometry import HASH_TOKENS
+
+RATIOS = np.linspace(0, 1, 65)
+"""Recompute ratios that `best_ratio` compares, from 0 (load everything) to 1 (compute everything)."""
+
+_WORTH = 0.95
+"""Maximum time with overlap, as a share of the faster of loading and computing alone, for which it is used."""
+
+
+def fronts(
+    tokens: int,
+    ratio: float | np.ndarray,
+    layers: int,
+    groups: Sequence[Sequence[int]] = (),
+    step: int = HASH_TOKENS,
+    flat: bool = False,
+) -> np.ndarray:
+    """Return the number of prefix tokens that each layer recomputes: n_l of Section 6.2.
+
+    It falls linearly with depth: to 0 at the last layer or, for a ratio above one half, from all tokens at the first.
+    The mean is `ratio * tokens`, except for rounding.
+
+    Args:
+        tokens: Number of tokens of the prefix.
+        ratio: Share of it to compute, between 0 and 1; or several, `[ratios]`.
+        layers: Number of layers of the model.
+        groups: Layers that load their KV together, each group ascending. They recompute the same tokens, because what
+            one of them loads comes for all. Groups may interleave; a layer may then recompute more than the formula
+            says.
+        step: Results are a multiple of this, or the whole prefix.
+        flat: Whether all layers recompute the same number of tokens instead.
+
+    Returns:
+        int64 `[layers]`, or `[ratios, layers]`, never growing along the layers.
+    """
+    share = np.asarray(ratio, float)[..., None]
+    depth = np.linspace(0, 1, layers) if layers > 1 and not flat else np.full(layers, 0.5)
+    shares = np.where(share <= 0.5, 2 * share * (1 - depth), 1 - 2 * (1 - share) * depth)
+    for group in groups:
+        shares[..., list(group)] = shares[..., list(group)].mean(axis=-1, keepdims=True)
+    shares = np.maximum.accumulate(shares[..., ::-1], axis=-1)[..., ::-1]  # a later layer lacks dropped tokens
+    rounded = (step * np.rint(shares * tokens / step)).astype(np.int64)
+    return np.where(shares >= 1, tokens, np.minimum(rounded, tokens))
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks that some layers load together.
+
+    Args:
+        layers: Layer indexes, ascending. The first layer waits for the blocks.
+        ends: int64 `[blocks]`, ascending: position after the last token of each block.
+        seconds: float `[blocks]`, load time of each block.
+    """
+
+    layers: tuple[int, ...]
+    ends: np.ndarray
+    seconds: np.ndarray
+
+    def behind(self, fronts: np.ndarray) -> np.ndarray:
+        """Return the seconds, float `[n]`, to load what follows recomputed prefixes of these lengths, int64 `[n]`."""
+        left = np.append(np.cumsum(self.seconds[::-1])[::-1], 0.0)  # [blocks + 1]: from each block on
+        return left[np.searchsorted(self.ends, fronts, side="right")]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Work of the two overlapping streams, computing and loading, for a prompt.
+
+    Args:
+        tokens: Number of tokens of the prefix.
+        suffix: Seconds that a layer takes to compute what follows the prefix.
+        compute: Returns the seconds that a layer takes for recomputed prefixes of these lengths, `[n]` to `[n]`.
+        restore: Seconds that a layer takes for each restored token after it is loaded.
+        loads: Loads in the order in which layers need them. They are loaded in this order, one after the other.
+    """
+
+    tokens: int
+    suffix: float
+    compute: Callable[[np.ndarray], np.ndarray]
+    restore: float
+    loads: tuple[Load, ...]
+
+    def seconds(self, fronts: np.ndarray) -> np.ndarray:
+        """Return the seconds that the prompt takes, float `[n]`, for recomputed prefixes, int64 `[n, layers]`."""
+        computed = self.suffix + self.compute(fronts) + self.restore * (self.tokens - fronts)  # [n, layers]
+        done, loaded = np.zeros(len(fronts)), np.zeros(len(fronts))
+        waiting = list(self.loads)
+        for layer in range(fronts.shape[1]):
+            while waiting and waiting[0].layers[0] == layer:
+                load = waiting.pop(0)
+                loaded = loaded + load.behind(fronts[:, load.layers[-1]])
+                done = np.maximum(done, loaded)
+            done = done + computed[:, layer]
+        return done
+
+
+def best_ratio(seconds: np.ndarray, may_compute_all: bool = True) -> float:
+    """Return the ratio, one of `RATIOS`, with the shortest expected time of a prompt.
+
+    Args:
+        seconds: float `[ratios]`, time with each ratio.
+        may_compute_all: Whether restoring nothing is allowed.
+
+    Returns:
+        The ratio; 0 or 1 if a ratio between saves too little.
+    """
+    alone = 1 if may_compute_all and seconds[-1] < seconds[0] else 0
+    best = int(seconds[:-1].argmin())
+    return float(RATIOS[best if seconds[best] < _WORTH * seconds[-alone] else -alone])

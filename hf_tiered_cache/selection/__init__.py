@@ -1,0 +1,38 @@
+"""Selectors and decode indexes: choose, within a token budget, the stored tokens that queries attend to."""
+
+from __future__ import annotations
+
+from inspect import isabstract
+
+from ..plugins import Registry
+from .boxes import ClusterBoxIndex, PageBoundsIndex
+from .clusters import ClusterIndex
+from .decode_index import DecodeIndex
+
+
+def _fault(name: str, part: object) -> str:
+    if not (isinstance(part, type) and issubclass(part, DecodeIndex)):
+        return f"it is not a subclass of DecodeIndex, but {part!r}"
+    missing = ", ".join(sorted(getattr(part, "__abstractmethods__", ())))
+    return f"it lacks {missing}" if isabstract(part) else ""
+
+
+DECODE_INDEXES: Registry[type[DecodeIndex]] = Registry(
+    "index",
+    "hf_tiered_cache.indexes",
+    {"clusters": ClusterIndex, "cluster_boxes": ClusterBoxIndex, "page_bounds": PageBoundsIndex},
+    _fault,
+)
+"""Index types by name, those of plug-ins included."""
+
+
+def register_index(name: str, kind: type[DecodeIndex]) -> None:
+    """Add an index type: `KVDrive(index=name)` uses it.
+
+    Raises:
+        ConfigError: The name is invalid or taken, or `kind` is not a complete subclass of `DecodeIndex`.
+    """
+    DECODE_INDEXES.register(name, kind)
+
+
+__all__ = ["DECODE_INDEXES", "DecodeIndex", "register_index"]

@@ -1,0 +1,112 @@
+"""Indexes of the bounds of each chunk's keys: Quest's, and KVDRIVE's clusters with bounds.
+
+Baseline: Quest's index (Tang et al. 2024, Section 3.3), the minimum and maximum of each channel in a page.
+
+No key of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Quest has
+pages of 16 tokens. Differs from the paper if several query heads share keys, since one selection is made for all of
+them: softmax over a head's bounds, summed over the heads. For a single head this keeps Quest's order.
+
+KVDRIVE's index with bounding boxes instead of means: beyond the paper, for keys that a mean hides.
+
+The mean of a chunk of eight keys says little about a single key that matches a query. Per-channel bounds (Quest) show
+such a key, but overestimate it: no key reaches the bounds of all channels at once. A score between the two is better
+than both: the product with the center of the box, plus a share, `spread`, of what the extent of the box can add to it.
+A spread of 1 is Quest's bound.
+
+Clusters are formed from the centers. Each cluster has a box around the boxes of its chunks. These boxes fit their
+chunks less closely, so they use half the spread and only preselect candidates: clusters are searched until they have
+four times the chunks to select, and the best of these chunks by their own boxes are selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from .clusters import ClusterIndex, by_position, segmented_kmeans
+from .decode_index import DecodeIndex, best_first, cut_in_chunks, head_slices, log_attention
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True, eq=False)
+class PageBoundsIndex(DecodeIndex):
+    """Index of the bounds of each chunk's keys.
+
+    Args:
+        boxes: `[kv_heads, chunks, 2 * dim]`, in the dtype of the keys: middle of the bounds, and distance from it to
+            the maximum, times `spread`.
+    """
+
+    boxes: torch.Tensor
+
+    @classmethod
+    def build(cls, keys: torch.Tensor, chunk_tokens: int = 16, spread: float = 1.0) -> Self:
+        """Build the index, see `DecodeIndex`. A `spread` below Quest's 1 ranks between the middle and the bound."""
+        parts = []
+        for some in head_slices(keys):
+            cut = cut_in_chunks(keys[some], chunk_tokens)
+            most, least = cut.amax(2).float(), cut.amin(2).float()
+            parts.append(torch.cat([(most + least) / 2, (most - least) * (spread / 2)], -1).to(keys.dtype))
+        return cls(chunk_tokens, torch.cat(parts))
+
+    @property
+    def chunks(self) -> int:
+        return self.boxes.shape[1]
+
+    @classmethod
+    def rank_together(
+        cls, indexes: Sequence[Self], query: torch.Tensor, scaling: float, count: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # max(q · min, q · max) is q · middle + |q| · (max - middle): one product of twice the channels
+        both = torch.cat([query, query.abs()], -1)
+        weights, _ = log_attention(both, [index.boxes for index in indexes], scaling)
+        best = best_first(weights, count)
+        return best, weights.gather(1, best).exp_()
+
+
+@dataclass(frozen=True, eq=False)
+class ClusterBoxIndex(ClusterIndex):
+    """Index of clusters of boxes.
+
+    Centroids and representatives have twice the key dimension: one half for the query, one for its absolute values.
+    """
+
+    candidates: ClassVar[int] = 4
+
+    @classmethod
+    def build(
+        cls,
+        keys: torch.Tensor,
+        chunk_tokens: int,
+        tokens_per_centroid: int = 16,
+        segment_chunks: int = 8192,
+        iterations: int = 9,
+        keep_representatives: bool = True,
+        spread: float = 0.5,
+    ) -> Self:
+        if not keep_representatives:
+            raise ValueError("candidates are chosen by what represents them")
+        clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
+        parts = []
+        for some in head_slices(keys):
+            cut = cut_in_chunks(keys[some], chunk_tokens)
+            most, least = cut.amax(2).float(), cut.amin(2).float()  # [some, chunks, dim]
+            middles, extents = (most + least) / 2, (most - least) / 2
+            centroids, cluster_of = segmented_kmeans(middles, clusters, segment_chunks, iterations)
+            towards = cluster_of[..., None].expand_as(middles)
+            most = centroids.scatter_reduce(1, towards, most, "amax")  # a box includes its centroid
+            least = centroids.scatter_reduce(1, towards, least, "amin")
+            inner = torch.lerp(centroids, (most + least) / 2, spread / 2)
+            boxes, chunk_order, starts = by_position(torch.cat([inner, (most - least) * (spread / 4)], -1), cluster_of)
+            own = torch.cat([middles, extents * spread], -1)
+            parts.append((boxes.to(keys.dtype), chunk_order, starts, own.to(keys.dtype)))
+        return cls(chunk_tokens, *(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+
+    @classmethod
+    def _as_compared(cls, query: torch.Tensor) -> torch.Tensor:
+        return torch.cat([query, query.abs()], -1)

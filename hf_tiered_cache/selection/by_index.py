@@ -1,0 +1,149 @@
+"""Selector of chunks by a decode index of their keys, separately for each KV head (KVDRIVE, Section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from ..store.memory import to_host
+from .clusters import ClusterIndex
+from .decode_index import DecodeIndex, rank
+from .selector import Selection, SelectionInput, Selector
+
+WindowSizes = tuple[tuple[float, ...], ...]
+"""Window sizes of the KV heads of each layer of a model, in multiples of the selected chunks; () for a layer without
+selection."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Division of a row's restored tokens: leading and trailing tokens, always attended to, and chunks to select.
+
+    Args:
+        tokens: Number of restored tokens.
+        first: Number of leading tokens, in whole chunks, that are always attended to.
+        last: Number of trailing tokens that are always attended to.
+        chunks: Number of chunks to select between them.
+        chunk_tokens: Tokens per chunk.
+        grown: Chunks of offloaded generated KV, which may be selected, too.
+    """
+
+    tokens: int
+    first: int
+    last: int
+    chunks: int
+    chunk_tokens: int
+    grown: range = range(0)
+
+    @property
+    def candidates(self) -> range:
+        """Chunks that may be selected. A chunk that overlaps the trailing tokens is excluded."""
+        return range(self.first // self.chunk_tokens, (self.tokens - self.last) // self.chunk_tokens)
+
+    def tokens_of(self, chunks: np.ndarray) -> np.ndarray:
+        """Return the leading tokens, those of `chunks`, and the trailing ones: int64 `[heads, tokens]`.
+
+        Args:
+            chunks: Selected chunks, int64 `[heads, chunks]`.
+        """
+        heads = len(chunks)
+        inside = (chunks[..., None] * self.chunk_tokens + np.arange(self.chunk_tokens)).reshape(heads, -1)
+        ends = np.arange(self.first), np.arange(self.tokens - self.last, self.tokens)
+        first, last = (np.broadcast_to(end, (heads, len(end))) for end in ends)
+        return np.concatenate([first, inside, last], axis=1)
+
+
+@dataclass(frozen=True)
+class ByIndex(Selector):
+    """Selector of the chunks that a decode index ranks first, for each KV head by the queries of its group.
+
+    Args:
+        kind: Type of the index: a value of `DECODE_INDEXES`.
+        chunk_tokens: Tokens per chunk.
+        sinks: Number of leading tokens that are always selected, rounded up to whole chunks.
+        local: Minimum number of trailing tokens that are always selected.
+        window: Number of chunks that a head keeps in device memory while decoding, in multiples of the selected chunks.
+        eviction: Eviction policy of that window (see `Window`).
+        pool: Number of candidates that are ranked per selected chunk. The window's eviction uses their order.
+        window_sizes: Window sizes per layer and KV head, used instead of `window`; () for none.
+        trace: Callback that gets the layer and the candidates of each step of each row, int64 `[kv_heads, M]`, best
+            first. The first call has the chunks selected for the prompt.
+    """
+
+    kind: type[DecodeIndex] = ClusterIndex
+    chunk_tokens: int = 8
+    sinks: int = 4
+    local: int = 64
+    pool: float = 1.25
+    window: float = 2
+    eviction: str = "lookahead"
+    window_sizes: WindowSizes = ()
+    trace: Callable[[int, np.ndarray], None] | None = field(default=None, compare=False)
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int]:
+        return self.kind, self.chunk_tokens
+
+    def budgeted_tokens(self, budget: float, tokens: int) -> int:
+        """Return the number of a row's restored tokens that are held if a share `budget` of its chunks is selected.
+
+        At least one chunk is selected. Sinks and local tokens are counted, too.
+        """
+        step = self.chunk_tokens
+        first, last = self._first, tokens - max(0, tokens - self.local) // step * step
+        chunks = max(1, int(budget * -(-tokens // step) + 1e-9))
+        return min(tokens, first + chunks * step + last)
+
+    def span(self, tokens: int, count: int) -> Span | None:
+        """Return how `count` of a row's `tokens` restored tokens are selected, or None if all of them are."""
+        if count >= tokens:
+            return None
+        chunks = (count - self._first - self.local) // self.chunk_tokens
+        return Span(tokens, self._first, count - self._first - chunks * self.chunk_tokens, chunks, self.chunk_tokens)
+
+    def capacities(self, layer: int, heads: int, chunks: int) -> np.ndarray:
+        """Return the number of chunks that each KV head keeps while decoding, `chunks` selected: int64 `[heads]`.
+
+        Raises:
+            ConfigError: `window_sizes` has no sizes for this layer and number of heads.
+        """
+        sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
+        if not sizes or len(sizes[0]) != heads:
+            raise ConfigError(f"there are no window sizes for layer {layer} with {heads} kv heads")
+        times = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
+        return np.where(times >= 1, times * chunks, 0).astype(np.int64)
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        span, mass = self.span(asked.chunks.tokens, asked.count), np.zeros((1, asked.chunks.tokens), np.float32)
+        if span is None:
+            return Selection(np.arange(asked.count)[None], mass)
+        (ranked,) = to_host(self.rank(asked.indexes(), asked.query, asked.scaling, span))
+        return Selection(span.tokens_of(np.sort(self.candidates(ranked, span)[:, : span.chunks], axis=1)), mass)
+
+    def rank(
+        self, indexes: Sequence[DecodeIndex], query: torch.Tensor, scaling: float | None, span: Span
+    ) -> torch.Tensor:
+        """Rank chunks for queries, `[heads, n, dim]`, best first: int64 `[kv_heads, n]`, on the device.
+
+        The result contains enough of `candidates`, however high the other chunks rank.
+        """
+        every = sum(index.chunks for index in indexes)
+        others = every - len(span.candidates) - len(span.grown)
+        return rank(indexes, query, scaling, min(every, int(self.pool * span.chunks) + others))[0]
+
+    def candidates(self, ranked: np.ndarray, span: Span) -> np.ndarray:
+        """Return the selectable chunks of rankings, int64 `[..., n]`, in their order, cut to the shortest row."""
+        wanted, grown = span.candidates, span.grown
+        out = (ranked < wanted.start) | (ranked >= wanted.stop)
+        if len(grown):
+            out &= (ranked < grown.start) | (ranked >= grown.stop)
+        order = out.argsort(axis=-1, kind="stable")
+        return np.take_along_axis(ranked, order, -1)[..., : ranked.shape[-1] - int(out.sum(axis=-1).max())]
+
+    @property
+    def _first(self) -> int:
+        return -(-self.sinks // self.chunk_tokens) * self.chunk_tokens

@@ -1,0 +1,260 @@
+"""Indexes for the selection of prefix chunks: cached in memory, read from sidecars, or built from segment keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..restore.fetch import Fetcher, FetchUnit
+from ..restore.gather import Gather
+from ..restore.plan import SegmentSlice
+from ..store.disk import SegmentStore
+from ..store.segment import SegmentReader
+from .decode_index import DecodeIndex
+from .selected import Rotate, RowPrefix, key_groups, parts_of
+
+_VERSION = 1
+"""Version of how indexes are built. Increment it to rebuild stored indexes."""
+
+
+class KeptIndexes:
+    """Indexes in sidecars of their segments, all layers of a segment in one sidecar.
+
+    Args:
+        disk: Segment store.
+        later: Runs a callable after the request.
+    """
+
+    def __init__(self, disk: SegmentStore, later: Callable[[Callable[[], object]], object]) -> None:
+        self._disk, self.later = disk, later
+
+    def find(self, reader: SegmentReader, kind: type[DecodeIndex], chunk_tokens: int) -> dict[int, DecodeIndex]:
+        """Return the indexes of a segment by layer, on the CPU; empty if the sidecar is missing or damaged."""
+        by_layer: dict[int, dict[str, torch.Tensor]] = {}
+        for name, tensor in (self._disk.beside.kept(reader, *self._named(kind, chunk_tokens)) or {}).items():
+            layer, _, field = name.partition(".")
+            by_layer.setdefault(int(layer), {})[field] = tensor
+        return {layer: kind.from_tensors(tensors, chunk_tokens) for layer, tensors in by_layer.items()}
+
+    def keep(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
+        """Write the indexes of all layers of a segment to its sidecar, after the request."""
+        self.later(partial(self._write, reader, dict(indexes)))
+
+    def _write(self, reader: SegmentReader, indexes: Mapping[int, DecodeIndex]) -> None:
+        one = next(iter(indexes.values()))
+        arrays: dict[str, torch.Tensor] = {}
+        for layer, index in indexes.items():
+            arrays |= {f"{layer}.{name}": tensor.cpu() for name, tensor in index.tensors().items()}
+        name, made_by = self._named(type(one), one.chunk_tokens)
+        self._disk.beside.keep(reader, name, arrays, made_by)  # not written if there is no room; this is counted
+
+    @staticmethod
+    def _named(kind: type[DecodeIndex], chunk_tokens: int) -> tuple[str, dict[str, Any]]:
+        """Return the sidecar name and the settings that the indexes are built with."""
+        made_by = {"index": kind.__name__, "chunk_tokens": chunk_tokens, "version": _VERSION}
+        return f"{kind.__name__.lower()}_{chunk_tokens}", made_by
+
+
+class RowIndexes:
+    """Indexes of the restored tokens of rows: for each layer, one per segment of a row.
+
+    Indexes describe rotated keys, so each is valid only for its segment's position in the prefix.
+
+    Args:
+        kind: Index class.
+        chunk_tokens: Tokens per chunk.
+        fetcher: Fetcher of the restoring pass; fetches keys.
+        rows: Restored tokens of each row group.
+        kept: Indexes in sidecars, also those of other processes.
+    """
+
+    def __init__(
+        self,
+        kind: type[DecodeIndex],
+        chunk_tokens: int,
+        fetcher: Fetcher,
+        rows: Sequence[RowPrefix],
+        kept: KeptIndexes,
+    ) -> None:
+        self._kind, self.chunk_tokens = kind, chunk_tokens
+        self._fetcher, self._rows, self._kept = fetcher, rows, kept
+        # looked up now: if a segment is relaid out during the request, its cached indexes move to the new segment
+        readers = {piece.reader for row in rows for piece in row.pieces()}
+        self._held = {reader: self._in_memory(reader) for reader in readers}
+        self._of_file: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # read from sidecars, by layer
+        self._of_segment: dict[SegmentReader, dict[int, DecodeIndex]] = {}  # all known ones, by layer
+        self._made: set[SegmentReader] = set()
+        self._found: dict[tuple[int, int], list[DecodeIndex | None]] = {}  # by layer and row number
+        # units and chunks with the keys for missing indexes
+        self._units: dict[tuple[int, int], list[tuple[FetchUnit, np.ndarray]]] = {}
+
+    def fetch(self, layer: int, ahead: bool = False) -> None:
+        """Look up a layer's indexes, and start to fetch the keys of segments without one."""
+        for place, row in enumerate(self._rows):
+            if (layer, place) in self._units:
+                continue
+            found, units = self._look_up(layer, place), self._units.setdefault((layer, place), [])
+            for piece, index in zip(row.pieces(), found, strict=True):
+                tokens = self._to_index(row, piece)
+                for group in key_groups(piece.reader.shape, layer, None) if index is None else ():
+                    unit = FetchUnit(piece.reader, group, identifies=True)
+                    units.append((unit, unit.chunks_of(tokens)))
+            self._fetcher.bring(units, ahead, attends=False)
+
+    def of(self, layer: int, place: int, rotate_: Rotate) -> list[DecodeIndex]:
+        """Return the indexes of a row at a layer, in token order. Missing ones are built from the row's keys.
+
+        Raises:
+            RestoreError: A block did not arrive.
+        """
+        self.fetch(layer)
+        row, found = self._rows[place], self._found[layer, place]
+        if wanted := self._units[layer, place]:
+            self._units[layer, place] = []
+            self._fetcher.bring(wanted, attends=False)  # chunks that a prefetch had no room for
+            units = [unit for unit, _ in wanted]
+            self._fetcher.wait_for(units)
+            self._fetcher.confirm()  # indexes built from keys outlive the pass
+            for number, piece in enumerate(row.pieces()):
+                if found[number] is None:
+                    mine = [unit for unit in units if unit.reader is piece.reader]
+                    built = self._built(piece, layer, self._keys(row, piece, mine, layer, rotate_))
+                    found[number] = self._part(row, piece, built)
+            self._fetcher.finish(units)
+        return [index for index in found if index is not None]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all indexes looked up or built so far. Indexes that rows share count once."""
+        found = {id(index): index.nbytes for some in self._found.values() for index in some if index is not None}
+        return sum(found.values())
+
+    @property
+    def fit(self) -> bool:
+        """True if the index cache has room for all indexes of whole segments. True if its budget is 0."""
+        shared = sum(index.nbytes for some in self._of_segment.values() for index in some.values())
+        return not 0 < self._fetcher.residency.resident.budget < shared
+
+    def merge(self) -> None:
+        """Merge the indexes of each layer and row for decoding. Call when all layers have theirs."""
+        for where, found in self._found.items():
+            self._found[where] = [*self._kind.merged([index for index in found if index is not None])]
+        self._held.clear()
+        self._of_file.clear()
+        self._of_segment.clear()
+
+    def lacks(self, layer: int, place: int) -> bool:
+        """Return whether a segment of a row lacks its index of a layer."""
+        return None in self._look_up(layer, place)
+
+    def make(self, layer: int, place: int, keys: torch.Tensor) -> None:
+        """Build missing indexes of a row at a layer from all of its rotated keys, `[kv_heads, tokens, dim]`."""
+        row, found = self._rows[place], self._look_up(layer, place)
+        self._fetcher.confirm()  # indexes built from keys outlive the pass
+        for number, piece in enumerate(row.pieces()):
+            if found[number] is None:
+                found[number] = self._built(piece, layer, keys[:, piece.at : piece.at + _count(row, piece)])
+
+    def _look_up(self, layer: int, place: int) -> list[DecodeIndex | None]:
+        if (layer, place) not in self._found:
+            row = self._rows[place]
+            self._found[layer, place] = [self._resident(row, piece, layer) for piece in row.pieces()]
+        return self._found[layer, place]
+
+    def keep(self) -> None:
+        """Write the indexes that were built to sidecars. Call when all layers have theirs."""
+        for reader in self._made:
+            self._kept.keep(reader, self._of_segment[reader])
+        self._made.clear()
+
+    def _keys(
+        self, row: RowPrefix, piece: SegmentSlice, units: list[FetchUnit], layer: int, rotate_: Rotate
+    ) -> torch.Tensor:
+        """Return the rotated keys of a slice, or of its whole segment: `[kv_heads, tokens, dim]`."""
+        inside = self._to_index(row, piece)
+        positions = inside + piece.at - piece.first
+        layout, device = piece.reader.shape.layout, self._fetcher.device_of(layer)
+        kind = layout.layer(layer)
+        keys = torch.empty(kind.key_heads, len(inside), kind.key_dim, dtype=layout.dtype, device=device)
+        for unit in units:
+            gather = Gather(piece.reader.shape, unit.block_group)
+            gather.add(piece.reader.shape, unit.blocks, inside, np.arange(len(inside)))
+            for part in parts_of(unit.block_group, layer, "key"):
+                gather.copy(part, keys)
+        rotate_(keys, positions[None], max(row.tokens, int(positions[-1]) + 1))
+        return keys
+
+    def _to_index(self, row: RowPrefix, piece: SegmentSlice) -> np.ndarray:
+        """Return the segment tokens to index, int64, ascending: the whole segment if the index class is divisible."""
+        if self._kind.divisible:
+            return np.arange(piece.reader.shape.tokens)
+        return np.arange(piece.first, piece.first + _count(row, piece))
+
+    def _part(self, row: RowPrefix, piece: SegmentSlice, index: DecodeIndex) -> DecodeIndex:
+        """Return the part of an index that a row needs; the index may cover the whole segment."""
+        count = _count(row, piece)
+        whole = not self._kind.divisible or count == piece.reader.shape.tokens
+        return index if whole else index.part(piece.first, count)
+
+    def _built(self, piece: SegmentSlice, layer: int, keys: torch.Tensor) -> DecodeIndex:
+        """Build the index of a slice's keys. The index of a whole segment is also cached for other requests."""
+        with self._fetcher.collector.timing("index_seconds"):
+            index = self._kind.build(keys, self.chunk_tokens)
+        if keys.shape[1] == piece.reader.shape.tokens and not piece.reader.gone:
+            self._fetcher.residency.resident.admit(self._owner(piece.reader, layer), index)
+            self._of_segment.setdefault(piece.reader, {})[layer] = index
+            self._made.add(piece.reader)
+        return index
+
+    def _resident(self, row: RowPrefix, piece: SegmentSlice, layer: int) -> DecodeIndex | None:
+        """Return a cached or stored index, or None. An indivisible index requires a row with the whole segment."""
+        reader, device = piece.reader, self._fetcher.device_of(layer)
+        if _count(row, piece) < reader.shape.tokens and not self._kind.divisible:
+            return None
+        resident = self._fetcher.residency.resident
+        found = self._held.get(reader, {}).get(layer)
+        if found is None:
+            found = resident.get(self._owner(reader, layer), device)
+        if found is None:
+            if reader not in self._of_file:
+                self._of_file[reader] = self._read(reader)
+            if (kept := self._of_file[reader].get(layer)) is not None:
+                found = kept.to(device)
+                resident.admit(self._owner(reader, layer), found)
+        if found is None:
+            return None
+        self._of_segment.setdefault(reader, {})[layer] = found
+        return self._part(row, piece, found)
+
+    def _in_memory(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
+        """Return the indexes of a segment in the index cache, by layer."""
+        resident, device_of = self._fetcher.residency.resident, self._fetcher.device_of
+        layers = [layer for layer, kind in enumerate(reader.shape.layout.layers) if kind is not None]
+        found = {layer: resident.get(self._owner(reader, layer), device_of(layer)) for layer in layers}
+        return {layer: index for layer, index in found.items() if index is not None}
+
+    def _read(self, reader: SegmentReader) -> dict[int, DecodeIndex]:
+        """Read the stored indexes of a segment, by layer. Blocks, and counts as stall time."""
+        collector = self._fetcher.collector
+        with collector.timing("stall_seconds"):
+            found = self._kept.find(reader, self._kind, self.chunk_tokens)
+        nbytes = sum(index.nbytes for index in found.values())
+        collector.add(bytes_read=nbytes, bytes_identifying=nbytes, bytes_brought=nbytes, brought_identifying=nbytes)
+        return found
+
+    def _owner(self, reader: SegmentReader, layer: int) -> tuple[str, int, int, str]:
+        return reader.key_owner(layer, f"{self._kind.__name__} {self.chunk_tokens}")
+
+
+def _count(row: RowPrefix, piece: SegmentSlice) -> int:
+    """Return the number of tokens of a slice that the row restores."""
+    return min(piece.count, row.tokens - piece.at)
+
+
+def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
+    """Raise AssertionError. Used where all indexes exist already, so no keys need to be rotated."""
+    raise AssertionError("a layer that holds chosen chunks has no index")

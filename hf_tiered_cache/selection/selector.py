@@ -1,0 +1,251 @@
+"""Selector interface, and the chunks that selectors choose among.
+
+Selection of whole chunks within a token budget, by the attention that their tokens get.
+
+Selector interface: chooses the restored tokens that the queries of a layer attend to. Selectors access no files.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError
+from .decode_index import DecodeIndex
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkMap:
+    """Chunks that hold a row's restored tokens: one set for all KV heads, or one per KV head.
+
+    Args:
+        chunk: Chunk number of each token, int64 `[sets, tokens]`.
+        place: Index of each token among the row's tokens in its chunk, in the order of slots, int64 `[sets, tokens]`.
+    """
+
+    chunk: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def by_slot(cls, slots: np.ndarray, chunk_tokens: int) -> ChunkMap:
+        """Create the map of chunks that consist of consecutive slots.
+
+        Args:
+            slots: Slot of each token, int64 `[sets, tokens]`, distinct within a set.
+            chunk_tokens: Slots per chunk. Some slots may hold no token of the row.
+        """
+        order = np.argsort(slots, axis=1, kind="stable")  # [sets, tokens]: tokens by slot
+        number = np.take_along_axis(slots, order, 1) // chunk_tokens
+        begins = np.diff(number, axis=1, prepend=-1) > 0
+        first = np.maximum.accumulate(np.where(begins, np.arange(slots.shape[1]), 0), axis=1)
+        chunk, place = np.empty_like(slots), np.empty_like(slots)
+        np.put_along_axis(chunk, order, np.cumsum(begins, axis=1) - 1, 1)
+        np.put_along_axis(place, order, np.arange(slots.shape[1]) - first, 1)
+        return cls(chunk, place)
+
+    @property
+    def tokens(self) -> int:
+        """Number of restored tokens of the row."""
+        return self.chunk.shape[1]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Number of tokens per chunk, int64 `[sets, chunks]`; 0 for trailing chunks of sets with fewer chunks."""
+        return self.sums(np.ones(self.chunk.shape)).astype(np.int64)
+
+    def sums(self, mass: np.ndarray) -> np.ndarray:
+        """Return the mass of each chunk: float64 `[rows, chunks]`.
+
+        Args:
+            mass: Mass of each token, float `[rows, tokens]`: one row per set, or several rows if there is a single set.
+        """
+        rows, chunks = len(mass), self._chunks
+        apart = self.chunk + chunks * np.arange(rows)[:, None]  # [rows, tokens]
+        return np.bincount(apart.ravel(), mass.ravel(), rows * chunks).reshape(rows, chunks)
+
+    @cached_property
+    def _chunks(self) -> int:
+        return int(self.chunk.max()) + 1
+
+
+def budgeted_tokens(budget: float, tokens: int, chunk_tokens: int) -> int:
+    """Return the number of tokens that a budget buys: max(1, floor(budget · chunks)) whole chunks, or all."""
+    if budget >= 1:
+        return tokens
+    chunks = -(-tokens // chunk_tokens)
+    # 1e-9 corrects floating-point error: 0.29 * 100 is slightly less than 29
+    return min(tokens, max(1, int(budget * chunks + 1e-9)) * chunk_tokens)
+
+
+def top_chunks(mass: np.ndarray, chunks: ChunkMap, count: int) -> np.ndarray:
+    """Select the `count` tokens of the chunks with the most attention, separately for each row of `mass`.
+
+    Chunks are ranked by the mean mass of their tokens, so a shorter chunk has no disadvantage. The first chunk wins
+    ties. The last selected chunk is truncated, so that every row and layer has the same number of tokens.
+
+    Args:
+        mass: float32 `[rows, tokens]`, non-negative: one row per set of chunks, or several rows if there is a single
+            set.
+        chunks: Chunks that hold the tokens.
+        count: Number of tokens to select, at most the number of tokens.
+
+    Returns:
+        Selected tokens, int64 `[rows, count]`, ascending.
+    """
+    _, order, sizes = _best_first(mass, chunks)
+    before = sizes.cumsum(axis=1) - sizes
+    taken = np.empty_like(sizes)  # number of tokens taken from each chunk
+    np.put_along_axis(taken, order, np.clip(count - before, 0, sizes), 1)
+    chunk, place = (np.broadcast_to(each, mass.shape) for each in (chunks.chunk, chunks.place))
+    return np.nonzero(place < np.take_along_axis(taken, chunk, 1))[1].reshape(len(mass), count)
+
+
+def tokens_of_mass(mass: np.ndarray, chunks: ChunkMap, share: float) -> int:
+    """Return the number of tokens in the fewest chunks that hold a share of the mass, best first as in `top_chunks`.
+
+    Args:
+        mass: float32 `[rows, tokens]`, non-negative. All rows take the same number of chunks; the share is of all rows
+            together.
+        chunks: Chunks that hold the tokens.
+        share: Share of the total mass, above 0 and at most 1.
+
+    Returns:
+        Largest number of tokens of a row; at least one chunk is taken.
+    """
+    sums, order, sizes = _best_first(mass, chunks)
+    held = np.take_along_axis(sums, order, 1).cumsum(axis=1).sum(axis=0)  # mass of the best n chunks, summed over rows
+    enough = int(np.searchsorted(held, share * held[-1])) + 1
+    return int(sizes[:, :enough].sum(axis=1).max())
+
+
+def _best_first(mass: np.ndarray, chunks: ChunkMap) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return chunk masses, chunk numbers by mean token mass, best first, and their token counts: `[rows, chunks]`."""
+    sums = chunks.sums(mass)
+    counts = np.broadcast_to(chunks.counts, sums.shape)
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), -1)
+    order = np.argsort(-means, axis=1, kind="stable")
+    return sums, order, np.take_along_axis(counts, order, 1)
+
+
+@dataclass(frozen=True)
+class SelectionInput:
+    """Selection request for one row and one layer.
+
+    Args:
+        query: Queries of the last computed tokens, `[heads, queries, dim]`, rotated.
+        own_keys: Keys of all computed tokens, `[kv_heads, own, dim]`, rotated; the last ones belong to the queries.
+        keys: Function that returns the rotated keys of the restored tokens, `[kv_heads, tokens, dim]`: of the first n
+            KV heads, or of all heads for None.
+        scaling: Scale of the logits; None for dim ** -0.5.
+        chunks: Chunks that hold the restored tokens.
+        count: Number of tokens to select.
+        indexes: Function that returns the decode indexes of these keys, for selectors that use them.
+    """
+
+    query: torch.Tensor
+    own_keys: torch.Tensor
+    keys: Callable[[int | None], torch.Tensor]
+    scaling: float | None
+    chunks: ChunkMap
+    count: int
+    indexes: Callable[[], Sequence[DecodeIndex]] = tuple
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Result of a selector.
+
+    Args:
+        tokens: Selected tokens, int64 `[sets, count]`, ascending in each set: one set for all KV heads, or one per KV
+            head.
+        mass: Attention of the queries to each restored token, as far as known, float `[rows, tokens]`: one row for all
+            KV heads, or one per KV head.
+    """
+
+    tokens: np.ndarray
+    mass: np.ndarray
+
+
+def check_selection(selector: object, tokens: np.ndarray, asked: SelectionInput, exactly: bool = False) -> None:
+    """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
+
+    Args:
+        selector: The selector, for the message.
+        tokens: Its result, see `Selection.tokens`.
+        asked: Selection request.
+        exactly: Whether `asked.count` tokens must be selected, not fewer.
+
+    Raises:
+        ConfigError: The tokens are too many, too few, not ascending, duplicate, or not restored tokens.
+    """
+    name, sets = type(selector).__name__, (1, asked.own_keys.shape[0])
+    if tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
+        form = f"{tokens.dtype} of shape {list(tokens.shape)}"
+        raise ConfigError(f"{name} selected {form}; int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets")
+    count = tokens.shape[1]
+    if not 1 <= count <= asked.count or (exactly and count < asked.count):
+        raise ConfigError(f"{name} selected {count} tokens where {asked.count} were asked for")
+    if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= asked.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
+        raise ConfigError(
+            f"{name} selected tokens that are not distinct, ascending and from 0 to {asked.chunks.tokens - 1}"
+        )
+
+
+@dataclass(frozen=True)
+class Selector(ABC):
+    """Base class of selectors. A selection is made once per period of layers.
+
+    Args:
+        period: Number of consecutive full-attention layers that share a selection, made at the first of them.
+        solo_layers: Number of leading full-attention layers that each select for themselves, before the periods begin.
+        ahead: Number of full-attention layers between a selection for the prompt and the hidden states that its queries
+            are predicted from, so that its blocks arrive earlier. 0 disables prediction.
+    """
+
+    period: int = 1
+    solo_layers: int = 0
+    ahead: int = field(default=0, kw_only=True)
+
+    @property
+    def per_head(self) -> bool:
+        """True if each KV head selects among the chunks of its own blocks. If not, all use the first head's chunks."""
+        return False
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int] | None:
+        """Type of the decode index that the selector uses, and tokens per chunk; None to use the stored keys."""
+        return None
+
+    @property
+    def probe_heads(self) -> int | None:
+        """Number of KV heads whose keys are read first, and prefetched; None for all."""
+        return None
+
+    @abstractmethod
+    def choose(self, asked: SelectionInput) -> Selection:
+        """Select `asked.count` tokens to attend to."""
+
+    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
+        """Reselect for a decoded token.
+
+        Args:
+            asked: Selection request for as many tokens as `held`.
+            held: Tokens of the last selection, int64 `[sets, tokens]`, in any order.
+
+        Returns:
+            Tokens of the new selection, int64 `[sets, tokens]`, ascending in each set.
+        """
+        return self.choose(asked).tokens
+
+    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+        """Select for each row of a batch, in order: as many tokens as requested, or as few as the selector can do with.
+
+        The rows share one mask, so all rows get the same number of tokens. A row with fewer restored tokens gets all of
+        them.
+        """
+        return map(self.choose, asked)

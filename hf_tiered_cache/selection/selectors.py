@@ -1,0 +1,193 @@
+"""Selectors of a prompt's tokens by attention: ContiguousKV's and IMPRESS's.
+
+Attention that the queries of a prompt pay to each restored token, and the tokens with most of it.
+
+IMPRESS's selection (Section 4.1): by a few probe heads, and for all heads if the probe heads agree.
+
+ContiguousKV's selection (Section 4.2): whole chunks, by the attention of queries in all heads, or in each head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import cast
+
+import numpy as np
+import torch
+
+from ..store.memory import to_host
+from .all_keys import Int8KeysIndex, KeysIndex
+from .decode_index import DecodeIndex
+from .selector import Selection, SelectionInput, Selector, tokens_of_mass, top_chunks
+
+_LARGEST = 1 << 26
+"""Maximum number of attention weights held at a time: 256 MiB of float32."""
+
+
+def head_mass(
+    query: torch.Tensor, keys: torch.Tensor, own_keys: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """Return the share of attention that each restored token gets from the queries of each KV head.
+
+    The softmax runs over the restored tokens and, causally, over the computed ones (ContiguousKV, Section 4.2: sum over
+    all query tokens and query heads). The sum is divided by the number of queries and query heads, so that long prompts
+    weigh no more than short ones in stored statistics.
+
+    Args:
+        query: `[heads, queries, dim]`, rotated: queries of the last tokens, in order.
+        keys: `[kv_heads, tokens, dim]`, rotated: keys of the restored tokens; each KV head serves heads / kv_heads
+            query heads.
+        own_keys: `[kv_heads, own, dim]`, rotated: keys of the computed tokens after them; the last ones belong to the
+            queries.
+        scaling: Scale of the logits; None for dim ** -0.5.
+
+    Returns:
+        float32 `[kv_heads, tokens]`, non-negative; the sum of a row is at most 1.
+    """
+    heads, queries, dim = query.shape
+    kv_heads, tokens, _ = keys.shape
+    scaling = dim**-0.5 if scaling is None else scaling
+    grouped = query.unflatten(0, (kv_heads, heads // kv_heads))  # [kv_heads, group, queries, dim]
+    own = _logits(grouped, own_keys, scaling).unflatten(1, grouped.shape[1:3])  # [kv_heads, group, queries, own]
+    if queries > 1:  # a single query sees all keys
+        future = torch.ones(queries, own.shape[-1], dtype=torch.bool, device=query.device)
+        own = own.masked_fill_(future.triu(1 + own.shape[-1] - queries), -torch.inf)
+    own_total = own.logsumexp(-1, keepdim=True)  # [kv_heads, group, queries, 1]
+    mass = torch.zeros(kv_heads, tokens, dtype=torch.float32, device=query.device)
+    rows = max(1, _LARGEST // max(1, heads * tokens))
+    for begin in range(0, queries, rows):
+        some = slice(begin, begin + rows)
+        logits = _logits(grouped[:, :, some], keys, scaling)  # [kv_heads, group * rows, tokens]
+        behind = own_total[:, :, some].flatten(1, 2)  # [kv_heads, group * rows, 1]
+        most = torch.maximum(logits.amax(-1, keepdim=True), behind)
+        weights = logits.sub_(most).exp_()
+        total = weights.sum(-1, keepdim=True) + (behind - most).exp_()
+        mass += (total.reciprocal_().transpose(1, 2) @ weights).squeeze(1)  # each row's share, summed over rows
+    return mass * (kv_heads / (heads * queries))
+
+
+def _logits(grouped: torch.Tensor, keys: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return float32 `[kv_heads, group * n, tokens]`: one product per KV head, without copying keys for its group."""
+    return (grouped.flatten(1, 2) @ keys.transpose(-1, -2)).float().mul_(scaling)
+
+
+def top_of_each(mass: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` largest columns of each row of `[rows, tokens]`, first on ties: int64 ascending."""
+    return mass.argsort(dim=1, descending=True, stable=True)[:, :count].sort(dim=1).values
+
+
+@dataclass(frozen=True)
+class ProbeHeads(Selector):
+    """Selector of single tokens: by the first KV heads if their selections are similar enough, else by each head.
+
+    Args:
+        heads: Number of probe KV heads, each with the query heads it serves.
+        alpha: Exponent of the required similarity: the mean Jaccard index of two probes' selections must be at least
+            `j ** alpha`, where j is that of two random sets of their size.
+    """
+
+    heads: int = 3
+    alpha: float = 0.6
+
+    @property
+    def probe_heads(self) -> int:
+        return self.heads
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        probes = asked.keys(self.heads)
+        served = asked.query.shape[0] // asked.own_keys.shape[0]
+        own = asked.own_keys[: len(probes)]
+        mass = head_mass(asked.query[: len(probes) * served], probes, own, asked.scaling)  # [probes, tokens]
+        sets, summed = to_host(top_of_each(mass, asked.count), mass.sum(0))
+        if self.agree(sets, asked.chunks.tokens):
+            votes = np.zeros(asked.chunks.tokens, np.int64)
+            np.add.at(votes, sets.ravel(), 1)
+            best = np.lexsort((-summed, -votes))[: asked.count]  # by votes, ties by total mass
+            return Selection(np.sort(best)[None], summed[None] / len(probes))
+        mass = head_mass(asked.query, asked.keys(None), asked.own_keys, asked.scaling)
+        return Selection(*to_host(top_of_each(mass, asked.count), mass.mean(0, keepdim=True)))
+
+    def agree(self, sets: np.ndarray, tokens: int) -> bool:
+        """Return whether the probes' selections among `tokens`, int64 `[probes, count]`, are similar enough."""
+        return mean_jaccard(sets) >= jaccard_threshold(sets.shape[1], tokens, self.alpha)
+
+
+def mean_jaccard(sets: np.ndarray) -> float:
+    """Return the mean Jaccard index of all pairs of rows of `[rows, count]`, sets of numbers; 1 for a single row."""
+    found = []
+    for a, b in combinations(sets, 2):
+        shared = len(np.intersect1d(a, b, assume_unique=True))
+        found.append(shared / (len(a) + len(b) - shared))
+    return float(np.mean(found)) if found else 1.0
+
+
+def jaccard_threshold(count: int, tokens: int, alpha: float) -> float:
+    """Return j ** alpha, where j is the Jaccard index of two random sets of `count` out of `tokens`.
+
+    j = r / (2 - r) with r = count / tokens.
+    """
+    ratio = count / tokens
+    return (ratio / (2 - ratio)) ** alpha
+
+
+@dataclass(frozen=True)
+class TopChunks(Selector):
+    """Selector of the chunks with the most attention.
+
+    Args:
+        heads: Number of KV heads whose attention counts, each with the query heads it serves; None for all.
+        resident: Whether to use an index of the int8 keys of all heads, which stays in memory.
+        queries: Number of trailing queries that select; 0 for all.
+        mass: Share of the total attention to restored tokens that the selected chunks of a row of a batch must hold. No
+            more chunks are taken, unless another row needs more. None takes as many as requested.
+        gain: Share of a decoded token's attention by which a new selection must exceed the last one to replace it.
+        per_head: Whether each KV head selects for itself; if not, one selection serves all.
+    """
+
+    heads: int | None = None
+    resident: bool = False
+    queries: int = 0
+    mass: float | None = None
+    gain: float = 0.0
+    per_head: bool = False
+
+    @property
+    def index(self) -> tuple[type[DecodeIndex], int] | None:
+        return (Int8KeysIndex, 1) if self.resident else None
+
+    @property
+    def probe_heads(self) -> int | None:
+        return self.heads
+
+    def choose(self, asked: SelectionInput) -> Selection:
+        keys = _joined(asked.indexes(), asked.query.dtype) if self.resident else asked.keys(self.heads)
+        served = asked.query.shape[0] // asked.own_keys.shape[0]  # query heads of one kv head
+        query = asked.query[: len(keys) * served, -self.queries :]
+        mass = head_mass(query, keys, asked.own_keys[: len(keys)], asked.scaling)  # [kv_heads, tokens]
+        (known,) = to_host(mass if self.per_head else mass.mean(0, keepdim=True))
+        return Selection(top_chunks(known, asked.chunks, asked.count), known)
+
+    def choose_again(self, asked: SelectionInput, held: np.ndarray) -> np.ndarray:
+        choice = self.choose(asked)
+        if not self.gain:
+            return choice.tokens
+        now, before = (np.take_along_axis(choice.mass, tokens, 1).sum(1) for tokens in (choice.tokens, held))
+        stays = now - before < self.gain  # bool [sets]
+        return np.where(stays[:, None], np.sort(held, axis=1), choice.tokens)
+
+    def choose_rows(self, asked: Iterable[SelectionInput]) -> Iterator[Selection]:
+        if self.mass is None:
+            yield from super().choose_rows(asked)
+            return
+        chosen = [(one, self.choose(one)) for one in asked]
+        most = max(tokens_of_mass(choice.mass, one.chunks, self.mass) for one, choice in chosen)
+        for one, choice in chosen:
+            yield replace(choice, tokens=top_chunks(choice.mass, one.chunks, min(most, one.count)))
+
+
+def _joined(indexes: Sequence[DecodeIndex], dtype: torch.dtype) -> torch.Tensor:
+    """Return the keys of all indexes, `[kv_heads, tokens, dim]`."""
+    each = [cast(KeysIndex, index).keys_as(dtype) for index in indexes]
+    return each[0] if len(each) == 1 else torch.cat(each, 1)

@@ -1,0 +1,240 @@
+"""Attention to all restored tokens without holding them.
+
+Attention over a part of the keys: outputs with the log-sum-exp of their logits, so that parts can be merged.
+
+Outputs over disjoint sets of keys are merged into the output over all of them (online softmax: Milakov and Gimelshein
+2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which compute the log-sum-exp in any case.
+
+Attention to all restored tokens without holding them: each layer fetches them run by run, and releases each run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..restore.fetch import Fetcher, FetchUnit
+from ..restore.plan import Plan
+from .selected import Gathers, Rotate, RowPrefix
+
+_LARGEST = 1 << 24
+"""Maximum number of logits held at a time where no kernel returns the log-sum-exp: 64 MiB of float32."""
+
+
+@dataclass(eq=False)
+class Partial:
+    """Attention output of queries over the keys processed so far.
+
+    Args:
+        output: float32 `[batch, heads, n, dim]`.
+        log_total: float32 `[batch, heads, n]`, log-sum-exp of the logits.
+    """
+
+    output: torch.Tensor
+    log_total: torch.Tensor
+
+    def join(self, rows: slice | torch.Tensor, other: Partial) -> None:
+        """Merge, in place, the attention of the batch rows `rows` over other keys."""
+        before = self.log_total[rows]
+        total = torch.logaddexp(before, other.log_total)
+        output = self.output[rows] * (before - total).exp_().unsqueeze(-1)
+        output += other.output * (other.log_total - total).exp_().unsqueeze(-1)
+        self.output[rows], self.log_total[rows] = output, total
+
+
+def attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    mask: torch.Tensor | None = None,
+    causal: bool = False,
+) -> Partial:
+    """Compute the attention of queries over the given keys.
+
+    Args:
+        query: `[batch, heads, n, dim]`.
+        keys: `[batch, kv_heads, k, dim]`; each kv head serves heads / kv_heads query heads.
+        values: Like `keys`.
+        scaling: Scale of the logits; None for dim ** -0.5.
+        mask: `[batch or 1, heads or 1, n, k]`, added to the logits, or bool, True for visible keys; None if all are
+            visible.
+        causal: Whether query i sees only the keys up to i. For use without a mask.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    heads, kv_heads, count = query.shape[1], keys.shape[1], query.shape[2]
+    if mask is None and not causal and heads != kv_heads:  # fold the query heads of a group into its kv head
+        grouped = query.unflatten(1, (kv_heads, -1)).flatten(2, 3)  # [batch, kv_heads, group * n, dim]
+        found = _attention(grouped, keys, values, scaling, None, False)
+        return Partial(
+            found.output.unflatten(2, (-1, count)).flatten(1, 2),
+            found.log_total.unflatten(2, (-1, count)).flatten(1, 2),
+        )
+    if heads != kv_heads:
+        keys, values = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (keys, values))
+    return _attention(query, keys, values, scaling, mask, causal)
+
+
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> Partial:
+    kernels = torch.ops.aten
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
+        output, log_total = kernels._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, is_causal=causal, attn_mask=mask, scale=scaling
+        )
+        return Partial(output.float(), log_total)
+    aligned = query.shape[-1] == values.shape[-1] and query.shape[-1] % 8 == 0
+    if query.device.type == "cuda" and mask is None and aligned:
+        half = query.dtype in (torch.float16, torch.bfloat16) and torch.backends.cuda.is_flash_attention_available()
+        if half and query.shape[-1] <= 256:
+            output, log_total, *_ = kernels._scaled_dot_product_flash_attention(
+                query, keys, values, is_causal=causal, scale=scaling
+            )
+        else:
+            output, log_total, *_ = kernels._scaled_dot_product_efficient_attention(
+                query, keys, values, None, True, is_causal=causal, scale=scaling
+            )
+        return Partial(output.float(), log_total[..., : query.shape[2]].float())
+    return _by_arithmetic(query, keys, values, scaling, mask, causal)
+
+
+def _by_arithmetic(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float,
+    mask: torch.Tensor | None,
+    causal: bool,
+) -> Partial:
+    """Compute attention with plain tensor operations, some queries at a time."""
+    step = max(1, _LARGEST // (query.shape[0] * query.shape[1] * keys.shape[2]))
+    outputs, totals = [], []
+    for first in range(0, query.shape[2], step):
+        logits = (query[:, :, first : first + step].float() @ keys.float().transpose(2, 3)).mul_(scaling)
+        if mask is not None:
+            logits += mask[:, :, first : first + step]
+        elif causal:
+            seen = torch.ones(logits.shape[2:], dtype=torch.bool, device=logits.device).tril(first)
+            logits.masked_fill_(~seen, -torch.inf)
+        totals.append(logits.logsumexp(-1))
+        # a query at a padded position sees no key: its weights are zero
+        weights = (logits - totals[-1].unsqueeze(-1)).exp_().nan_to_num_()
+        outputs.append(weights @ values.float())
+    return Partial(torch.cat(outputs, 2), torch.cat(totals, 2))
+
+
+_RUN_TOKENS = 8192
+"""Maximum number of tokens of a run: enough to keep a kernel and a disk busy."""
+
+
+class StreamedPrefix:
+    """Restored tokens of a pass, for layers with full attention that attend to all of them.
+
+    While a layer attends to one run of tokens, the next is fetched, so two runs of one layer are in memory.
+
+    Args:
+        plan: Plan of the pass.
+        layers: Layers with full attention, ascending.
+        fetcher: Fetcher of the pass.
+    """
+
+    def __init__(self, plan: Plan, layers: Sequence[int], fetcher: Fetcher) -> None:
+        self._layers, self._fetcher = layers, fetcher
+        suffix = plan.suffix or 0
+        rows = [RowPrefix(group, suffix - group.pad) for group in plan.groups if suffix > group.pad]
+        self._runs: list[tuple[int, Gathers]] = []  # row number, and tokens of the run
+        for number, row in enumerate(rows):
+            for first in range(0, row.tokens, _RUN_TOKENS):
+                tokens = np.arange(first, min(first + _RUN_TOKENS, row.tokens))
+                self._runs.append((number, Gathers(row, tokens[None])))
+        self._units: dict[tuple[int, int], list[FetchUnit]] = {}  # by layer and number of the run
+
+    def start(self) -> None:
+        """Start to fetch the first run.
+
+        Raises:
+            RestoreError: A fetch could not be started.
+        """
+        self._bring(self._layers[0], 0)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        rotate_: Rotate,
+        scaling: float | None,
+        collect: Sequence[torch.Tensor | None] = (),
+    ) -> torch.Tensor:
+        """Return the output of a layer's attention, `[batch, heads, n, dim]`.
+
+        Args:
+            layer: Index of a layer with full attention.
+            query: `[batch, heads, n, dim]`, rotated.
+            keys: `[batch, kv_heads, n, dim]`, keys of the same tokens, rotated.
+            values: Like `keys`.
+            mask: Mask among these tokens, `[batch, 1, n, n]`; None for a causal one.
+            rotate_: Rotates stored keys.
+            scaling: Scale of the logits; None for dim ** -0.5.
+            collect: For each row group that restores tokens, `[kv_heads, tokens, dim]` to copy their rotated keys to,
+                or None.
+
+        Raises:
+            RestoreError: A block did not arrive.
+        """
+        found = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
+        for number, (place, gathers) in enumerate(self._runs):
+            self._bring(layer, number)
+            self._bring_next(layer, number)
+            units = self._units.pop((layer, number))
+            self._fetcher.wait_for(units)
+            tokens, rows = gathers.chosen, list(gathers.row.group.rows)
+            shape = keys.shape[1], tokens.shape[1]
+            some_keys = keys.new_empty(*shape, keys.shape[3])  # [kv_heads, run, dim]
+            some_values = values.new_empty(*shape, values.shape[3])
+            gathers.copy(units, layer, "key", some_keys)
+            gathers.copy(units, layer, "value", some_values)
+            rotate_(some_keys, tokens, gathers.row.tokens)
+            if place < len(collect) and (whole := collect[place]) is not None:
+                whole[:, tokens[0]] = some_keys
+            asking = slice(rows[0], rows[-1] + 1) if len(rows) == rows[-1] + 1 - rows[0] else torch.tensor(rows)
+            batch = len(rows), -1, -1, -1
+            seen = attention(query[asking], some_keys.expand(batch), some_values.expand(batch), scaling)
+            found.join(asking, seen)
+            gathers.note_use(units, (layer,))
+            gathers.forget(units)
+            self._fetcher.finish(units)
+        return found.output.to(query.dtype)
+
+    def _bring(self, layer: int, number: int, ahead: bool = False) -> None:
+        """Start to fetch a run for a layer, or the chunks of it that a prefetch had no room for."""
+        gathers = self._runs[number][1]
+        known = self._units.setdefault((layer, number), [])
+        units = {(unit.reader, unit.block_group.index): unit for unit in known}
+        wanted = []
+        for piece, block_group, tokens in gathers.wanted((layer,)):
+            name = piece.reader, block_group.index
+            if name not in units:
+                units[name] = FetchUnit(piece.reader, block_group)
+                known.append(units[name])
+            wanted.append((units[name], units[name].chunks_of(tokens)))
+        self._fetcher.bring(wanted, ahead)
+
+    def _bring_next(self, layer: int, number: int) -> None:
+        if number + 1 < len(self._runs):
+            self._bring(layer, number + 1, ahead=True)
+        elif (place := self._layers.index(layer) + 1) < len(self._layers):
+            self._bring(self._layers[place], 0, ahead=True)

@@ -1,0 +1,90 @@
+"""Warm-up of host memory with the chunks that decoding is likely to need (KVDRIVE, Section 7.1).
+
+The last queries of a prompt show which chunks of its prefix matter. The layers hold the most important ones themselves;
+of the others, as many as the host has room for are fetched to host memory, after the request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..errors import TieredCacheError
+from ..stats import StatsCollector
+from ..tiers.handles import BlockRequest
+from ..tiers.residency import Residency
+from .selected import RowPrefix, restoring_groups
+
+logger = logging.getLogger("hf_tiered_cache")
+
+_SHARE = 0.9
+"""Share of host memory to fill; the rest is for requests in the meantime."""
+
+
+class WarmUp:
+    """Most important chunks of one prompt, and their fetch to host memory.
+
+    Args:
+        residency: Memory tiers.
+        collector: Statistics of the reads.
+        later: Runs a callable after the request.
+        lists: Number of lists that will be recorded: one for each layer and row.
+    """
+
+    def __init__(
+        self,
+        residency: Residency,
+        collector: StatsCollector,
+        later: Callable[[Callable[[], object]], object],
+        lists: int,
+    ) -> None:
+        self._residency, self._collector, self._later = residency, collector, later
+        self._bytes_of_each = int(_SHARE * residency.host.budget / lists)
+        self._noted: list[list[BlockRequest]] = []  # by layer and row
+
+    def chunks_of_each(self, row: RowPrefix, layer: int, chunk_tokens: int) -> int:
+        """Return how many chunks of each head fit, for one layer and row; 0 if all of them fit."""
+        bytes_of_one, bytes_of_all = 0, 0
+        for piece in row.pieces():
+            shape = piece.reader.shape
+            groups = restoring_groups(shape, (layer,))
+            bytes_of_all += sum(group.block_bytes * shape.chunks_in(group) for group in groups)
+            blocks = -(-chunk_tokens // shape.geometry.chunk_tokens)  # per chunk and group
+            bytes_of_one = max(bytes_of_one, blocks * sum(group.block_bytes for group in groups))
+        return 0 if bytes_of_all <= self._bytes_of_each else self._bytes_of_each // bytes_of_one
+
+    def note(self, row: RowPrefix, layer: int, ranked: np.ndarray, chunk_tokens: int) -> None:
+        """Record the chunks of a row that matter most to a layer, int64 `[kv_heads, n]`, `chunk_tokens` tokens each."""
+        wanted, firsts = list[BlockRequest](), np.sort(ranked, axis=1) * chunk_tokens
+        for piece in row.pieces():
+            shape = piece.reader.shape
+            for group in restoring_groups(shape, (layer,)):
+                low = min(part.first_head for part in group.parts)
+                high = max(part.first_head + part.heads for part in group.parts)
+                tokens = np.unique(firsts[low:high])
+                tokens = (tokens[:, None] + np.arange(chunk_tokens)).ravel()
+                inside = row.inside(piece, tokens[tokens < row.tokens])[1]
+                if len(inside):
+                    wanted.append(BlockRequest(piece.reader, group.index, shape.chunks_of(group, inside)))
+        self._noted.append(wanted)
+
+    def start(self) -> None:
+        """Fetch the recorded chunks, layer by layer."""
+        for wanted in self._noted:
+            self._later(partial(_bring, self._residency, self._collector, wanted))
+
+
+def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRequest]) -> None:
+    lease = None
+    try:
+        lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
+        lease.wait()
+    except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
+        logger.info("chunks that are likely to be wanted are not brought to the host: %s", error)
+    finally:
+        if lease is not None:
+            lease.release()

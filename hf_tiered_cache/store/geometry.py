@@ -1,0 +1,403 @@
+"""Geometry: how the KV of a segment is cut into blocks, the unit of storage, transfer, caching and eviction.
+
+A `KVLayout` describes the KV that a model keeps per token, and a `Geometry` how it is cut. Together they determine the
+*KV cache groups* of a segment (`BlockGroup`): layers, heads and tensors that are stored together. A block is one chunk
+of one KV cache group. The blocks of a group are contiguous on disk, so a run of chunks is one sequential read.
+`shape.py` maps tokens to positions in these blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+import torch
+
+from ..errors import ConfigError, FormatError, NewerFormatError
+from .codecs import CODECS, RAW, Codec, make_codec, merged_codec
+
+ALIGNMENT = 4096
+"""Alignment in bytes of the offsets, lengths and memory addresses of blocks, as required by O_DIRECT and GPUDirect."""
+
+HASH_TOKENS = 16
+"""Number of tokens that one prefix hash covers. The index does not depend on the geometry of a segment."""
+
+_MOST = 1 << 18
+"""Upper bound on the heads of all layers together, on dimensions, and on the tokens of a chunk."""
+
+_UNSAID: tuple[Any, ...] = (None, 0, RAW, [])
+"""Defaults of index, solo layers, codec and pairs, for geometry JSON that ends before them."""
+
+TensorName = Literal["key", "value"]
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return `nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Two tensors that a model passes to its cache for one layer, `[batch, heads, tokens, dim]` each.
+
+    They are keys and values for most models, and latents and rotated parts for MLA.
+    """
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+    window: int = 0
+    """Sliding window in tokens; 0 for full attention."""
+    rotated: Literal["", "key", "value"] = ""
+    """Tensor that is stored before its rotation (deferred RoPE), if any."""
+    rotary_dims: int = 0
+    """Number of leading dimensions of that tensor that rotate; the rest pass through."""
+    position_independent: bool = True
+    """True if the stored tensors are valid at other positions than their own (RoPE deferred, or none)."""
+
+    def heads(self, tensor: TensorName) -> int:
+        return self.key_heads if tensor == "key" else self.value_heads
+
+    def dim(self, tensor: TensorName) -> int:
+        return self.key_dim if tensor == "key" else self.value_dim
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """KV that a model keeps per token: one `LayerKV` per layer (None for a layer without KV), and the dtype."""
+
+    layers: tuple[LayerKV | None, ...]
+    dtype: torch.dtype
+
+    def to_json(self) -> dict[str, Any]:
+        """Return distinct layers once, and an index for each layer: 126 layers fit well under 4 KiB."""
+        kinds = list(dict.fromkeys(layer for layer in self.layers if layer is not None))
+        rows = [
+            [
+                k.key_heads,
+                k.key_dim,
+                k.value_heads,
+                k.value_dim,
+                k.window,
+                k.rotated,
+                k.rotary_dims,
+                int(k.position_independent),
+            ]
+            for k in kinds
+        ]
+        index = [-1 if layer is None else kinds.index(layer) for layer in self.layers]
+        return {"dtype": str(self.dtype).removeprefix("torch."), "kinds": rows, "layers": index}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> KVLayout:
+        try:
+            dtype = getattr(torch, data["dtype"])
+            kinds = [replace(LayerKV(*row[:7]), position_independent=bool(row[7])) for row in data["kinds"]]
+            layout = cls(tuple(None if i < 0 else kinds[i] for i in data["layers"]), dtype)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise FormatError(f"the layout in the header cannot be read: {error!r}") from error
+        layout.check()
+        return layout
+
+    def layer(self, index: int) -> LayerKV:
+        """Return the `LayerKV` of a layer that keeps KV."""
+        kept = self.layers[index]
+        assert kept is not None
+        return kept
+
+    def check(self) -> None:
+        """Raise FormatError if no model keeps such KV, so that KV cache groups need no further checks."""
+        if not isinstance(self.dtype, torch.dtype):
+            raise FormatError(f"{self.dtype!r} is no dtype")
+        kept = [layer for layer in self.layers if layer is not None]
+        for layer in set(kept):
+            heads, dims = (layer.key_heads, layer.value_heads), (layer.key_dim, layer.value_dim)
+            numbers = (*heads, *dims, layer.window, layer.rotary_dims)
+            if any(type(number) is not int or not 0 <= number <= _MOST for number in numbers):
+                raise FormatError(f"no layer has these heads and dimensions: {layer}")
+            if layer.rotated not in ("", "key", "value"):
+                raise FormatError(f"no layer stores {layer.rotated!r} before its rotation")
+        if not kept or sum(layer.key_heads + layer.value_heads for layer in kept) > _MOST:
+            raise FormatError(f"no model keeps KV in {len(kept)} such layers")
+
+    @property
+    def position_independent(self) -> bool:
+        """True if all stored tensors are valid at other positions than their own."""
+        return all(layer is None or layer.position_independent for layer in self.layers)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of KV that all layers keep for one token."""
+        kept = (layer for layer in self.layers if layer is not None)
+        return self.dtype.itemsize * sum(k.key_heads * k.key_dim + k.value_heads * k.value_dim for k in kept)
+
+
+@dataclass(frozen=True)
+class FieldSlot:
+    """Location of one field of a part in every block: `[heads, chunk_tokens, dim]` of `dtype`."""
+
+    dtype: torch.dtype
+    dim: int
+    offset: int  # bytes from the start of the block, a multiple of the dtype's
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of one layer, or some of its heads, in every block of a KV cache group: `[heads, chunk_tokens, dim]`.
+
+    It is stored as the fields that the codec makes of it. In a merged group, the parts of two layers share their first
+    field.
+    """
+
+    layer: int
+    tensor: TensorName
+    first_head: int
+    heads: int
+    dim: int
+    fields: tuple[FieldSlot, ...]
+
+    @property
+    def offset(self) -> int:
+        """Byte offset of the part in the block."""
+        return self.fields[0].offset
+
+    @property
+    def end(self) -> int:
+        """Byte offset in the block of the end of the part's last field."""
+        return self.fields[-1].offset + self.fields[-1].nbytes
+
+
+@dataclass(frozen=True)
+class BlockGroup:
+    """KV cache group: parts that are stored together in one block."""
+
+    index: int
+    parts: tuple[Part, ...]
+    window: int
+    identifies: bool = False
+    """True if the parts are a separate copy of keys, which selectors read to identify tokens."""
+    merged: bool = False
+    """True if the group merges two layers: each part is a shared direction, and a factor of its own."""
+
+    @cached_property
+    def payload_bytes(self) -> int:
+        return self.parts[-1].end
+
+    @cached_property
+    def block_bytes(self) -> int:
+        return aligned(self.payload_bytes)
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(sorted({part.layer for part in self.parts}))
+
+
+@dataclass(frozen=True)
+class KeyIndex:
+    """Additional copy of keys, in KV cache groups of its own, for selectors to read without the other KV.
+
+    Args:
+        every: period of the layers with keys in the index. Of the layers with full attention, these are the solo
+            layers, and then the first of every `every` layers.
+        heads: number of first key-value heads to copy (IMPRESS, Section 4.1: probe heads), or None for all.
+    """
+
+    every: int = 1
+    heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("every", "heads"):
+            _check_count(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Cutting of a segment into blocks: chunk tokens × layers per block × heads per block.
+
+    Args:
+        chunk_tokens: consecutive tokens per block (ContiguousKV, Section 4.2: c = 16).
+        layers_per_block: layers per block. Layers with and without a sliding window do not share blocks, so that only
+            the window of a sliding layer is read.
+        heads_per_block: key-value heads per block, or None for all.
+        split_kv: whether keys and values are stored in separate blocks.
+        index: additional copy of keys, or None.
+        solo_layers: number of first layers without a window that have blocks, and an index, of their own.
+        codec: name of the codec between tensors and bytes (see `codecs`), also of the index.
+        pairs: pairs of layers to merge, the shallower layer first (MiniCache; see `codecs.pairs`). Each layer has KV
+            cache groups of its own for its unmerged tokens, and each pair has groups for the tokens that its layers
+            share; token tables define which tokens these are. Paired layers have full attention and the same `LayerKV`.
+            `layers_per_block` must be 1.
+    """
+
+    chunk_tokens: int = 16
+    layers_per_block: int = 4
+    heads_per_block: int | None = None
+    split_kv: bool = False
+    index: KeyIndex | None = None
+    solo_layers: int = 0
+    codec: str = RAW
+    pairs: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        make_codec(self.codec)
+        for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
+            _check_count(name, getattr(self, name))
+        if not isinstance(self.solo_layers, int) or self.solo_layers < 0:
+            raise ConfigError(f"solo_layers is a number of layers, not {self.solo_layers!r}")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        layers = [layer for pair in self.pairs for layer in pair]
+        if any(type(layer) is not int or not 0 <= layer <= _MOST for layer in layers):
+            raise ConfigError(f"pairs are of numbers of layers, not {self.pairs!r}")
+        if any(len(pair) != 2 or pair[0] >= pair[1] for pair in self.pairs) or len(set(layers)) < len(layers):
+            raise ConfigError(f"pairs are of two layers, the shallower first, and none is in two: {self.pairs!r}")
+        if self.pairs and (self.layers_per_block != 1 or self.index is not None):
+            raise ConfigError("with pairs layers_per_block is 1, and there is no index")
+        object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
+
+    def to_json(self) -> list[Any]:
+        cut = [self.chunk_tokens, self.layers_per_block, self.heads_per_block, int(self.split_kv)]
+        index = None if self.index is None else [self.index.every, self.index.heads]
+        more = [index, self.solo_layers, self.codec, [list(pair) for pair in self.pairs]]
+        while more and more[-1] == _UNSAID[len(more) - 1]:
+            more.pop()
+        return [*cut, *more]
+
+    @classmethod
+    def from_json(cls, data: list[Any]) -> Geometry:
+        if not isinstance(data, list):
+            raise FormatError(f"the geometry in the header is no list: {data!r}")
+        try:
+            chunk, layers, heads, split, *more = data
+            said: list[Any] = [*more, *_UNSAID[len(more) :]]
+            index, solo_layers, codec, said_pairs = said
+            if isinstance(codec, str) and codec not in CODECS:
+                raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
+            pairs = tuple((first, second) for first, second in said_pairs)
+            cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec, pairs)
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"the geometry in the header cannot be read: {error}") from error
+        if chunk > _MOST:
+            raise FormatError(f"no geometry has chunks of {chunk} tokens")
+        return cut
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or value < 1):
+        raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
+
+
+@lru_cache(maxsize=64)
+def block_groups(layout: KVLayout, geometry: Geometry) -> tuple[BlockGroup, ...]:
+    """Return the KV cache groups of a segment, in the order in which a forward pass needs them; index groups are last.
+
+    Raises:
+        FormatError: a pair of layers cannot be merged.
+    """
+    by_window: dict[int, list[int]] = {}
+    for index, kept in enumerate(layout.layers):
+        if kept is not None:
+            by_window.setdefault(kept.window, []).append(index)
+    step = geometry.layers_per_block
+    tensors: list[tuple[TensorName, ...]] = [("key",), ("value",)] if geometry.split_kv else [("key", "value")]
+    found: list[tuple[int, tuple[Part, ...], bool]] = []
+    for window, layers in by_window.items():
+        for some in in_groups(layers, step, 0 if window else geometry.solo_layers):
+            for names in tensors:
+                for head_range in _head_ranges(layout, some, geometry.heads_per_block):
+                    if parts := tuple(_parts(layout, geometry, some, names, head_range)):
+                        found.append((window, parts, False))
+    for pair in geometry.pairs:
+        _check_alike(layout, pair)
+        for names in tensors:
+            for head_range in _head_ranges(layout, [pair[0]], geometry.heads_per_block):
+                if parts := tuple(_merged_parts(layout, geometry, pair, names, head_range)):
+                    found.append((0, parts, True))
+    found.sort(key=lambda block_group: block_group[1][0].layer)
+    made = [BlockGroup(number, parts, window, merged=merged) for number, (window, parts, merged) in enumerate(found)]
+    if geometry.index is not None:
+        heads = None if geometry.index.heads is None else (0, geometry.index.heads)
+        for layer, *_ in in_groups(by_window.get(0, []), geometry.index.every, geometry.solo_layers):
+            parts = tuple(_parts(layout, geometry, [layer], ("key",), heads))
+            made.append(BlockGroup(len(made), parts, 0, identifies=True))
+    return tuple(made)
+
+
+def in_groups(layers: list[int], step: int, solo_layers: int) -> list[list[int]]:
+    """Return the first `solo_layers` layers one by one, and the others in groups of `step`."""
+    return [[layer] for layer in layers[:solo_layers]] + [
+        layers[i : i + step] for i in range(solo_layers, len(layers), step)
+    ]
+
+
+def _check_alike(layout: KVLayout, pair: tuple[int, int]) -> None:
+    """Raise FormatError unless two layers can be merged."""
+    first, second = (layout.layers[layer] if layer < len(layout.layers) else None for layer in pair)
+    if first is None or first != second or first.window or not first.key_dim or not first.value_dim:
+        raise FormatError(f"layers {pair[0]} and {pair[1]} cannot be merged: {first} and {second}")
+
+
+def _head_ranges(layout: KVLayout, layers: list[int], per_block: int | None) -> list[tuple[int, int] | None]:
+    if per_block is None:
+        return [None]
+    most = max(max(layout.layer(i).key_heads, layout.layer(i).value_heads) for i in layers)
+    return [(first, first + per_block) for first in range(0, most, per_block)]
+
+
+def _heads_in(layer: LayerKV, name: TensorName, heads: tuple[int, int] | None) -> tuple[int, int]:
+    """Return the first head of a range and the number of the layer's heads in it; 0 or less beyond the last head."""
+    first, stop = heads if heads is not None else (0, layer.heads(name))
+    return first, min(stop, layer.heads(name)) - first
+
+
+def _parts(
+    layout: KVLayout,
+    geometry: Geometry,
+    layers: list[int],
+    names: tuple[TensorName, ...],
+    heads: tuple[int, int] | None,
+) -> Iterator[Part]:
+    codec, offset = make_codec(geometry.codec), 0
+    for index in layers:
+        layer = layout.layer(index)
+        for name in names:
+            first, count = _heads_in(layer, name, heads)
+            if count > 0:
+                slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
+                offset = slots[-1].offset + slots[-1].nbytes
+                yield Part(index, name, first, count, layer.dim(name), slots)
+
+
+def _merged_parts(
+    layout: KVLayout,
+    geometry: Geometry,
+    pair: tuple[int, int],
+    names: tuple[TensorName, ...],
+    heads: tuple[int, int] | None,
+) -> Iterator[Part]:
+    """Yield the parts of both layers for each tensor: a shared direction, and a factor of each layer."""
+    codec, offset, layer = merged_codec(geometry.codec), 0, layout.layer(pair[0])
+    for name in names:
+        first, count = _heads_in(layer, name, heads)
+        if count > 0:
+            slots = _slots(codec, layout.dtype, layer.dim(name), count * geometry.chunk_tokens, offset)
+            direction, factor = slots
+            more = replace(factor, offset=factor.offset + factor.nbytes)
+            offset = more.offset + more.nbytes
+            yield Part(pair[0], name, first, count, layer.dim(name), slots)
+            yield Part(pair[1], name, first, count, layer.dim(name), (direction, more))
+
+
+def _slots(codec: Codec, dtype: torch.dtype, dim: int, vectors: int, offset: int) -> tuple[FieldSlot, ...]:
+    """Return the locations in a block of the fields of `vectors` vectors, from byte `offset` on."""
+    slots = []
+    for field_dtype, field_dim in codec.fields(dtype, dim):
+        offset = aligned(offset, field_dtype.itemsize)
+        slots.append(FieldSlot(field_dtype, field_dim, offset, vectors * field_dim * field_dtype.itemsize))
+        offset += slots[-1].nbytes
+    return tuple(slots)

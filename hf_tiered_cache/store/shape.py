@@ -1,0 +1,397 @@
+"""Shape of a segment: its KV cache groups, the offsets of their blocks, and the slot of each token in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..errors import FormatError
+from .codecs import Codec, make_codec, merged_codec
+from .geometry import HASH_TOKENS, BlockGroup, Geometry, KVLayout, Part, block_groups
+from .memory import to_device
+
+NOT_HELD = 0xFFFFFFFF
+"""Entry of a token table: the KV cache group does not hold this token."""
+
+IN_ORDER = 0xFFFFFFFF
+"""Entry in place of a table index: the KV cache group holds all tokens in order."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTables:
+    """Tokens that the KV cache groups of a segment hold, and their slots.
+
+    Slot s is offset s % chunk_tokens in chunk s // chunk_tokens. KV cache groups may hold the tokens in an order of
+    their own, the most important first (IMPRESS, Section 4.4.1: the mapping list), or only some of them.
+
+    Args:
+        slot_of_token: uint32 `[tables, tokens]`. In each table, the slots of the held tokens are 0, 1, 2, ... in any
+            order, and the other entries are `NOT_HELD`.
+        of_group: uint32 `[block_groups]`, the table index of each KV cache group, or `IN_ORDER`.
+        importance: float32 `[tokens]`, scores that define the order of a passage, comparable with those of tokens in
+            other segments.
+
+    Raises:
+        FormatError: The arrays are not valid tables.
+    """
+
+    slot_of_token: np.ndarray
+    of_group: np.ndarray
+    importance: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        held = np.sort(self.slot_of_token, axis=1)
+        counted = np.arange(self.slot_of_token.shape[1], dtype=np.uint32)
+        if ((held != counted) & (held != NOT_HELD)).any():  # sorted: NOT_HELD comes last
+            raise FormatError("a token table gives slots twice, or leaves some out")
+        if ((self.of_group >= len(self.slot_of_token)) & (self.of_group != IN_ORDER)).any():
+            raise FormatError("a block group names a token table that is not there")
+
+    @classmethod
+    def by_importance(
+        cls, importance: np.ndarray, groups: Sequence[BlockGroup], kept: np.ndarray | None = None
+    ) -> TokenTables:
+        """Return tables with the most important tokens first; tokens of equal importance keep their order.
+
+        Args:
+            importance: float `[layers, heads, tokens]`; a size of 1 applies to all layers or heads. A KV cache group
+                uses the sum over its heads, in its first layer. Groups with a sliding window, and groups of an index,
+                keep their order, since they are read in order.
+            groups: KV cache groups of the segment.
+            kept: See `importance` of the class.
+        """
+        layers, heads, tokens = importance.shape
+        number_of: dict[bytes, int] = {}  # KV cache groups may share a table
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            if group.window or group.identifies:
+                continue
+            mine = {head for part in group.parts for head in range(part.first_head, part.first_head + part.heads)}
+            some = sorted(mine) if heads > 1 else [0]
+            total = importance[group.layers[0] if layers > 1 else 0, some].sum(axis=0)
+            row = np.argsort(np.argsort(-total, kind="stable")).astype(np.uint32)
+            number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(row)
+        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group, kept)
+
+    @classmethod
+    def by_layer(
+        cls, slot_of_token: np.ndarray, groups: Sequence[BlockGroup], importance: np.ndarray | None = None
+    ) -> TokenTables:
+        """Return tables for given slots of each layer.
+
+        Args:
+            slot_of_token: uint32 `[layers, tokens]`, or `[1, tokens]` for all layers.
+            groups: KV cache groups of the segment.
+            importance: See `importance` of the class.
+        """
+        number_of: dict[bytes, int] = {}  # layers may share a table
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            if group.window or group.identifies:
+                continue
+            row = slot_of_token[group.layers[0] if len(slot_of_token) > 1 else 0]
+            number = of_group[group.index] = number_of.setdefault(row.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(row)
+        tables = np.stack(rows) if rows else np.empty((0, slot_of_token.shape[1]), np.uint32)
+        return cls(tables, of_group, importance)
+
+    @classmethod
+    def by_pairs(
+        cls,
+        stored_from: Sequence[int],
+        retained: Mapping[tuple[int, int], np.ndarray],
+        groups: Sequence[BlockGroup],
+        tokens: int,
+    ) -> TokenTables:
+        """Return tables for layers merged in pairs: the tokens of each layer's own groups and of the shared groups.
+
+        A pair shares the tokens that both layers hold, except the retained ones. Each layer holds the other tokens in
+        its own groups. All groups keep the order of the tokens.
+
+        Args:
+            stored_from: First token that each layer holds.
+            retained: Tokens that stay unmerged in each pair of the geometry, int64 `[n]`; a pair that is missing
+                retains none.
+            groups: KV cache groups of the segment. A group of several layers holds the tokens that any of them holds.
+            tokens: Number of tokens of the segment.
+        """
+        every, none = np.arange(tokens), np.empty(0, np.int64)
+        alone, shared = [every >= first for first in stored_from], {}  # bool [tokens] each
+        for pair in {group.layers for group in groups if group.merged}:
+            first, second = pair
+            shared[pair] = alone[first] & alone[second]
+            shared[pair][retained.get((first, second), none)] = False
+            alone[first], alone[second] = (alone[layer] & ~shared[pair] for layer in pair)
+        number_of: dict[bytes, int] = {}
+        rows: list[np.ndarray] = []
+        of_group = np.full(len(groups), IN_ORDER, np.uint32)
+        for group in groups:
+            held = shared[group.layers] if group.merged else np.any([alone[layer] for layer in group.layers], axis=0)
+            if held.all():
+                continue
+            number = of_group[group.index] = number_of.setdefault(held.tobytes(), len(rows))
+            if number == len(rows):
+                rows.append(np.where(held, np.cumsum(held) - 1, NOT_HELD).astype(np.uint32))
+        return cls(np.stack(rows) if rows else np.empty((0, tokens), np.uint32), of_group)
+
+    def as_layers(self, groups: Sequence[BlockGroup], layers: int) -> np.ndarray | None:
+        """Return the inverse of `by_layer`, uint32 `[layers, tokens]`.
+
+        None if that does not describe the tables completely.
+        """
+        tokens = self.slot_of_token.shape[1]
+        rows = np.tile(np.arange(tokens, dtype=np.uint32), (layers, 1))
+        number_of: dict[int, int] = {}
+        for group, number in zip(groups, self.of_group.tolist(), strict=True):
+            if group.window or group.identifies:
+                if number != IN_ORDER:
+                    return None
+            elif number_of.setdefault(group.layers[0], number) != number:
+                return None  # heads have separate tables
+            elif number != IN_ORDER:
+                rows[list(group.layers)] = self.slot_of_token[number]
+        return None if (rows == NOT_HELD).any() else rows
+
+    def same(self, other: TokenTables | None) -> bool:
+        """Return whether both tables give the same slots; None means that all tokens are in order."""
+        if other is None:
+            return bool((self.of_group == IN_ORDER).all())
+        return np.array_equal(self.slot_of_token, other.slot_of_token) and np.array_equal(self.of_group, other.of_group)
+
+
+@dataclass(frozen=True)
+class SegmentShape:
+    """KV cache groups of a segment, the offsets of its blocks, and the slots of its tokens."""
+
+    layout: KVLayout
+    geometry: Geometry
+    tokens: int
+    tables: TokenTables | None = None
+    """Token tables; None if every KV cache group holds all tokens in order."""
+
+    @cached_property
+    def block_groups(self) -> tuple[BlockGroup, ...]:
+        return block_groups(self.layout, self.geometry)
+
+    @cached_property
+    def restoring_groups(self) -> dict[int, list[BlockGroup]]:
+        """KV cache groups that restore each layer, by layer. Cached: each decoded token needs them at each layer."""
+        found: dict[int, list[BlockGroup]] = {}
+        for group in self.block_groups:
+            for layer in () if group.identifies else group.layers:
+                found.setdefault(layer, []).append(group)
+        return found
+
+    def codec_of(self, group: BlockGroup) -> Codec:
+        """Return the codec between tensors and the bytes of a KV cache group's blocks."""
+        return (merged_codec if group.merged else make_codec)(self.geometry.codec)
+
+    # --- blocks
+
+    def chunks_in(self, group: BlockGroup) -> int:
+        """Return the number of chunks of a KV cache group, which is its number of blocks."""
+        return self._chunks[group.index]
+
+    def first_block(self, group: int) -> int:
+        """Return the index, in the segment, of the first block of a KV cache group."""
+        return self._first_blocks[group]
+
+    @property
+    def block_count(self) -> int:
+        return self._first_blocks[-1]
+
+    @cached_property
+    def group_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each KV cache group from the first block, followed by the total size."""
+        offsets = [0]
+        for group in self.block_groups:
+            offsets.append(offsets[-1] + group.block_bytes * self.chunks_in(group))
+        return tuple(offsets)
+
+    @property
+    def blocks_bytes(self) -> int:
+        return self.group_offsets[-1]
+
+    @cached_property
+    def _chunks(self) -> tuple[int, ...]:
+        return tuple(-(-self.tokens_in(group) // self.geometry.chunk_tokens) for group in self.block_groups)
+
+    @cached_property
+    def _first_blocks(self) -> tuple[int, ...]:
+        return (0, *np.cumsum(self._chunks).tolist())
+
+    # --- tokens
+
+    def in_order(self, group: BlockGroup) -> bool:
+        """Return whether a KV cache group holds all tokens in order."""
+        return self.tables is None or self.tables.of_group[group.index] == IN_ORDER
+
+    def tokens_in(self, group: BlockGroup) -> int:
+        """Return the number of tokens that a KV cache group holds."""
+        return self.tokens if self.in_order(group) else int(self._held_of_table[self._table(group)])
+
+    def slot_of_token(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """Return the slots of `tokens` in a KV cache group, int64 both; `NOT_HELD` for tokens that it does not hold."""
+        if self.tables is None or self.in_order(group):
+            return tokens
+        return self.tables.slot_of_token[self._table(group)][tokens].astype(np.int64)
+
+    def tokens_by_slot(self, group: BlockGroup) -> np.ndarray:
+        """Return the token in each slot of a KV cache group, int64 `[tokens_in(group)]`."""
+        tokens = np.arange(self.tokens)
+        slots = self.slot_of_token(group, tokens)
+        found = np.empty(self.tokens_in(group), np.int64)
+        held = slots < len(found)
+        found[slots[held]] = tokens[held]
+        return found
+
+    def held_by(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """Return those of `tokens`, int64, that a KV cache group holds."""
+        return tokens if self.in_order(group) else tokens[self.slot_of_token(group, tokens) != NOT_HELD]
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Tokens that each layer holds in any of its KV cache groups, bool `[layers, tokens]`.
+
+        Raises:
+            FormatError: See `check_tables`.
+        """
+        every = np.arange(self.tokens)
+        of_part: dict[tuple[int, str, int], np.ndarray] = {}  # heads and tensors may be in separate groups
+        for group in self.block_groups:
+            mine = self.slot_of_token(group, every) != NOT_HELD
+            for part in group.parts if not group.identifies else ():
+                before = of_part.setdefault((part.layer, part.tensor, part.first_head), np.zeros(self.tokens, bool))
+                if (before & mine).any():
+                    raise FormatError(f"layer {part.layer} holds tokens twice: by itself, and in its pair")
+                before |= mine
+        held = np.ones((len(self.layout.layers), self.tokens), bool)
+        for (layer, *_), tokens in of_part.items():
+            held[layer] &= tokens
+        return held
+
+    def check_tables(self) -> None:
+        """Raise FormatError if a layer holds a token both by itself and in its pair."""
+        _ = self.held
+
+    @cached_property
+    def held_from(self) -> tuple[int, ...]:
+        """First token of each layer from which on it holds all tokens. A method has to compute the earlier ones."""
+        lacking = ~self.held[:, ::-1]  # from the last token backwards
+        return tuple(np.where(lacking.any(1), self.tokens - lacking.argmax(1), 0).tolist())
+
+    def chunks_of(self, group: BlockGroup, tokens: np.ndarray) -> np.ndarray:
+        """Return the chunks of a KV cache group that hold `tokens`, ascending.
+
+        Raises:
+            ValueError: The group does not hold all of them.
+        """
+        slots = self.slot_of_token(group, tokens)
+        if len(slots) and slots.max() >= self.tokens_in(group):
+            raise ValueError(f"block group {group.index} holds a part of its tokens, and not all that are asked for")
+        return np.unique(slots // self.geometry.chunk_tokens)
+
+    def first_token(self, group: BlockGroup, chunk: int) -> int:
+        """Return the first token of a chunk, in the order of the segment."""
+        step = self.geometry.chunk_tokens
+        first = chunk * step
+        return first if self.in_order(group) else int(self.tokens_by_slot(group)[first : first + step].min())
+
+    @cached_property
+    def whole_hashes(self) -> int:
+        """Number of leading prefix hashes of the segment that cover completely stored tokens."""
+        if self.tables is None or not self._held_of_table.size:
+            return self.tokens // HASH_TOKENS
+        if self.geometry.pairs:
+            missing = (~self.held).any(axis=0)
+        else:  # also in groups that are not of layers, such as an index
+            missing = (self.tables.slot_of_token == NOT_HELD).any(axis=0)
+        return int(missing.argmax() if missing.any() else self.tokens) // HASH_TOKENS
+
+    @property
+    def whole(self) -> bool:
+        """True if every KV cache group holds all tokens. False with pairs, which divide them among several groups."""
+        return not self.geometry.pairs and self.whole_hashes * HASH_TOKENS == self.tokens
+
+    def _table(self, group: BlockGroup) -> int:
+        assert self.tables is not None
+        return int(self.tables.of_group[group.index])
+
+    @cached_property
+    def _held_of_table(self) -> np.ndarray:
+        """Number of tokens in each table, int64 `[tables]`."""
+        assert self.tables is not None
+        return (self.tables.slot_of_token != NOT_HELD).sum(axis=1)
+
+    # --- tensors
+
+    def field_views(self, blocks: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+        """Return typed views of a part's fields in the blocks of its group.
+
+        Args:
+            blocks: uint8 `[n, block_bytes]`.
+            part: Part of the KV cache group.
+
+        Returns:
+            For each field `[n, heads, chunk_tokens, dim]`.
+        """
+        return tuple(
+            blocks[:, slot.offset : slot.offset + slot.nbytes]
+            .view(slot.dtype)
+            .unflatten(1, (part.heads, self.geometry.chunk_tokens, slot.dim))
+            for slot in part.fields
+        )
+
+    def pack(self, blocks: torch.Tensor, group: BlockGroup, part: Part, source: torch.Tensor) -> None:
+        """Write one part of all tokens, `[heads, tokens, dim]`, into a group's `blocks`, uint8 `[chunks, block_bytes]`.
+
+        Tokens that the KV cache group does not hold are skipped.
+
+        Raises:
+            ValueError: The group is merged, which takes two layers (see `codecs.pairs`).
+        """
+        if group.merged:
+            raise ValueError(f"block group {group.index} is of two layers, and cannot be packed from one")
+        self.pack_fields(blocks, group, part, self.codec_of(group).encode(source))
+
+    def pack_fields(
+        self, blocks: torch.Tensor, group: BlockGroup, part: Part, fields: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Write fields that are already encoded, `[heads, tokens, field's dim]` each, as `pack` does."""
+        chunk = self.geometry.chunk_tokens
+        for target, source in zip(self.field_views(blocks, part), fields, strict=True):
+            if not self.in_order(group):
+                source = source[:, to_device(self.tokens_by_slot(group), source.device)]
+            whole, rest = divmod(source.shape[1], chunk)
+            if whole:
+                target[:whole] = source[:, : whole * chunk].unflatten(1, (whole, chunk)).transpose(0, 1)
+            if rest:
+                target[whole, :, :rest] = source[:, whole * chunk :]
+
+    def unpack(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> torch.Tensor:
+        """Return a decoded copy of one part, `[heads, tokens, dim]`: the inverse of `pack`."""
+        return self.codec_of(group).decode(self.unpack_fields(blocks, group, part), self.layout.dtype)
+
+    def unpack_fields(self, blocks: torch.Tensor, group: BlockGroup, part: Part) -> tuple[torch.Tensor, ...]:
+        """Return copies of the encoded fields of one part: the inverse of `pack_fields`.
+
+        Tokens that the KV cache group does not hold are zeros.
+        """
+        views, held = self.field_views(blocks, part), self.tokens_in(group)
+        by_slot = [view.transpose(0, 1).flatten(1, 2)[:, :held] for view in views]  # [heads, held, field's dim]
+        if self.in_order(group):
+            return tuple(by_slot)
+        tokens, found = torch.from_numpy(self.tokens_by_slot(group)), []
+        for field in by_slot:
+            found.append(field.new_zeros(field.shape[0], self.tokens, field.shape[2]))
+            found[-1][:, tokens] = field
+        return tuple(found)

@@ -1,0 +1,429 @@
+"""Sidecars: arrays made from a segment's KV or from its use. They can be replaced or lost without harm.
+
+There is one file per kind, named after the segment, a dot and the kind:
+
+    prefix | JSON | digests of blocks | tag, if encrypted | blocks: the arrays, concatenated
+
+A sidecar is bound to the exact bytes of the segment that it was made from. In a store with a key it is encrypted like a
+segment. docs/format.md specifies it byte by byte.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import FormatError, IntegrityError, NewerFormatError, OtherKeyError, QuotaError, StoreBusyError
+from ..stats import Counters
+from .backend import SegmentBackend, Stored, Upload
+from .cipher import Plain
+from .digest import DIGEST_DTYPE, Guard, is_tagged, xxh3
+from .engines import EngineFile, ReadOp
+from .format import TAG_BYTES, Seal
+from .geometry import ALIGNMENT, aligned
+from .kinds import SIDECAR_MAGIC
+from .memory import aligned_bytes
+from .notices import Notices
+from .publish import write_blocks
+from .segment import SegmentReader
+
+MAGIC = SIDECAR_MAGIC
+FORMAT_VERSION = 1
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+    )
+}
+"""Supported dtypes of arrays, by name."""
+_PREFIX = struct.Struct(
+    "<8sIIQQ"
+)  # magic, version, bytes of the JSON and of the arrays, xxh3-64 of all before the blocks
+_NAME = re.compile(r"([0-9a-f]{32})\.([a-z][a-z0-9_]{0,31})")
+_MOST_JSON, _MOST_BYTES, _MOST_DIMS = 64 << 10, 1 << 40, 8
+_BLOCK_BYTES, _ARRAY_ALIGNMENT = 64 << 10, 64
+_LARGE, _MOST_HOLES = 16 << 20, 16
+"""Files above `_LARGE` bytes must take 1/16 of their size on disk: a sparse file of a few KiB could fill all memory."""
+_UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+
+
+class Kept(NamedTuple):
+    """Arguments of `Beside.keep`, except the segment."""
+
+    kind: str
+    arrays: dict[str, torch.Tensor]
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Name, dtype and shape of one array of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _Head:
+    """Decoded header of a sidecar: all data before the blocks."""
+
+    segment: str
+    content: str
+    """Identifier of the segment's bytes that it was made from (see `_content_of`)."""
+    kind: str
+    facts: str
+    """Parameters that it was made with, as JSON with sorted keys."""
+    arrays: tuple[_Place, ...]
+    seal: Seal | None
+    digests: np.ndarray
+    """Digests of its blocks, `DIGEST_DTYPE` `[blocks]`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Total bytes of all arrays, each padded."""
+        return sum(aligned(array.nbytes, _ARRAY_ALIGNMENT) for array in self.arrays)
+
+
+class _Open(NamedTuple):
+    """An open sidecar with a verified header."""
+
+    file: EngineFile
+    stored: Stored
+    head: _Head
+    guard: Guard
+
+
+class Beside:
+    """Sidecars of the segments of a store.
+
+    Args:
+        backend: stores the sidecars.
+        cipher: encrypts them, if the store has a key.
+        counters: counts traffic and faults.
+        notices: logs faults.
+        reserved: reserves a number of bytes for a name without evicting the given segments (`Publisher.reserved`).
+    """
+
+    def __init__(
+        self,
+        backend: SegmentBackend,
+        cipher: Plain,
+        counters: Counters,
+        notices: Notices,
+        reserved: Callable[[str, int, Collection[str]], AbstractContextManager[Upload]],
+    ) -> None:
+        self._backend, self._cipher, self._reserved = backend, cipher, reserved
+        self._counters, self._notices = counters, notices
+
+    # --- writing and reading
+
+    def keep(
+        self, reader: SegmentReader, kind: str, arrays: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+    ) -> bool:
+        """Write a sidecar of a segment, replacing an existing one of this kind.
+
+        Args:
+            reader: segment that the arrays were made from.
+            kind: name of the kind: a lowercase letter, followed by lowercase letters, digits or `_`.
+            arrays: dense tensors by name, with dtypes in `DTYPES`.
+            facts: JSON-serializable parameters of the arrays. `kept` needs the same facts. They are not encrypted.
+
+        Returns:
+            Whether the sidecar is stored now. A full disk, the quota, an unwritable place or an unavailable lock drop
+            it, which is counted. It is also dropped if the segment was deleted or replaced.
+
+        Raises:
+            ValueError: kind, arrays or facts cannot be stored.
+        """
+        name = f"{reader.id}.{kind}"
+        if _NAME.fullmatch(name) is None:
+            raise ValueError(f"{kind!r} is no kind of arrays")
+        places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
+        if odd := {place.dtype for place in places} - set(DTYPES.values()):
+            raise ValueError(f"arrays of {odd} cannot be kept")
+        if not self._backend.writable:
+            self._counters.add("dropped_writes")
+            return False
+        seal = self._cipher.new_seal()
+        head = _Head(reader.id, _content_of(reader), kind, _text(facts), places, seal, np.empty(0, DIGEST_DTYPE))
+        blocks, text, guard = _pack(head.nbytes, arrays.values()), _encode_json(head), self._cipher.guard(seal)
+        head_bytes = _head_bytes(len(text), head.nbytes)
+        try:
+            with self._reserved(name, head_bytes + blocks.numel(), {reader.id}) as upload:
+                digests = write_blocks(upload, head_bytes, guard, 0, blocks)
+                upload.write(memoryview(_encode_head(text, head.nbytes, digests, guard)), 0)
+                if not reader.is_current():
+                    return False
+                upload.publish(True)
+                self._counters.add("bytes_written", upload.nbytes())
+        except (OSError, QuotaError, StoreBusyError) as error:
+            self._counters.add("dropped_writes")
+            self._notices.warn(f"beside {type(error).__name__}", f"{name} was not kept: {error}")
+            return False
+        return True
+
+    def kept(self, reader: SegmentReader, kind: str, facts: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+        """Return the arrays of one kind of a segment: dense CPU tensors in one shared buffer.
+
+        Args:
+            reader: the segment. A sidecar that was made from other bytes under the same id is ignored.
+            kind: as passed to `keep`.
+            facts: as passed to `keep`.
+
+        Returns:
+            Arrays by name. None if there is no sidecar or its facts differ; also None, and counted, if it is damaged,
+            encrypted with another key or unreadable.
+        """
+        name = f"{reader.id}.{kind}"
+        try:
+            return self._read(name, _content_of(reader), _text(facts))
+        except (OSError, MemoryError, FormatError, IntegrityError) as error:
+            self._report(name, error)
+            return None
+
+    def all_of(self, reader: SegmentReader) -> list[Kept]:
+        """Read all sidecars of a segment, to `keep` them for another segment with the same tokens.
+
+        Unreadable sidecars are skipped and counted.
+        """
+        found = []
+        try:
+            kinds = self.sizes().get(reader.id, {})
+        except OSError:
+            kinds = {}
+        for kind in kinds:
+            name = f"{reader.id}.{kind}"
+            try:
+                file = self._open(name)
+                if file.head.content == _content_of(reader):
+                    found.append(Kept(kind, self._arrays(name, file), json.loads(file.head.facts)))
+            except (OSError, MemoryError, FormatError, IntegrityError) as error:
+                self._report(name, error)
+        return found
+
+    def _report(self, name: str, error: Exception) -> None:
+        """Count and log a failed read. A damaged file is deleted, so that it is made again."""
+        if isinstance(error, FileNotFoundError):
+            return
+        damaged = isinstance(error, FormatError | IntegrityError)
+        figure = "verification_failures" if damaged else "read_errors"
+        if isinstance(error, NewerFormatError | OtherKeyError):
+            damaged, figure = False, "newer_files" if isinstance(error, NewerFormatError) else "other_key_files"
+        self._counters.add(figure)
+        self._notices.warn(name, f"{self._backend.where(name)} cannot be used: {error}; it is made anew")
+        if damaged and self._backend.writable:
+            self._delete(name)
+
+    # --- files
+
+    def _read(self, name: str, content: str, facts: str) -> dict[str, torch.Tensor] | None:
+        """Return the arrays of a file if content and facts match. Raises FormatError, IntegrityError or OSError."""
+        file = self._open(name)
+        these = (file.head.content, file.head.facts) == (content, facts)
+        return self._arrays(name, file) if these else None
+
+    def _open(self, name: str) -> _Open:
+        """Open a file and verify its header. Raises FormatError or OSError."""
+        stored, data, file = self._backend.open(name, _length)
+        head = _decode_head(data)
+        if f"{head.segment}.{head.kind}" != name:
+            raise FormatError(f"it calls itself {head.segment}.{head.kind}")
+        guard = self._cipher.guard(head.seal)
+        if head.seal is not None and not is_tagged(guard, _untagged(data), data[-TAG_BYTES:]):
+            raise FormatError("it was not written with the store's key")
+        return _Open(file, stored, head, guard)
+
+    def _arrays(self, name: str, opened: _Open) -> dict[str, torch.Tensor]:
+        """Read, verify and decrypt the arrays. Raises IntegrityError or OSError."""
+        file, stored, head, guard = opened
+        count, block_bytes = _blocks(head.nbytes)
+        data = aligned_bytes(count * block_bytes)  # uint8 [bytes of the arrays, padded]
+        if count:
+            self._backend.read([ReadOp(file, stored.size - data.numel(), data)]).result()
+            if guard.open(0, data.view(count, block_bytes), head.digests) is not None:
+                raise IntegrityError(f"{name} fails its checksum", version=stored.version)
+        found, offset = {}, 0
+        for array in head.arrays:
+            found[array.name] = data[offset : offset + array.nbytes].view(array.dtype).view(array.shape)
+            offset += aligned(array.nbytes, _ARRAY_ALIGNMENT)
+        return found
+
+    def check(self, name: str) -> int:
+        """Verify the checksums of a file. Returns its size. Raises FormatError, IntegrityError or OSError."""
+        file = self._open(name)
+        self._arrays(name, file)
+        return file.stored.size
+
+    # --- maintenance
+
+    def sizes(self) -> dict[str, dict[str, int]]:
+        """Return the bytes that each kind takes, by segment. Raises OSError."""
+        found: dict[str, dict[str, int]] = {}
+        for name, nbytes in self._backend.beside().items():
+            if match := _NAME.fullmatch(name):
+                found.setdefault(match[1], {})[match[2]] = nbytes
+        return found
+
+    def by_segment(self) -> dict[str, int]:
+        """Return the bytes that all sidecars of a segment take, by segment. Raises OSError."""
+        return {segment: sum(kinds.values()) for segment, kinds in self.sizes().items()}
+
+    def remove(self, segments: Collection[str]) -> None:
+        """Delete the sidecars of these segments. `sweep` deletes later what cannot be deleted now."""
+        with suppress(OSError):
+            found = self.sizes() if segments else {}
+            for segment in found.keys() & set(segments):
+                for kind in found[segment]:
+                    self._delete(f"{segment}.{kind}")
+
+    def sweep(self, dry_run: bool = False) -> dict[str, int]:
+        """Delete sidecars of segments that do not exist.
+
+        Returns:
+            Bytes of each deleted file, or with `dry_run` of each file to be deleted.
+        """
+        removed: dict[str, int] = {}
+        with suppress(OSError):
+            found = self.sizes()  # before listing segments: a segment stored meanwhile must not count as gone
+            for segment in found.keys() - self._backend.names():
+                for kind, nbytes in found[segment].items():
+                    name = f"{segment}.{kind}"
+                    if self._backend.is_own(name) if dry_run else self._delete(name):
+                        removed[self._backend.where(name)] = nbytes
+        return removed
+
+    def _delete(self, name: str) -> bool:
+        with suppress(OSError):
+            return self._backend.delete(name)
+        return False
+
+
+def _content_of(reader: SegmentReader) -> str:
+    """Return an identifier of a segment's bytes. It changes if a block changes or is encrypted again."""
+    return f"{reader.header.digests.digest:016x}"
+
+
+def _text(facts: Any) -> str:
+    return json.dumps(facts, sort_keys=True, separators=(",", ":"))
+
+
+def _blocks(nbytes: int) -> tuple[int, int]:
+    """Return the number of blocks that `nbytes` of arrays take, and the bytes per block."""
+    block_bytes = min(_BLOCK_BYTES, aligned(nbytes, ALIGNMENT))
+    return -(-nbytes // max(1, block_bytes)), block_bytes
+
+
+def _pack(nbytes: int, arrays: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Concatenate arrays into uint8 `[blocks, block bytes]`, with zeros as padding between and after them."""
+    count, block_bytes = _blocks(nbytes)
+    data, offset = torch.zeros(count * block_bytes, dtype=torch.uint8), 0
+    for array in arrays:
+        size = array.numel() * array.dtype.itemsize
+        data[offset : offset + size].view(array.dtype).copy_(array.detach().reshape(-1))
+        offset += aligned(size, _ARRAY_ALIGNMENT)
+    return data.view(count, block_bytes)
+
+
+# --- header (all data before the blocks)
+
+
+def _head_bytes(json_bytes: int, nbytes: int) -> int:
+    return aligned(_PREFIX.size + json_bytes + _blocks(nbytes)[0] * DIGEST_DTYPE.itemsize + TAG_BYTES, ALIGNMENT)
+
+
+def _length(stored: Stored, page: bytes) -> int:
+    """Return the length of the header. See `HeadLength`. Raises FormatError, or OSError if memory might not suffice."""
+    if len(page) < _PREFIX.size or page[:8] != MAGIC:
+        raise FormatError("bad magic, or too short")
+    _, version, json_bytes, nbytes, _ = _PREFIX.unpack_from(page)
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(f"format {version} is newer than {FORMAT_VERSION}; upgrade hf-tiered-cache")
+    if json_bytes > _MOST_JSON or nbytes > _MOST_BYTES:
+        raise FormatError(f"JSON of {json_bytes} bytes and arrays of {nbytes} are too much")
+    head_bytes, size = _head_bytes(json_bytes, nbytes), prod(_blocks(nbytes))
+    if stored.size != head_bytes + size:
+        raise FormatError(f"{stored.size} bytes and not {head_bytes + size}")
+    if stored.size > _LARGE and stored.size > _MOST_HOLES * stored.nbytes:
+        raise OSError(errno.EFBIG, f"{stored.size} bytes in a file that takes {stored.nbytes}")
+    return head_bytes
+
+
+def _encode_json(head: _Head) -> bytes:
+    """Encode the JSON of a header. Raises ValueError if it is too long."""
+    data = {
+        "segment": head.segment,
+        "content": head.content,
+        "kind": head.kind,
+        "facts": json.loads(head.facts),
+        "arrays": [[a.name, str(a.dtype).removeprefix("torch."), list(a.shape)] for a in head.arrays],
+    }
+    text = _text(data | ({} if head.seal is None else {"cipher": head.seal.to_json()})).encode()
+    if len(text) > _MOST_JSON:
+        raise ValueError(f"names and facts of {len(text)} bytes are more than {_MOST_JSON}")
+    return text
+
+
+def _encode_head(text: bytes, nbytes: int, digests: np.ndarray, guard: Guard) -> bytes:
+    head = bytearray(_PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), nbytes, 0) + text + digests.tobytes())
+    head = head.ljust(_head_bytes(len(text), nbytes), b"\0")
+    tag = guard.tag(bytes(head))
+    head[len(head) - len(tag) :] = tag
+    struct.pack_into("<Q", head, _PREFIX.size - 8, xxh3(bytes(head)))
+    return bytes(head)
+
+
+def _untagged(data: bytes) -> bytes:
+    """Return the data that the tag authenticates: the header with zeros for checksum and tag."""
+    blank = bytearray(data[:-TAG_BYTES].ljust(len(data), b"\0"))
+    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
+    return bytes(blank)
+
+
+def _decode_head(data: bytes) -> _Head:
+    """Decode a header. Raises FormatError, also for content that `_encode_head` would not have written."""
+    _, _, json_bytes, nbytes, digest = _PREFIX.unpack_from(data)
+    blank = bytearray(data)
+    struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
+    if len(data) != _head_bytes(json_bytes, nbytes) or xxh3(bytes(blank)) != digest:
+        raise FormatError("what stands before the blocks fails its checksum")
+    end = _PREFIX.size + json_bytes
+    try:
+        said = json.loads(data[_PREFIX.size : end])
+        head = _Head(
+            segment=said["segment"],
+            content=said["content"],
+            kind=said["kind"],
+            facts=_text(said["facts"]),
+            arrays=tuple(_Place(str(name), DTYPES[dtype], _shape(shape)) for name, dtype, shape in said["arrays"]),
+            seal=Seal.from_json(said["cipher"]) if "cipher" in said else None,
+            digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
+        )
+    except _UNREADABLE as error:
+        raise FormatError(f"what stands before the blocks cannot be read: {error!r}") from error
+    if head.nbytes != nbytes:
+        raise FormatError(f"arrays of {head.nbytes} bytes do not fit into {nbytes}")
+    return head
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    shape = tuple(sizes)
+    whole = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
+    if not whole or prod(size or 1 for size in shape) > _MOST_BYTES:
+        raise ValueError(f"{sizes!r} is no shape")
+    return shape

@@ -1,0 +1,329 @@
+"""`TieredCache`, the cache class that users create, and sessions that give one to every `generate()`.
+
+The implementation of the cache is in `cache.stored_cache`. With a session, pipelines, servers and other callers of
+`generate()` use a store without changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, overload
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from . import patches, reasons
+from .cache.conversation import Conversation
+from .cache.executor import CacheOptions
+from .cache.stored_cache import StoredCache, prepare
+from .cache.suspend import Suspended, put_away
+from .errors import ConfigError, StoreClosedError
+from .kvstore import KVStore, open_store, storage_of
+from .methods import Method, make_method
+from .patches.attach import Attachment, attachment_of, base_model
+from .stats import RequestStats, StatsCollector
+from .store.conversations import conversation_name
+
+logger = logging.getLogger("hf_tiered_cache")
+
+
+class TieredCache(StoredCache):
+    """KV cache for `generate()` that restores KV from a `KVStore` and stores new KV in it.
+
+    Usage: `model.generate(**inputs, past_key_values=TieredCache(model, store))`.
+
+    The cache restores the longest stored prefix of the prompt from device memory, host memory or disk. The model
+    computes only the remaining tokens. New KV is stored, including that of generated tokens. With the default method,
+    the output is that of `DynamicCache`. A cache serves one request or one ongoing conversation. It is cheap to create.
+
+    Args:
+        model: decoder-only causal LM of transformers. It is attached (see `attach`) if it is not attached yet.
+        store: `KVStore`, or the path of one. A store given by path is opened once per model and closed by `detach`.
+        conversation: id of the conversation, 1 to 200 characters. `suspend()` stores the conversation. The next cache
+            with this id, in any process, continues it when it is given the full history. Only one cache can use a
+            conversation at a time: a newer cache of the same process takes over. The older cache finishes its current
+            answer and then raises ConversationInUseError until the newer one is suspended or garbage-collected.
+        method: how KV is restored: a `Method`, the name of one, or None for exact reuse.
+        restore: whether to restore stored KV.
+        record: whether to store new KV.
+        segments: positions in the prompt, in tokens, at which stored passages may begin, for methods that reuse
+            passages. None searches all positions.
+        strict: behavior if the prompt does not begin with the tokens that the cache holds. False crops the cache to the
+            common prefix, restores what the store has, and continues. True raises CacheMismatchError.
+        progress: whether to show a progress bar for prompts that are computed in pieces (`KVDrive`).
+        label: text in the header of the segments that this cache stores, shown by `hf-tiered-cache ls`.
+        tag: name for the model's computation if the model has custom code without a name of its own (a steering hook, a
+            replaced forward, a custom attention function). KV is shared only between caches with the same tag.
+
+    Raises:
+        ConfigError: an argument is invalid, or the model's attention implementation does not suit the method.
+        UnsupportedModelError: the model keeps state other than per-token KV, or the method cannot serve the model.
+        ConversationInUseError: another process uses the conversation.
+        StoreClosedError: the store was closed, or opened before this process was forked.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KVStore | str | os.PathLike[str],
+        *,
+        conversation: str | None = None,
+        method: Method | str | None = None,
+        restore: bool = True,
+        record: bool = True,
+        segments: Sequence[int] | None = None,
+        strict: bool = False,
+        progress: bool = True,
+        label: str = "",
+        tag: str = "",
+    ) -> None:
+        chosen = make_method(method)
+        if conversation is not None:
+            chosen = chosen.for_conversation(conversation_name(conversation))
+        attachment, layers = prepare(model, chosen)
+        self._store = open_store(store, chosen, attachment.extras)
+        begins = None if segments is None else tuple(segments)
+        options = CacheOptions(restore, record, begins, strict, progress, label, tag)
+        storage = storage_of(self._store)
+        super().__init__(attachment, layers, storage, chosen, options)
+        if conversation is not None:
+            self._serving.conversation = Conversation(storage, conversation)
+
+    @property
+    def store(self) -> KVStore:
+        """Store that KV is restored from and written to."""
+        return self._store
+
+    @property
+    def conversation(self) -> str | None:
+        """Id of the cache's conversation, or None."""
+        return None if self._serving.conversation is None else self._serving.conversation.id
+
+    def suspend(self) -> Suspended:
+        """Store all computed KV, save the conversation's record, and release its memory and lock.
+
+        The cache is empty afterwards. If it is used again, it restores from the store. Tokens are stored in multiples
+        of 16; the next turn computes the remaining ones. Without a conversation, KV is stored and released as well. The
+        call returns when everything is durable.
+
+        Returns:
+            Number of tokens and bytes stored. If something could not be stored, for example because the disk is full or
+            not writable, `reason` says why.
+
+        Raises:
+            StoreClosedError: the store was closed.
+        """
+        serving = self._serving
+        with ExitStack() as stack:
+            if serving.conversation is not None:
+                stack.callback(serving.conversation.release)  # runs last
+            stack.callback(self._start_over, serving.collector)
+            return put_away(serving, self.get_seq_length())
+
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        try:
+            self.suspend()
+        except StoreClosedError as closed:
+            if error is None:
+                raise
+            logger.warning("the conversation was not suspended: %s", closed)  # the first exception is propagated
+
+    @torch.compiler.disable
+    def run(self, attachment: Attachment, forward: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+        """See `StoredCache`."""
+        conversation, serving = self._serving.conversation, self._serving
+        if conversation is None:
+            return super().run(attachment, forward, kwargs)
+        begins, empty, ids = serving.untold, not self.get_seq_length(), kwargs.get("input_ids")
+        if begins or empty:  # an answer in progress is finished even if another cache took over
+            conversation.claim()
+        if empty and isinstance(ids, torch.Tensor):
+            _check_one(ids)
+        output = super().run(attachment, forward, kwargs)
+        conversation.turns += begins and not serving.untold
+        return output
+
+    def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:
+        """See `StoredCache`."""
+        if self._serving.conversation is not None:
+            self._serving.conversation.claim()
+            _check_one(input_ids)
+        super().continue_with(input_ids, copies)
+
+    def _fresh(self) -> TieredCache:
+        return TieredCache(self.model, self._store, method=self.method, **asdict(self._serving.options))
+
+    def __repr__(self) -> str:
+        model = type(self.model).__name__
+        named = "" if self.conversation is None else f", conversation={self.conversation!r}"
+        method, tokens = type(self.method).__name__, self.get_seq_length()
+        return f"TieredCache({model}, {self.store!r}, {method}, {tokens} tokens{named})"
+
+
+def _check_one(ids: torch.Tensor) -> None:
+    """Raise ConfigError if the rows of a batch, int `[rows, n]`, differ, so that they are several conversations."""
+    if ids.ndim == 2 and len(ids) > 1 and not bool((ids == ids[:1]).all()):
+        raise ConfigError(
+            f"a cache with a conversation goes on with one prompt, not a batch of {len(ids)}; make a TieredCache with "
+            "an id of its own for each, and call generate() for each"
+        )
+
+
+class TieredSession:
+    """Session in which every `generate()` without a cache uses the store: `with tiered(model, store) as session:`.
+
+    Each such call gets a new `TieredCache`; `session.stats` sums over them. Calls that request something else
+    (`past_key_values`, `cache_implementation`, `use_cache=False`, `custom_generate`, `generate_batch()`) run unchanged.
+    They count as requests too, with the reason why the store is not used. A call with its own `TieredCache` counts only
+    in the `stats` of that cache.
+
+    Args:
+        model: A causal LM of transformers.
+        store: A `KVStore`, or the path of one.
+        method, restore, record, segments, label, tag: As for `TieredCache`.
+
+    Raises:
+        ConfigError, StoreClosedError: As for `TieredCache`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        store: KVStore | str | os.PathLike[str],
+        *,
+        method: Method | str | None = None,
+        restore: bool = True,
+        record: bool = True,
+        segments: Sequence[int] | None = None,
+        label: str = "",
+        tag: str = "",
+    ) -> None:
+        self.method = make_method(method)
+        self._account = StatsCollector()
+        was_attached = attachment_of(model) is not None
+        self._attachment = patches.attach(model)
+        if not was_attached:
+            self._attachment.by_session = True
+        try:
+            self.store = open_store(store, self.method, self._attachment.extras)
+            self._new_cache = partial(
+                TieredCache,
+                self._attachment.model,
+                self.store,
+                method=self.method,
+                restore=restore,
+                record=record,
+                segments=segments,
+                label=label,
+                tag=tag,
+            )
+            self._new_cache()  # raises here, not in the first generate()
+        except BaseException:
+            self._leave()
+            raise
+        self._attachment.sessions.append(self)
+
+    @contextmanager
+    def call(self, setting: str = "", value: Any = None) -> Iterator[TieredCache | None]:
+        """Enclose one `generate()` of the model. See `patches.attach.Session`."""
+        account, cache = StatsCollector(), None
+        account.total = self._account
+        if not setting:
+            cache = self._new_cache()
+            cache.count_into(account)  # also counts copies that generate() makes of the cache
+        yield cache
+        if not account.stats.requests:
+            reason = reasons.bypassed(setting, value)
+            account.add(requests=1)
+            account.explain(reason)
+            logger.info("the store is not used; %s", reason)
+            if not reasons.is_expected(reason):
+                storage_of(self.store).disk.warn(reason, reason)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Model that the session serves."""
+        return self._attachment.model
+
+    @property
+    def stats(self) -> RequestStats:
+        """Sum over all requests so far. Prints as a table."""
+        return self._account.stats
+
+    def close(self) -> None:
+        """End the session: `generate()` works as before, and computed KV is still stored."""
+        if self in self._attachment.sessions:
+            self._attachment.sessions.remove(self)
+            self._leave()
+
+    def _leave(self) -> None:
+        attachment = self._attachment
+        if attachment.active and attachment.by_session and not attachment.sessions:  # the last session ends
+            patches.detach(attachment.model)
+
+    def __enter__(self) -> TieredSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"TieredSession({type(self.model).__name__}, {self.store!r}, {type(self.method).__name__})"
+
+    def _repr_html_(self) -> str:
+        return self.stats._repr_html_()
+
+
+tiered = TieredSession
+"""Alias of `TieredSession` for `with` blocks: `with tiered(model, store) as session:`."""
+
+
+@overload
+def attach(model: nn.Module) -> Attachment: ...
+@overload
+def attach(
+    model: nn.Module,
+    *,
+    store: KVStore | str | os.PathLike[str],
+    method: Method | str | None = None,
+    label: str = "",
+    tag: str = "",
+) -> TieredSession: ...
+def attach(
+    model: nn.Module,
+    *,
+    store: KVStore | str | os.PathLike[str] | None = None,
+    method: Method | str | None = None,
+    label: str = "",
+    tag: str = "",
+) -> Attachment | TieredSession:
+    """Prepare a model for `TieredCache`; with a store, also use it in every `generate()` without a cache.
+
+    Args:
+        model: A causal LM of transformers.
+        store: A `KVStore`, or the path of one; None only attaches the model, as the first `TieredCache` does.
+        method: As for `TieredCache`; needs a store.
+        label: As for `TieredCache`; needs a store.
+        tag: As for `TieredCache`; needs a store.
+
+    Returns:
+        With a store, the session, which lasts until its `close()` or `detach(model)`; else the attachment.
+
+    Raises:
+        ConfigError: `method`, `label` or `tag` is given without a store.
+        UnsupportedModelError: The model or the method is not supported.
+    """
+    if store is not None:
+        return TieredSession(model, store, method=method, label=label, tag=tag)
+    if method is not None or label or tag:
+        raise ConfigError("attach(model, method=..., label=..., tag=...) also needs store=: a KVStore, or a path")
+    return patches.attach(base_model(model))

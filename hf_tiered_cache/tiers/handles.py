@@ -1,0 +1,369 @@
+"""Block handles: what requests wait for, and what they pin.
+
+Asynchronous verification on the device of blocks that were read there without passing through the CPU.
+
+Slab allocation outside the lock that all requests share, since page-locking takes milliseconds.
+
+Block handles, which requests wait for, and the pins on buffer slots that they keep.
+
+State of a pending fetch: the blocks of one request of a block handle.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import IntegrityError
+from ..store.digest import lin64
+from ..store.interrupts import Apart, Latch, Step
+from ..store.memory import to_device
+from ..store.segment import Asked, SegmentReader
+from .device import DeviceMemory
+from .pool import Tier, slab_slots
+from .scores import Owner
+from .slabs import NO_MEMORY, BlockRun, Blocks, SlotPool
+from .streams import CopyStream, DoneEvent, Event
+
+
+class LateCheck:
+    """Comparison of a batch of blocks with their digests on the side stream.
+
+    No thread waits for the result before `confirm`. A pass may use the blocks before that, but its results may not
+    outlive the pass until `confirm` succeeds.
+
+    Args:
+        stream: the side stream of the device.
+        asked: segments that verify their blocks, with runs of blocks that were read into device memory.
+    """
+
+    def __init__(self, stream: CopyStream, asked: Sequence[Asked]) -> None:
+        runs = [(reader, number, first, blocks) for reader, number, some in asked for first, blocks in some]
+        self._runs = [(reader, number, first, len(blocks)) for reader, number, first, blocks in runs]
+        expected = np.concatenate(
+            [reader.digests[number]["lin64"][first : first + count] for reader, number, first, count in self._runs]
+        ).view(np.int64)
+        with stream.copying():
+            found = torch.cat([lin64(blocks) for *_, blocks in runs])  # int64 [blocks]
+            # copy to pinned memory without waiting
+            self._bad = (found != to_device(expected, found.device)).to("cpu", non_blocking=True)  # bool [blocks]
+            self._done = stream.copied()
+        self._whole: bool | None = None
+
+    def is_done(self) -> bool:
+        """Return whether the result is available without waiting."""
+        return self._whole is not None or self._done.query()
+
+    def found_whole(self) -> bool:
+        """Wait for the result, and return whether every block matches its digest."""
+        if self._whole is None:
+            if not self._done.query():
+                self._done.synchronize()
+            self._whole = not bool(self._bad.numpy().any())
+        return self._whole
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if it is already known that every block matches its digest."""
+        return self._whole is True
+
+    def confirm(self) -> None:
+        """Wait in this thread for the result.
+
+        Raises:
+            IntegrityError: a block does not match its digest; the error names the first such block.
+        """
+        if not self.found_whole():
+            at = int(np.flatnonzero(self._bad.numpy())[0])
+            for reader, block_group, first, count in self._runs:
+                if at < count:
+                    raise reader.damaged(block_group, first + at)
+                at -= count
+
+
+Needs = Counter[tuple[Tier, int]]
+"""Number of slots that will be acquired, by tier and block size in bytes."""
+
+
+class SlabMaker:
+    """Allocator that fills the slab stocks of a residency's tiers.
+
+    Args:
+        lock: guards the tiers; it is not held during allocation.
+        step: repair guard of the residency.
+        host: the host tier.
+        ahead: whether a worker thread allocates one slab of the host tier in advance.
+    """
+
+    def __init__(self, lock: threading.Lock, step: Step, host: Tier, ahead: bool) -> None:
+        self._lock, self._step, self._host = lock, step, host
+        self._apart = Apart() if ahead else None
+
+    def lacking(self, needs: Needs) -> list[tuple[Tier, int]]:
+        """Return the tier and size in bytes of each slab that is needed and not allocated yet, within the budgets.
+
+        This may also order a slab in advance. The caller holds the lock.
+        """
+        lacking: list[tuple[Tier, int]] = []
+        for (tier, size), count in needs.items():
+            now = tier.wants(size, count)
+            lacking.extend((tier, nbytes) for nbytes in now)
+            if tier is self._host and self._apart is not None and not tier.stock.is_ordered:
+                soon = tier.wants(size, count + slab_slots(size, tier.budget) // 2)[len(now) :]
+                if soon:
+                    tier.stock.is_ordered = True
+                    self._apart.do(partial(self._make_ahead, soon[0]))
+        return lacking
+
+    def make(self, lacking: Iterable[tuple[Tier, int]]) -> None:
+        """Allocate slabs and put them in stock. The caller does not hold the lock.
+
+        If an allocation fails, its tier stops growing.
+        """
+        for tier, nbytes in lacking:
+            try:
+                memory = tier.allocate(nbytes)
+            except NO_MEMORY as error:
+                with self._lock, self._step:
+                    tier.stay(error)
+            else:
+                with self._lock, self._step:
+                    tier.put_in_stock(memory)
+
+    def _make_ahead(self, nbytes: int) -> None:
+        try:
+            self.make([(self._host, nbytes)])
+        finally:
+            self._host.stock.is_ordered = False
+
+
+class BlockRequest(NamedTuple):
+    """Request for blocks of one KV cache group of a segment; `chunks` is int64, ascending."""
+
+    reader: SegmentReader
+    block_group: int
+    chunks: np.ndarray
+
+
+@dataclass(eq=False)
+class Hold:
+    """Pin on buffer slots, which may not be evicted.
+
+    The residency keeps each pin until nothing reads or writes its slots.
+    """
+
+    stream: CopyStream | None
+    """Side stream of the device, or None if the host tier is the device tier."""
+    lease: weakref.ref[Lease] | None = None
+    """Block handle that owns the pin, or None. The pin ends when the handle is deleted, even without `release`."""
+    slots: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    copied: Event = field(default_factory=DoneEvent)
+    """Event after the copies to and from the slots."""
+    over: Event | None = None
+    """Event after the device work that was queued before the release, or None before the release."""
+    reading: bool = False
+    """True if a read from disk may be writing to the slots."""
+    moves_down: bool = False
+    """True if blocks evicted from a device are being copied to the slots."""
+    check: LateCheck | None = None
+    """Verification of blocks that were read from disk directly to the device."""
+    when_whole: list[Callable[[], None]] = field(default_factory=list)
+    """Actions to run when `check` succeeds. They make the blocks visible to other requests."""
+
+    def keep_checked(self) -> None:
+        """Run the actions in `when_whole` if `check` succeeded, and clear them in any case.
+
+        Blocks of a damaged batch are dropped with the block handle.
+        """
+        keep, self.when_whole = self.when_whole, []
+        for action in keep if self.check is not None and self.check.found_whole() else ():
+            action()
+
+    def is_over(self) -> bool:
+        """Return whether the pin was released and nothing reads or writes its slots."""
+        return self.over is not None and not self.reading and self.over.query() and self.copied.query()
+
+    def end(self) -> Event:
+        """Release the pin after the device work queued so far, and return the event for that point."""
+        self.over = self.stream.computed() if self.stream else DoneEvent()
+        return self.over
+
+
+class Holds:
+    """All pins of a residency. The lock of the residency guards them."""
+
+    def __init__(self) -> None:
+        self._holds: set[Hold] = set()
+
+    def __len__(self) -> int:
+        return len(self._holds)
+
+    def add(self, hold: Hold) -> None:
+        self._holds.add(hold)
+
+    def in_tier(self, tier: Tier) -> list[tuple[SlotPool, np.ndarray]]:
+        """Return the pinned slots of a tier."""
+        return [(pool, slots) for hold in self._holds for holder, pool, slots in hold.slots if holder is tier]
+
+    def await_moves_down(self, stream: CopyStream | None) -> None:
+        """Wait for copies of evicted blocks to the host on streams other than `stream`.
+
+        Look-ups find these blocks as soon as the copy is queued. Only work on the same stream is ordered after it.
+        """
+        for hold in self._holds:
+            if hold.moves_down and hold.stream is not stream:
+                hold.copied.synchronize()
+
+    def reap(self, unpin: Callable[[Tier, SlotPool, np.ndarray], None]) -> None:
+        """Unpin the slots of all pins that are over."""
+        for hold in list(self._holds):
+            if hold.over is None and hold.lease is not None and hold.lease() is None:  # an interrupt lost the handle
+                hold.end()
+            if hold.is_over() or (hold.check is not None and hold.check.is_done()):  # maybe before the copies end
+                hold.keep_checked()
+        for hold in list(self._holds):  # including pins that `keep_checked` added
+            if hold.is_over() and not hold.when_whole:
+                for tier, pool, slots in hold.slots:
+                    unpin(tier, pool, slots)
+                self._holds.discard(hold)
+
+
+@dataclass(eq=False)
+class LeasedBlocks:
+    """Blocks that a handle fetches for one request."""
+
+    request: BlockRequest
+    chunks: np.ndarray
+    """Chunks to fetch, int64, ascending: all requested chunks, or those within the budgets."""
+    from_disk: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    """Chunks that are read from disk, int64, ascending."""
+    blocks: Blocks | None = None
+    """Locations of the blocks on the requested device, or None before they have arrived."""
+
+    @property
+    def arrived(self) -> Blocks:
+        """Blocks of a handle after `wait`."""
+        assert self.blocks is not None
+        return self.blocks
+
+
+class Lease:
+    """Block handle: a batch of blocks that is fetched to a device, and the pin on their slots until `release`.
+
+    Args:
+        requests: the blocks to fetch.
+        confirm: function of the tiers that waits until the blocks of a pin are verified.
+        retire: function of the tiers that releases the pin of a handle.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[BlockRequest],
+        confirm: Callable[[Hold], None],
+        retire: Callable[[Lease], None],
+    ) -> None:
+        self._confirm, self._retire = confirm, retire
+        self.hold = Hold(None, weakref.ref(self))
+        self.leased = [LeasedBlocks(request, request.chunks) for request in requests]
+        self.latch = Latch()
+        self.failed: SegmentReader | None = None
+        """Segment that made the fetch or its verification fail, if known."""
+        self.owns_memory = False
+        """True if some blocks are in device memory of the handle's own, allocated on the side stream."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if the fetch has completed or failed, so that `wait` does not block the thread."""
+        return self.latch.is_open
+
+    def wait(self) -> None:
+        """Wait until the blocks have arrived. Some may not be verified yet: see `confirm`.
+
+        Raises:
+            IntegrityError: a block is damaged.
+            OSError: a read failed.
+            Exception: any other error of the fetch, such as one raised by CUDA.
+        """
+        self.latch.wait()
+        if self.hold.stream is not None:
+            self.hold.stream.await_copies(self.hold.copied)
+
+    @property
+    def is_confirmed(self) -> bool:
+        """True if `confirm` neither waits nor raises. Valid after `wait`."""
+        return self.hold.check is None or self.hold.check.is_confirmed
+
+    def confirm(self) -> None:
+        """Wait until the device has verified its blocks. May be called after `release`.
+
+        Raises:
+            IntegrityError: a block is damaged.
+        """
+        if self.is_confirmed:
+            return
+        try:
+            self._confirm(self.hold)
+        except IntegrityError as error:
+            self.failed = next(leased.request.reader for leased in self.leased if leased.request.reader.caused(error))
+            raise
+
+    def release(self) -> None:
+        """Release the slots. Call this after the last use of the blocks, and also if the fetch failed."""
+        self._retire(self)
+
+
+@dataclass(eq=False)
+class Arrival:
+    """Pending fetch of one block request: blocks that are found in memory, read from disk and copied."""
+
+    leased: LeasedBlocks
+    gpu: DeviceMemory | None
+    """Memory of the device where attention runs; None if that is the host."""
+    on_device: list[Blocks] = field(default_factory=list)
+    on_host: list[Blocks] = field(default_factory=list)
+    to_read: list[BlockRun] = field(default_factory=list)
+    """Runs of blocks that are read from disk to the host."""
+    direct: list[BlockRun] = field(default_factory=list)
+    """Runs of blocks that are read from disk directly to the device."""
+    staged: Blocks = field(default_factory=Blocks.none)
+    """Direct reads into the staging area, which would be lost when the block handle is released."""
+    reserved: list[tuple[Tier, SlotPool, np.ndarray]] = field(default_factory=list)
+    owner: Owner = field(init=False)
+    block_bytes: int = field(init=False)
+    count: int = field(init=False)
+    """Number of chunks of the KV cache group."""
+
+    def __post_init__(self) -> None:
+        reader, block_group, _ = self.leased.request
+        group = reader.shape.block_groups[block_group]
+        self.owner, self.block_bytes = reader.owner(block_group), group.block_bytes
+        self.count = reader.shape.chunks_in(group)
+
+    def needs(self, host: Tier, direct: bool) -> Needs:
+        """Return how many buffer slots the fetch may take from each tier, after blocks in memory are pinned.
+
+        Args:
+            host: the tier on the host.
+            direct: whether the engine reads from disk directly to device memory.
+        """
+        needs: Needs = Counter()
+        if self.leased.request.reader.gone:  # no tier keeps blocks of a deleted segment
+            return needs
+        missing, size, gpu = len(self.leased.from_disk), self.block_bytes, self.gpu
+        up = missing + sum(map(len, self.on_host))
+        if gpu is not None and up:
+            room, vacant = gpu.tier.room(size), gpu.tier.vacant(size)
+            needs[gpu.tier, size] = up
+            needs[gpu.staging, size] = max(0, up - room)
+            needs[host, size] = max(0, min(up, room) - vacant)  # for blocks that the device evicts
+            missing = max(0, missing - room) if direct else missing
+        needs[host, size] += missing
+        return needs

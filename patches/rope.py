@@ -1,0 +1,297 @@
+"""Rotations observed in a pass, and their repetition at other positions by the model's own function.
+
+A pass observes two things: the modules that make cos and sin tables, and the modeling code's `apply_rotary_pos_emb`
+(and its variants). Their arguments and results show for each layer which tensor is rotated, how many of its dimensions,
+and how to rotate at other positions. No model family needs its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+_PIECE_BYTES = 512 << 10
+"""Number of bytes that the CPU rotates at once. The rotation makes several tensors of this size, and memory for larger
+ones comes from the system each time, page by page. At 4096 tokens that took longer than the rest of a restore."""
+
+
+@dataclass(eq=False)
+class Call:
+    """Recorded call that can be repeated.
+
+    Args:
+        function: Called function.
+        places: Index of each parameter, by name. Binding a signature at every layer and token would cost more than the
+            rotation.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+    """
+
+    function: Callable[..., Any]
+    places: Mapping[str, int]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return the argument with this name."""
+        place = self.places[name]
+        return self.args[place] if place < len(self.args) else self.kwargs[name]
+
+    def again(self, **changed: Any) -> Any:
+        """Repeat the call with some arguments changed."""
+        args, kwargs = list(self.args), dict(self.kwargs)
+        for name, value in changed.items():
+            if (place := self.places[name]) < len(args):
+                args[place] = value
+            else:
+                kwargs[name] = value
+        return self.function(*args, **kwargs)
+
+
+@dataclass(eq=False)
+class RotaryTable:
+    """Recorded call of a module that makes cos and sin tables."""
+
+    call: Call
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin `[1, n, dims]` at text positions, int64 `[n]`, with the frequencies of this pass."""
+        asked: torch.Tensor = self.call["position_ids"]
+        # some frequencies depend on the largest position of a pass: append it, and cut its result off
+        latest = on(positions.device, asked.max()).view(1)
+        cos, sin = self.call.again(position_ids=torch.cat([positions, latest]).expand(*asked.shape[:-2], 1, -1))
+        return cos[:, :-1], sin[:, :-1]
+
+
+class KeptTables:
+    """Tables on the CPU that the passes of a model share: making one of 128k positions takes as long as ten layers.
+
+    A kept table is compared with what the pass's own module gives now, at two of its positions.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[Any, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def at(self, table: RotaryTable, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin `[1, stop or more, dims]`, with the frequencies of the pass of `table`."""
+        call = table.call
+        kinds = (given for given in (*call.args, *call.kwargs.values()) if isinstance(given, str))
+        key = call.function, *kinds  # one module may make tables of several kinds of layers
+        held = self._held.get(key)
+        if held is None or held[0].shape[1] < stop or not _agree(held, table, stop):
+            with torch.inference_mode(False), torch.no_grad():  # later passes may run without inference mode
+                held = self._held[key] = table.at(torch.arange(stop))
+        return held
+
+
+def _agree(held: tuple[torch.Tensor, torch.Tensor], table: RotaryTable, stop: int) -> bool:
+    """Return whether kept tables are those of the pass. Other frequencies differ at the second or the last position."""
+    some = torch.tensor([min(1, stop - 1), stop - 1])
+    for kept, now in zip(held, table.at(some), strict=True):
+        if kept.dtype != now.dtype or not torch.equal(kept[:, some], now):
+            return False
+    return True
+
+
+@dataclass(eq=False)
+class RotaryCall(Call):
+    """Recorded call of the modeling code's rotation of queries and keys.
+
+    Args:
+        rotated: Keys that it returned.
+        table: Table that it was given, if observed.
+    """
+
+    rotated: torch.Tensor
+    table: RotaryTable | None = None
+
+    def rotate_(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0) -> None:
+        """Rotate other keys in the same way, in place.
+
+        Args:
+            keys: `[batch, heads, n, dims]`.
+            cos: Table `[1, first + n, dims]`, or longer.
+            sin: Like `cos`.
+            first: Row of the tables for the first key.
+        """
+        columns = step = keys.shape[2]
+        if keys.device.type == "cpu" and keys.numel():
+            step = max(1, columns * _PIECE_BYTES // (keys.numel() * keys.element_size()))
+        for at in range(0, columns, step or 1):
+            count = min(step, columns - at)
+            some = keys.narrow(2, at, count)
+            some.copy_(self._rotated(some, *(table.narrow(1, first + at, count) for table in (cos, sin))))
+
+    def _rotated(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        try:
+            return self.again(q=keys[:, :0], k=keys, cos=cos, sin=sin)[1]  # no query is needed
+        except RuntimeError:  # it infers a size from the queries, so one is needed
+            return self.again(q=keys[:, :1], k=keys, cos=cos, sin=sin)[1]
+
+
+@dataclass
+class PreRopeKV:
+    """Keys and values of a layer as they are stored, and how to rotate the one that is rotated."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    rotated: Literal["", "key", "value"] = ""
+    dims: int = 0
+    position_independent: bool = True
+    """False if the tensors may contain a rotation that could not be removed."""
+    call: RotaryCall | None = None
+
+    @property
+    def rotation(self) -> RotaryCall:
+        """Recorded rotation; only available if one of the tensors is rotated."""
+        assert self.call is not None
+        return self.call
+
+
+@dataclass(eq=False)
+class RotaryTap:
+    """Rotations observed in one forward pass.
+
+    Args:
+        kept: Tables of earlier passes.
+    """
+
+    kept: KeptTables = field(default_factory=KeptTables)
+    tables: list[RotaryTable] = field(default_factory=list)
+    last: RotaryCall | None = None
+    rotates: bool = False
+    """True if any layer of this pass was observed to rotate."""
+    _picked: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]] = ((), ())
+    _at: dict[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def take(self, keys: torch.Tensor, values: torch.Tensor) -> PreRopeKV:
+        """Return what the layer that calls `update(keys, values)` would have passed without its rotation.
+
+        The recorded rotation is used up by the layer that made it, so it never applies to a layer without rotation
+        (NoPE).
+        """
+        call, self.last = self.last, None
+        if call is None:
+            return PreRopeKV(keys, values, position_independent=self.rotates)
+        self.rotates, before, rotated = True, call["k"], call.rotated
+        call.table = self._table_with(call["cos"], call["sin"])
+        if call.table is None or rotated.data_ptr() == before.data_ptr():
+            return PreRopeKV(keys, values, position_independent=False)  # unknown tables, or rotated in place
+        dims = before.shape[-1]
+        if _same(keys, rotated):
+            return PreRopeKV(before, values, "key", dims, True, call)
+        if _same(values, rotated):  # MLA keeps latents as keys and rotated parts as values
+            return PreRopeKV(keys, before, "value", dims, True, call)
+        if _begins_with(keys, rotated):  # partial rotation: the rotated part was concatenated with the rest
+            return PreRopeKV(torch.cat([before, keys[..., dims:]], dim=-1), values, "key", dims, True, call)
+        return PreRopeKV(keys, values, position_independent=False)
+
+    def rotate_(self, like: PreRopeKV, tensor: torch.Tensor, first: int) -> None:
+        """Rotate, in place, keys of the positions `first`, `first + 1`, … in the way that those of `like` were rotated.
+
+        Args:
+            like: Keys that rotate.
+            tensor: `[batch, heads, n, dim]`.
+            first: Position of the first key.
+        """
+        call = like.rotation
+        cos, sin = self._tables_at(call, first + tensor.shape[2], tensor.device)
+        call.rotate_(tensor.narrow(3, 0, like.dims), cos, sin, first)
+
+    def rotate_at_(self, like: PreRopeKV, tensor: torch.Tensor, positions: torch.Tensor, stop: int) -> None:
+        """Rotate, in place, keys of any positions in the way that those of `like` were rotated.
+
+        Args:
+            like: Keys that rotate.
+            tensor: `[heads, n, dim]`.
+            positions: int64 `[sets, n]` on the tensor's device: one set for all heads, or one for each.
+            stop: Upper bound of the positions, exclusive.
+        """
+        call = like.rotation
+        cos, sin = self._tables_at(call, stop, tensor.device)
+        part = tensor[..., : like.dims]
+        part = part.unsqueeze(0 if len(positions) == 1 else 1)  # heads with other positions become rows of a batch
+        rows = positions.reshape(-1)  # a flat index copies whole rows
+        call.rotate_(part, *(table[0].index_select(0, rows).unflatten(0, positions.shape) for table in (cos, sin)))
+
+    def _tables_at(self, call: RotaryCall, stop: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return tables of at least `stop` positions: rows of different lengths share the longest table."""
+        table = call.table
+        assert table is not None  # otherwise `take` did not remove the rotation
+        key = (id(table), device)
+        if key not in self._at or self._at[key][0].shape[1] < stop:
+            where = table.call["position_ids"].device
+            if where.type == "cpu":
+                cos, sin = self.kept.at(table, stop)
+            else:  # a comparison would wait for the device
+                cos, sin = table.at(torch.arange(stop, device=where))
+            self._at[key] = on(device, cos), on(device, sin)
+        return self._at[key]
+
+    def pick(self, tables: tuple[torch.Tensor, ...], rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the rows of cos and sin tables that a layer's queries need, and record the tables they come from."""
+        some = tuple(picked(table, rows, 1) for table in tables)
+        self._picked = some, tables
+        return some
+
+    def _table_with(self, cos: torch.Tensor, sin: torch.Tensor) -> RotaryTable | None:
+        """Return the table that a rotation was given, or None if it got other values than a module made.
+
+        Code between a module and the rotation may scale what the module made: then the module cannot give the tables of
+        other positions. A copy, such as one on another device, is compared by value.
+        """
+        some, whole = self._picked
+        if len(some) == 2 and some[0] is cos and some[1] is sin:
+            cos, sin = whole
+        for table in self.tables:
+            if table.cos is cos and table.sin is sin:
+                return table
+        return next((table for table in self.tables if _equal(table.cos, cos) and _equal(table.sin, sin)), None)
+
+
+def _equal(made: torch.Tensor, given: torch.Tensor) -> bool:
+    if made is given:
+        return True
+    return made.shape == given.shape and made.dtype == given.dtype and torch.equal(on(given.device, made), given)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+
+
+def _begins_with(keys: torch.Tensor, rotated: torch.Tensor) -> bool:
+    if keys.shape[:-1] != rotated.shape[:-1] or keys.shape[-1] <= rotated.shape[-1]:
+        return False
+    if keys.is_cuda and keys.shape[2] == 1:
+        return True  # checked in the prompt's pass; comparing would make the CPU wait for the GPU each time
+    return torch.equal(keys[:, :, -1:, : rotated.shape[-1]], rotated[:, :, -1:])
+
+
+# --- watching
+
+
+def on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` on `device`. A copy is made only if a model's layers are on several devices."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)
+
+
+def picked(tensor: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+    """Select entries along a dimension.
+
+    Args:
+        tensor: `[batch or 1, ...]`.
+        index: int64 `[n]`, or `[batch, n]` with different entries for each row of the batch.
+        dim: Dimension after that of the batch.
+    """
+    index = on(tensor.device, index)
+    if index.ndim == 1:
+        return tensor.index_select(dim, index)
+    rows, count = len(index), tensor.shape[dim]
+    wide = tensor.expand(rows, *tensor.shape[1:]).movedim(dim, 1)
+    flat = index + torch.arange(0, rows * count, count, device=index.device).unsqueeze(1)
+    return wide.flatten(0, 1).index_select(0, flat.flatten()).unflatten(0, index.shape).movedim(1, dim)
