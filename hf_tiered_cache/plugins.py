@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Generic, TypeVar
@@ -57,6 +57,10 @@ class Registry(Mapping[str, Part], Generic[Part]):
                 return name
         address = f"{getattr(part, '__module__', '')}:{getattr(part, '__qualname__', '')}"
         return next((name for name, entry in self._installed.items() if entry.value == address), None)
+
+    def loaded(self) -> Iterable[Part]:
+        """Return the parts that need not be loaded first."""
+        return self._parts.values()
 
     def __getitem__(self, name: str) -> Part:
         if name not in self._parts and isinstance(name, str) and name in self._installed:

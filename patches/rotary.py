@@ -1,8 +1,7 @@
-"""Deferred RoPE: keys are captured before their rotation, and rotated on load by the model's own function.
+"""Deferred RoPE: keys are captured before their rotation (see `rope.py`).
 
-A pass observes two things: the modules that make cos and sin tables, and the modeling code's `apply_rotary_pos_emb`
-(and its variants). Their arguments and results show for each layer which tensor is rotated, how many of its dimensions,
-and how to rotate at other positions. No model family needs its own code.
+The patches watch the modules that make cos and sin tables, and the modeling code's `apply_rotary_pos_emb` and its
+variants.
 """
 
 from __future__ import annotations

@@ -410,7 +410,7 @@ def test_boxes_find_a_key_that_its_chunk_hides():
 def test_in_pieces_it_is_the_same(kind, monkeypatch):
     keys, query, chunk_tokens = case(4, 2, 6, 8, 4, [200, 40])
     whole = rank(built(kind, keys, chunk_tokens), query, None, 20)
-    for name in ("decode_index", "kmeans"):
+    for name in ("decode_index", "clusters"):
         monkeypatch.setattr(f"hf_tiered_cache.selection.{name}.LARGEST", 2000)  # a head, some positions, some rows
     assert len(list(shared.head_slices(keys[0]))) == 4
     pieces = rank(built(kind, keys, chunk_tokens), query, None, 20)

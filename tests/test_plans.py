@@ -270,7 +270,7 @@ def test_many_keys_are_rotated_in_pieces_with_the_same_bits(monkeypatch, dtype):
     first = keys[:, :, :1]
     given = (first, first), {"cos": cos[:, :1], "sin": sin[:, :1]}
     call = rope.RotaryCall(rotation, rotary._Watched(rotation).places, *given, first)
-    monkeypatch.setattr(rotary, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
+    monkeypatch.setattr(rope, "_PIECE_BYTES", keys[:, :, :10].numel() * keys.element_size())
     call.rotate_(keys, cos, sin)
     assert torch.equal(keys, expected)
     assert rotated_at_once == [10] * 5 + [1]

@@ -1,12 +1,8 @@
-"""Background rewriting of stored segments, and migration of what the tiers hold of them.
-
-Migration of cached blocks, indexes and scores from a segment to the one that replaces it with reordered tokens.
-
-Background rewriting of stored segments into another geometry or order of tokens.
+"""Background rewriting of stored segments into another geometry or order of tokens.
 
 Methods request it: `ContiguousKV` and `Impress` order tokens by the attention that prompts paid to them. A cache that
 decodes reads from its segments at each token, and memory drops the blocks of a replaced segment. A rewrite therefore
-waits until no cache uses the segment.
+waits until no cache uses the segment. Cached blocks, indexes and scores migrate to the segment that replaces it.
 """
 
 from __future__ import annotations

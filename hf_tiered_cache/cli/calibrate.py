@@ -1,9 +1,4 @@
-"""Commands `calibrate` and `profile`: measurements for a model on this machine.
-
-Command `calibrate`: measures how much of a passage to compute, and which prefixes are worth restoring.
-
-Command `profile`: measures which heads of a model gain most from a larger window in device memory.
-"""
+"""Commands `calibrate` and `profile`: what is worth restoring, and which heads gain from larger windows."""
 
 from __future__ import annotations
 

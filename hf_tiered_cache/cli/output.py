@@ -1,9 +1,4 @@
-"""Output of all commands: arguments, tables, JSON and the error class.
-
-Aligned columns of text. A row takes microseconds; a row of a rich table takes a millisecond.
-
-Arguments, tables, JSON output and the error class that all commands share.
-"""
+"""Output of all commands: arguments, aligned tables, JSON and the error class."""
 
 from __future__ import annotations
 

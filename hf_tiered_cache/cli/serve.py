@@ -1,9 +1,4 @@
-"""Commands `serve` and `lm-eval`: a server, and lm-evaluation-harness, with a store.
-
-Command `lm-eval`: lm-evaluation-harness with stored KV.
-
-Command `serve`: runs an OpenAI-compatible server with a store.
-"""
+"""Commands `serve`, an OpenAI-compatible server with a store, and `lm-eval`, lm-evaluation-harness with stored KV."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Sums of attention: similarity of layers, in sampled windows of positions.
-
-Similarity of the attention of layers, and its share at the two ends of the context (Krul, Sections 4.2 and 5).
+"""Similarity of the attention of layers, and its share at the two ends of the context (Krul, Sections 4.2 and 5).
 
 The distance of two layers is Euclidean, over all attention weights of a head, and averaged over the heads. It is
 computed from sums of products over rows and keys: |a - b|² = a·a + b·b - 2 a·b. The attention row of each query is
@@ -11,11 +9,9 @@ sequence, which is not known before the sequence ends. This module uses the firs
 at least one token each. Uniform attention then gives 0.2 at any length. (The paper's definition would give 0.335,
 mostly from rows near the beginning, which see only the first tenth.)
 
-Attention sums in sampled windows of positions, so that the last positions can be cropped with their sums.
-
-A sum cannot be undone, since queries are not kept. So sums are kept separately, in small windows at the end and large
-ones before (as in an exponential histogram: Datar et al. 2002). Few sums are held, and cropping loses the sums of about
-as many more positions.
+A sum cannot be undone, since queries are not kept. So that the last positions can be cropped, sums are kept separately,
+in small windows at the end and large ones before (as in an exponential histogram: Datar et al. 2002). Few sums are
+held, and cropping loses the sums of about as many more positions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""State of objects, PEFT adapters and RoPE.
+"""State of objects: everything that an instance holds, regardless of its support for `copy` and `pickle`.
 
-State of objects: everything that an instance holds, regardless of its support for `copy` and `pickle`.
-
-State of PEFT adapters: which ones are active, and in which layers.
-
-RoPE with frequencies that depend on the prompt length: KV of one frequency regime is not served under another.
+PEFT adapters and RoPE have state of their own: which adapters are active in which layers, and frequencies that depend
+on the prompt length. KV of one frequency regime is not served under another.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 
 from ..errors import ConfigError
 from ..kvstore import KVStore
-from ..methods import Method, Passages, make_method
+from ..methods import METHODS, Method, Passages, make_method
 from ..store import KEY_FILE_VARIABLE
 from ..store.cipher import read_key_file
 from ..store.geometry import HASH_TOKENS
@@ -67,7 +67,8 @@ class HFTieredLM(HFLM):
     ) -> None:
         if pretrained is None:
             raise ConfigError("name a model: --model_args pretrained=NAME (of the hub, or a folder)")
-        names = {field.name for field in fields(make_method(method))} - {"geometry"}
+        make_method(method)  # loads it, if it is a plug-in
+        names = {field.name for kind in METHODS.loaded() for field in fields(kind)} - {"geometry"}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
         self._method: Method = make_method(":".join([method, *(f"{k}={v}" for k, v in options.items())]))
         key_file = key_file or os.environ.get(KEY_FILE_VARIABLE)

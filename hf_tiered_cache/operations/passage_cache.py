@@ -1,11 +1,7 @@
-"""Computing passages after a lead text.
+"""Cache that computes passages, one per row, after a lead text without recorded KV.
 
-Lead text that precedes passages while their KV is computed (see `Passages`).
-
-It belongs to no document, so the KV of a document holds content of no other document, and deleting a document deletes
-its content.
-
-Cache that computes passages, one per row, after lead tokens without recorded KV.
+The lead text belongs to no document. So the KV of a document holds content of no other document, and deleting a
+document deletes its content.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Storing and ranking passages.
-
-Ranking of the tokens of stored passages, from their stored KV and from their KV after another lead.
-
-Storing passages: each is computed alone after a lead text, and stored under its label.
-"""
+"""Storing passages, each computed alone after a lead text and stored under its label, and ranking their tokens."""
 
 from __future__ import annotations
 

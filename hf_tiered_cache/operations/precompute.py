@@ -1,9 +1,4 @@
-"""Filling a store ahead of time, and look-up of what it holds of a prompt.
-
-Filling a store ahead of time.
-
-Look-up of the stored tokens of a prompt by tier, and loading them into memory, without computing.
-"""
+"""Filling a store ahead of time, and look-up and loading of what it holds of a prompt, without computing."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Search for stored passages anywhere in a prompt.
+"""Search for stored passages anywhere in a prompt (CacheTune, Section 4): found by any part, in one scan.
 
-In-memory index of the scan hashes of all stored passages, updated at each lookup.
-
-Search for stored passages anywhere in a prompt (CacheTune, Section 4): found by any part, in one scan.
+An index in memory holds the scan hashes of all stored passages. It is updated at each lookup.
 """
 
 from __future__ import annotations

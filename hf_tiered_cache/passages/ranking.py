@@ -1,11 +1,7 @@
-"""Rankings of a passage's tokens: how they are computed and kept.
+"""Rankings of a passage's tokens by how much they need their true context, and the sidecar that holds the scores.
 
-Ranking of a passage's tokens by how much they need their true context: energy at low frequencies, or change of KV.
-
-All layers share one ranking, since hidden states are dropped once. Sources: CacheTune, Section 4.1; the ranking by
-change is ours.
-
-Scores of the tokens of stored passages, by ranking: kept in a sidecar of the KV, which all rankings share.
+A ranking is by energy at low frequencies (CacheTune, Section 4.1) or by change of KV (ours). All layers share one
+ranking, since hidden states are dropped once. All rankings share the KV.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""What a pass over passages recomputes: the fastest share, and the attention of the query probe.
-
-Share of tokens to compute rather than load that is fastest on a machine (CacheTune, Section 4.3).
-
-Attention of a query probe (the last tokens of a prompt), summed while the model runs.
-"""
+"""What is recomputed of passages: the fastest share (CacheTune, Section 4.3), and the attention of the query probe."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Prefix hashes, and the token ids of a cache.
+"""Prefix hashes, each of `HASH_TOKENS` tokens and all tokens before them, and the token ids of a cache.
 
-Prefix hashes of `HASH_TOKENS` tokens and all tokens before them; those of passages cover these tokens alone.
-
-Token ids for which a cache holds KV, row by row, and their prefix hashes.
+Hashes of passages cover their own tokens alone.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Plan of one forward pass.
-
-Positions that the rows of a batch compute: the same for all rows, or different ones per row, stacked.
-
-Plan of one forward pass: the positions that each layer computes, and the segments that the others come from.
+"""Plan of one forward pass: the positions that each layer computes, and the segments that the others come from.
 
 Positions are padded positions (columns in the code): they include left padding, and are counted from the first one that
-the pass adds to the cache. Prefix reuse is the simplest plan: every layer computes the suffix.
+the pass adds to the cache. The rows of a batch compute the same positions, or different ones, stacked. Prefix reuse is
+the simplest plan: every layer computes the suffix.
 """
 
 from __future__ import annotations

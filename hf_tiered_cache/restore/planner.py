@@ -1,9 +1,4 @@
-"""Planning of a pass: look-up of stored prefixes, and the method's decision.
-
-Search for the longest stored prefix of a prompt in the tree of segments.
-
-Planning of a pass: looks up the stored parts of each row, and lets the method decide what to compute.
-"""
+"""Planning of a pass: finds the longest stored prefix of each row, and lets the method decide what to compute."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Prefetch of a plan's blocks, and assembly of a layer's keys and values.
-
-Prefetch of a plan's blocks, in the order in which layers need them, within a bound on the bytes fetched ahead.
-
-Assembly of a layer's keys and values: fetched blocks are copied to their positions.
-"""
+"""Prefetch of a plan's blocks in the order in which layers need them, and their assembly to keys and values."""
 
 from __future__ import annotations
 

@@ -1,21 +1,17 @@
-"""Indexes of the bounds of each chunk's keys: Quest's, and KVDRIVE's clusters with bounds.
+"""Indexes of the bounds of each chunk's keys: Quest's, and clusters of such bounds.
 
-Baseline: Quest's index (Tang et al. 2024, Section 3.3), the minimum and maximum of each channel in a page.
+`PageBoundsIndex` is Quest's (Tang et al. 2024, Section 3.3): the minimum and maximum of each channel in a page. No key
+of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Quest has pages
+of 16 tokens. Differs from the paper if several query heads share keys, since one selection is made for all of them:
+softmax over a head's bounds, summed over the heads. For a single head this keeps Quest's order.
 
-No key of a page can have a larger product with the query than the sum over channels of max(q · min, q · max). Quest has
-pages of 16 tokens. Differs from the paper if several query heads share keys, since one selection is made for all of
-them: softmax over a head's bounds, summed over the heads. For a single head this keeps Quest's order.
-
-KVDRIVE's index with bounding boxes instead of means: beyond the paper, for keys that a mean hides.
-
-The mean of a chunk of eight keys says little about a single key that matches a query. Per-channel bounds (Quest) show
-such a key, but overestimate it: no key reaches the bounds of all channels at once. A score between the two is better
-than both: the product with the center of the box, plus a share, `spread`, of what the extent of the box can add to it.
-A spread of 1 is Quest's bound.
-
-Clusters are formed from the centers. Each cluster has a box around the boxes of its chunks. These boxes fit their
-chunks less closely, so they use half the spread and only preselect candidates: clusters are searched until they have
-four times the chunks to select, and the best of these chunks by their own boxes are selected.
+`ClusterBoxIndex` is ours, for keys that a mean hides. The mean of a chunk of eight keys says little about a single key
+that matches a query. Per-channel bounds show such a key, but overestimate it: no key reaches the bounds of all channels
+at once. A score between the two is better than both: the product with the center of the box, plus a share, `spread`, of
+what the extent of the box can add to it. A spread of 1 is Quest's bound. Clusters are formed from the centers. Each
+cluster has a box around the boxes of its chunks. These boxes fit their chunks less closely, so they use half the spread
+and only preselect candidates: clusters are searched until they have four times the chunks to select, and the best of
+these chunks by their own boxes are selected.
 """
 
 from __future__ import annotations

@@ -1,28 +1,21 @@
-"""KVDRIVE's index: mean rotated keys of chunks, and clusters of these means.
-
-Spherical k-means for many heads at once, with reproducible results.
-
-Follows RetroInfer's "segmented clustering" (Chen et al. 2025, Section 4.2): subtract the mean of the points; take
-initial centroids at even strides; run several iterations of spherical k-means within each segment of some thousand
-points, which has its own centroids; run one step over all points and centroids, with plain means as centroids; add the
-mean again.
-
-Differs in three ways. Initial centroids are unit vectors like all later ones, so that the first assignment does not
-favor long keys. A cluster that becomes empty keeps its direction. And sums do not depend on the order in which threads
-finish.
-
-KVDRIVE's index (Section 4, "hierarchical index"): mean rotated keys of chunks, and clusters of these means.
+"""KVDRIVE's index (Section 4, "hierarchical index"): mean rotated keys of chunks, and clusters of these means.
 
 A query is compared with the centroids only: half as many as there are chunks of 8 tokens. The best clusters are taken
 whole until the budget is spent. The last one is truncated by the query's scores for the means of its chunks; the paper
-does not specify this.
+does not specify this. A chunk is never split. Clusters are numbered by their first chunk, and the chunks of a cluster
+are ordered by position.
 
-A chunk is never split. Clusters are numbered by their first chunk, and the chunks of a cluster are ordered by position.
+Details that the paper leaves open follow RetroInfer, the source of the clustering: softmax over the centroids for each
+query head, summed over the query heads of a KV head, regardless of cluster size. Differs from RetroInfer in that the
+chunks of a cluster are ordered by their means even if the cluster is taken whole, so that a larger count only adds
+chunks to the selection for a smaller one.
 
-Details that the paper leaves open follow RetroInfer, the source of the clustering (`kmeans.py`): softmax over the
-centroids for each query head, summed over the query heads of a KV head, regardless of cluster size. Differs from
-RetroInfer in that the chunks of a cluster are ordered by their means even if the cluster is taken whole, so that a
-larger count only adds chunks to the selection for a smaller one.
+Clustering is spherical k-means for many heads at once, with reproducible results. It follows RetroInfer's "segmented
+clustering" (Chen et al. 2025, Section 4.2): subtract the mean of the points; take initial centroids at even strides;
+run several iterations within each segment of some thousand points, which has its own centroids; run one step over all
+points and centroids, with plain means as centroids; add the mean again. Differs in three ways. Initial centroids are
+unit vectors like all later ones, so that the first assignment does not favor long keys. A cluster that becomes empty
+keeps its direction. And sums do not depend on the order in which threads finish.
 """
 
 from __future__ import annotations

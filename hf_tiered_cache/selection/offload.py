@@ -1,13 +1,11 @@
-"""Generated KV in host memory, and how many rows are ranked together.
-
-Offloaded generated KV: older computed tokens move to host memory, are indexed, and are selected like restored ones.
+"""Offloaded generated KV: older computed tokens move to host memory, are indexed, and are selected like restored ones.
 
 While decoding, a layer holds the KV that it computes. When it holds `INDEXED_TOKENS` tokens more than the recent ones
 that are always attended to, the oldest are offloaded (KVDRIVE: the index grows while decoding). They are not stored,
 because KV computed after a selection is not exact. Their memory belongs to the cache and is not part of the store's
 budgets.
 
-Number of batch rows that are ranked together before their blocks are requested, measured at the first tokens.
+`MicroBatches` determines how many rows are ranked together before their blocks are requested, by measurement.
 """
 
 from __future__ import annotations

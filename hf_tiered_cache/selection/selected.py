@@ -1,9 +1,4 @@
-"""Selected tokens of rows, and interfaces for reselection while decoding.
-
-Interfaces for reselection while decoding.
-
-Selected tokens of rows: the segments and KV cache groups that hold them, and their copy to contiguous positions.
-"""
+"""Selected tokens of rows: their blocks, their copy to contiguous positions, and interfaces for reselection."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Selector interface, and the chunks that selectors choose among.
+"""Selector interface: chooses the restored tokens that the queries of a layer attend to. Selectors access no files.
 
-Selection of whole chunks within a token budget, by the attention that their tokens get.
-
-Selector interface: chooses the restored tokens that the queries of a layer attend to. Selectors access no files.
+`ChunkMap` and `top_chunks` select whole chunks within a token budget, by the attention that their tokens get.
 """
 
 from __future__ import annotations

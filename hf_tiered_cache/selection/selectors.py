@@ -1,10 +1,7 @@
-"""Selectors of a prompt's tokens by attention: ContiguousKV's and IMPRESS's.
+"""Selectors of a prompt's tokens, by the attention that its queries pay to each restored token.
 
-Attention that the queries of a prompt pay to each restored token, and the tokens with most of it.
-
-IMPRESS's selection (Section 4.1): by a few probe heads, and for all heads if the probe heads agree.
-
-ContiguousKV's selection (Section 4.2): whole chunks, by the attention of queries in all heads, or in each head.
+`TopChunks` is ContiguousKV's (Section 4.2): whole chunks, by all heads or by each head. `ProbeHeads` is IMPRESS's
+(Section 4.1): single tokens by a few probe heads, and for all heads if the probe heads agree.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Attention to all restored tokens without holding them.
+"""Attention to all restored tokens without holding them: each layer fetches them run by run, and releases each run.
 
-Attention over a part of the keys: outputs with the log-sum-exp of their logits, so that parts can be merged.
-
-Outputs over disjoint sets of keys are merged into the output over all of them (online softmax: Milakov and Gimelshein
-2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which compute the log-sum-exp in any case.
-
-Attention to all restored tokens without holding them: each layer fetches them run by run, and releases each run.
+Outputs over disjoint sets of keys are merged into the output over all of them, by the log-sum-exp of their logits
+(online softmax: Milakov and Gimelshein 2018; FlashAttention: Dao et al. 2022). The kernels are PyTorch's own, which
+compute the log-sum-exp in any case.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""File system calls that need special care, and small JSON files.
-
-File system calls that differ between platforms or need special care.
-
-Small JSON files with user-level metadata of segments. They are written atomically, and validated when read.
-"""
+"""File system calls that need special care, and small JSON files that are written atomically."""
 
 from __future__ import annotations
 

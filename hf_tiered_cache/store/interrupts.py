@@ -1,9 +1,4 @@
-"""Protection of state changes from Ctrl-C.
-
-One-shot event that is safe if Ctrl-C arrives at any time.
-
-Protection of state changes from Ctrl-C, which Python may raise between any two instructions of the main thread.
-"""
+"""Protection of state changes from Ctrl-C, which Python may raise between any two instructions of the main thread."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Memory for direct I/O, and transfers of small tensors between host and device.
-
-Allocation of aligned and page-locked memory for direct I/O.
-
-Transfers of small tensors between host and device: indices without a wait, and selections with one wait.
-"""
+"""Aligned and page-locked memory for direct I/O, and transfers of small tensors between host and device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Log lines of the library: their format if the program has not configured logging, and warnings logged once.
-
-Format of the library's log lines if the program has not configured logging.
-
-Warnings of a store, logged once per topic.
-"""
+"""Log lines: their format if the program has not configured logging, and warnings logged once per topic."""
 
 from __future__ import annotations
 

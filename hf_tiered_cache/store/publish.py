@@ -1,8 +1,6 @@
-"""Publication of segments within the quota.
+"""Publication of segments: atomic, within the quota, and together with the catalogue row.
 
-Quota with watermarks, free-space floor and eviction order. `disk.py` measures usage and deletes segments.
-
-Publication of segments: atomic, within the quota, and together with the catalogue row.
+The quota has watermarks, a free-space floor and an eviction order. `disk.py` measures usage and deletes segments.
 """
 
 from __future__ import annotations

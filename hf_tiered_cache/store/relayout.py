@@ -1,8 +1,6 @@
-"""Conversion of stored segments without the model.
+"""Conversion of stored segments without the model: change the geometry, join segments, merge pairs of layers.
 
-Conversion of stored segments without the model: change the geometry, join segments, merge pairs of layers.
-
-Merge of a conversation's segments into a smaller one: paired layers, no recomputed prefix (Krul, Section 6.1).
+Merging turns a conversation's segments into a smaller one: paired layers, no recomputed prefix (Krul, Section 6.1).
 """
 
 from __future__ import annotations

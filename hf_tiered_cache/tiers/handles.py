@@ -1,12 +1,7 @@
-"""Block handles: what requests wait for, and what they pin.
+"""Block handles, which requests wait for, and the pins on buffer slots that they keep.
 
-Asynchronous verification on the device of blocks that were read there without passing through the CPU.
-
-Slab allocation outside the lock that all requests share, since page-locking takes milliseconds.
-
-Block handles, which requests wait for, and the pins on buffer slots that they keep.
-
-State of a pending fetch: the blocks of one request of a block handle.
+Slabs are allocated outside the lock that all requests share, since page-locking takes milliseconds. Blocks that were
+read to a device without passing through the CPU are verified there, asynchronously.
 """
 
 from __future__ import annotations

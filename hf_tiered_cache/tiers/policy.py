@@ -1,12 +1,7 @@
-"""Eviction policies: scores for buffer slots, by the usage of their blocks.
+"""Eviction policies: scores for buffer slots, by the usage of their blocks and not by tensors.
 
-Eviction policy interface: scores for buffer slots, based on the usage of their blocks and not on tensors.
-
-Least-recently-used (LRU) eviction.
-
-Least-frequently-used (LFU) eviction.
-
-Attention-guided eviction: keep blocks that often get much attention (ContiguousKV, Section 4.4).
+`lru` and `lfu` are least recently and least frequently used. `attention` keeps blocks that often get much attention
+(ContiguousKV, Section 4.4).
 """
 
 from __future__ import annotations

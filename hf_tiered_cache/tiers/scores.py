@@ -1,10 +1,7 @@
-"""Scores of chunks and tokens, for eviction, reordering and speculation.
+"""Scores by which blocks are evicted, tokens reordered and chunks prefetched speculatively.
 
-Scores of chunks, in memory or not: their importance, and how often selectors chose them.
-
-Importance of each token of a segment to past queries, by which segments are reordered.
-
-Decision whether to prefetch speculatively, based on how much the hit rate so far exceeds chance.
+A chunk's score is its importance and how often selectors chose it, in memory or not. A token's is its importance to
+past queries.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Memory of the tiers: slabs, the buffer slots in them, and the locations of blocks.
+"""Memory of the tiers: slabs, buffer slots of one block size in them, and locations of blocks as arrays.
 
-Locations of blocks in memory, as arrays of slabs and slots, so that many blocks are indexed at once.
-
-Memory for slabs, allocated in advance: page-locking 64 MiB takes longer than reading them from disk.
-
-Buffer slots: memory for blocks of one size, allocated in slabs.
+Slabs are allocated in advance: page-locking 64 MiB takes longer than reading them from disk. Locations are arrays of
+slabs and slots, so that many blocks are indexed at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Copies between host and device, and the staging memory for writes.
 
-Copies between host and device, concurrent with computation: a side stream on CUDA, synchronous on the CPU.
-
-Host staging memory through which KV cache groups are copied from a device before they are written.
+A side stream runs them concurrently with computation on CUDA. On the CPU they are synchronous.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """Codec interface, and the codec that stores numbers unchanged.
 
-Codec interface: encodes a tensor of keys or values to the fields that a block holds, and decodes them.
-
-Codec that stores numbers unchanged.
+A codec encodes a tensor of keys or values to the fields that a block holds, and decodes them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,4 @@
-"""Codecs with 8 bits for each number: integers and floating point.
-
-Base of 8-bit codecs: a code for each number, and a scale for each token and head.
-
-Codec with 8 bits for each number: integers.
-
-Codec with 8 bits for each number: floating point.
-"""
+"""Codecs with 8 bits for each number, integers or floating point, and a scale for each token and head."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Engines with threads and preadv: direct, or through the page cache.
+"""Engines with threads and preadv: one that bypasses the page cache, and one that reads through it.
 
-Engine with threads and preadv, for host memory. It bypasses the page cache if the file system allows it.
-
-It works on every platform that has `os.preadv`. Eight persistent threads reach the throughput of io_uring at depth 32
-on a virtio disk. One future per thread, instead of one per read, reduces the work of the interpreter.
-
-Engine that reads through the page cache: all processes of a machine share one copy of frequently read data.
+They work on every platform that has `os.preadv`. Eight persistent threads reach the throughput of io_uring at depth 32
+on a virtio disk. One future per thread, instead of one per read, reduces the work of the interpreter. Through the page
+cache, all processes of a machine share one copy of frequently read data.
 """
 
 from __future__ import annotations
