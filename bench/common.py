@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import shutil
@@ -20,7 +21,6 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import hf_tiered_cache
-from hf_tiered_cache.store.geometry import ALIGNMENT
 from hf_tiered_cache.store.memory import aligned_bytes
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # eval/ is not installed with the package
@@ -112,7 +112,7 @@ def seconds(action: Callable[[], Any], device: torch.device, memory: int = 0) ->
             getting it back takes longer than what is measured, and whoever allocates first would pay for all.
     """
     if memory:
-        aligned_bytes(memory)[::ALIGNMENT].fill_(0)
+        aligned_bytes(memory)[:: mmap.PAGESIZE].fill_(0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     started = time.perf_counter()
