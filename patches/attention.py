@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .layers import decoder_layers
 from .rope import on
-from .scope import Replacement, Scope, current
+from .scope import AttentionCall, Replacement, Scope, current
 
 WRAPPED = ("sdpa", "eager")
 """Implementations with masks that accept the position of each query."""
@@ -137,7 +137,8 @@ def attend(
     if scope.observer is not None and _unbiased(attention_mask, kwargs):
         scope.observer.observe(module.layer_idx, query, key, kwargs.get("scaling"))
     if scope.selects:
-        attended = scope.attend(module.layer_idx, query, key, value, attention_mask, kwargs.get("scaling"))
+        call = AttentionCall(query, key, value, attention_mask, kwargs.get("scaling"))
+        attended = scope.attend(module.layer_idx, call)
         if isinstance(attended, torch.Tensor):
             return attended.transpose(1, 2).contiguous(), None
         key, value = attended

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -44,6 +44,28 @@ class QueryObserver(Protocol):
         """
 
 
+class AttentionCall(NamedTuple):
+    """Call of the attention function of a layer.
+
+    Args:
+        query: `[batch, heads, n, dim]`, rotated.
+        keys: `[batch, kv_heads, columns, dim]`, rotated, as returned by the layer's cache.
+        values: Like `keys`.
+        mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
+        scaling: Scale of the logits; None for dim ** -0.5.
+    """
+
+    query: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float | None
+
+
+Attended = tuple[torch.Tensor, torch.Tensor] | torch.Tensor
+"""Keys and values that queries attend to, or the attention output, `[batch, heads, n, dim]`."""
+
+
 @dataclass(eq=False)
 class Scope:
     """State of one forward pass with one of our caches.
@@ -72,20 +94,9 @@ class Scope:
     observer: QueryObserver | None = None
     """Observer of the queries, if any."""
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Return the keys and values that a layer's queries, `[batch, heads, n, dim]`, attend to, given its cache's.
-
-        Alternatively return the attention output, `[batch, heads, n, dim]`, if attention is computed here.
-        """
-        return keys, values
+    def attend(self, layer: int, call: AttentionCall) -> Attended:
+        """Return what the queries of a layer attend to, or the attention output if attention is computed here."""
+        return call.keys, call.values
 
     def peeks_at(self, layer: int) -> bool:
         """Return whether to preview a layer: run it up to its attention, which may reduce what it computes."""

@@ -15,6 +15,7 @@ from test_rankings import scores_in
 from hf_tiered_cache.errors import ConfigError
 from hf_tiered_cache.methods import CacheTune
 from hf_tiered_cache.passages.recompute import QuestionAttention, narrowed_shares
+from hf_tiered_cache.patches.scope import AttentionCall
 
 COLUMNS = PROMPT.shape[1]
 HOLDS = {n: np.arange(at, at + len(PASSAGES[n])) for n, at in PLACES.items()}
@@ -171,8 +172,9 @@ def test_attention_by_hand():
     mask = torch.rand(2, 1, 5, 9, generator=generator) > 0.3
     asked = (3, 1)
     asking = QuestionAttention(asked)
-    asking.note(query, keys, mask, None)
-    asking.note(query, keys, torch.zeros(1, 1, 5, 9).masked_fill(~mask[:1], -torch.inf), 0.5)
+    asking.note(AttentionCall(query, keys, keys, mask, None))
+    additive = torch.zeros(1, 1, 5, 9).masked_fill(~mask[:1], -torch.inf)
+    asking.note(AttentionCall(query, keys, keys, additive, 0.5))
     total = np.zeros((2, 9))
     for scaling, masks in ((8**-0.5, mask), (0.5, mask[:1].expand(2, -1, -1, -1))):
         for row in range(2):
@@ -183,7 +185,7 @@ def test_attention_by_hand():
                 total[row] += weights.sum(0).numpy() / (4 * asked[row])
     np.testing.assert_allclose(asking.result(), total, rtol=1e-5)
     nobody = QuestionAttention((0, 1))
-    nobody.note(query, keys, None, None)
+    nobody.note(AttentionCall(query, keys, keys, None, None))
     assert nobody.result()[0] is None and nobody.result()[1].sum() == pytest.approx(1)
 
 

@@ -49,10 +49,10 @@ def pieces(monkeypatch):
     """How many columns each pass that ran attention over a streamed prefix computed, at the first such layer."""
     seen = []
 
-    def attend(self, layer, query, *rest, real=StreamedPrefix.attend):
+    def attend(self, layer, call, *rest, real=StreamedPrefix.attend):
         if layer == self._layers[0]:
-            seen.append(query.shape[2])
-        return real(self, layer, query, *rest)
+            seen.append(call.query.shape[2])
+        return real(self, layer, call, *rest)
 
     monkeypatch.setattr(StreamedPrefix, "attend", attend)
     return seen

@@ -19,7 +19,7 @@ from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, sho
 from ..patches.layers import decoder_layers, dropping
 from ..patches.lookahead import LookAhead, PredictedQuery
 from ..patches.rope import PreRopeKV, RotaryTap
-from ..patches.scope import Scope, entered
+from ..patches.scope import Attended, AttentionCall, Scope, entered
 from ..restore.fetch import Fetcher
 from ..restore.observe import CacheObserver, ComputedColumns, PassObserver
 from ..restore.plan import Plan
@@ -138,19 +138,12 @@ class ForwardPass(Scope):
         """Return the keys and values of the recorded positions, `[batch, heads, n, dim]` each."""
         return pre_rope.keys, pre_rope.values
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Return the keys and values for a layer's queries, `[batch, heads, n, dim]`, or their attention output."""
+    def attend(self, layer: int, call: AttentionCall) -> Attended:
+        """See `Scope`. The cache layer decides."""
         started = time.perf_counter()
         try:
-            return self.sources[layer].attend(self, query, keys, values, mask, scaling)
+            attended: Attended = self.sources[layer].attend(self, call)
+            return attended
         finally:
             self.assemble_seconds += time.perf_counter() - started
 

@@ -14,6 +14,7 @@ from ..methods import Method
 from ..passages.recompute import QuestionAttention
 from ..patches.attach import Attachment
 from ..patches.attention import can_select, shows_queries
+from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import Plan
 from ..store.memory import to_host
 from .forward_pass import RestoringForward
@@ -49,23 +50,15 @@ class SettlingForward(RestoringForward):
         if self.selects and not plan.base and self._deferred.question_tokens:
             self._attention = QuestionAttention(self._deferred.question_tokens)
 
-    def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    def attend(self, layer: int, call: AttentionCall) -> Attended:
         """See `ForwardPass`."""
         if self._attention is not None and not self.sources[layer].window:
             with self.collector.timing("select_seconds"):
-                self._attention.note(query, keys, mask, scaling)
+                self._attention.note(call)
         if self._peeking == layer:
             self._go_on(layer, first=layer)
             raise _Previewed
-        return super().attend(layer, query, keys, values, mask, scaling)
+        return super().attend(layer, call)
 
     def peeks_at(self, layer: int) -> bool:
         """See `Scope`."""

@@ -10,6 +10,7 @@ import torch
 from ..errors import UnsupportedModelError
 from ..patches.lookahead import PredictedQuery
 from ..patches.rope import PreRopeKV, RotaryTap
+from ..patches.scope import Attended, AttentionCall
 from ..restore.plan import Plan
 from ..restore.prefetch import Prefetch
 from ..selection.prompt import SelectiveRestore
@@ -112,28 +113,8 @@ class KVSource(Protocol):
             Keys and values for the model's attention: all that the queries may see, unless `attend` replaces them.
         """
 
-    def attend(
-        self,
-        forward_pass: Pass,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
-        """Return the keys and values that queries attend to, or the attention output.
-
-        Args:
-            forward_pass: Current pass.
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, as passed to the attention function.
-            values: Like `keys`.
-            mask: Attention mask of the queries, with the sizes announced for the pass; None if there is none.
-            scaling: Scale of the logits; None for dim ** -0.5.
-
-        Returns:
-            Keys and values to attend to, or the output, `[batch, heads, n, dim]`, if attention is already computed.
-        """
+    def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
+        """Return the keys and values that queries attend to, or the attention output if it is already computed."""
 
     def end_pass(self) -> None:
         """End the pass, successful or not. `rollback` undoes a failed pass."""

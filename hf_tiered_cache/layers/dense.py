@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..errors import RestoreError
 from ..patches.rope import PreRopeKV, picked
+from ..patches.scope import Attended, AttentionCall
 from ..restore.prefetch import restore_layer
 from ..store.geometry import LayerKV
 from .base import Pass, RestoringPass
@@ -75,17 +76,9 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
         return self._restore(restoring, kind, pre_rope, keys, values)
 
-    def attend(
-        self,
-        forward_pass: Pass,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""
-        return keys, values
+        return call.keys, call.values
 
     def _restore(
         self,

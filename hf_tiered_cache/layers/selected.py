@@ -11,6 +11,7 @@ import torch
 
 from ..errors import LostKVError, RestoreError
 from ..patches.rope import PreRopeKV
+from ..patches.scope import Attended, AttentionCall
 from ..restore.prefetch import check_fit
 from ..selection.selected import Live, Rotate
 from ..store.geometry import LayerKV
@@ -87,17 +88,9 @@ class SelectedSource(DenseSource):
         self._parked = pre_rope, key_states
         return key_states, value_states
 
-    def attend(
-        self,
-        forward_pass: Pass,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
-        scaling: float | None,
-    ) -> tuple[torch.Tensor, torch.Tensor] | torch.Tensor:
+    def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
         """See `KVSource`."""
-        restoring = self._pass
+        restoring, (query, keys, values, _, scaling) = self._pass, call
         if restoring is None:
             if self._live is not None and self._pre_rope is not None:
                 self._choose_again(self._live, self._pre_rope, forward_pass, query, scaling)
@@ -112,7 +105,7 @@ class SelectedSource(DenseSource):
         output: torch.Tensor | None = None
         if restoring.streamed is not None:
             every = selection.keys_to_index(self.index, keys) if selection is not None else ()
-            output = restoring.streamed.attend(self.index, query, keys, values, mask, rotate_, scaling, every)
+            output = restoring.streamed.attend(self.index, call, rotate_, every)
             if selection is not None:
                 selection.index(self.index, every)
             elif not plan.budget_tokens:  # a chunk of a long prompt, which is stored and dropped

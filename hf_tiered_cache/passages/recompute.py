@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..patches.rope import on
+from ..patches.scope import AttentionCall
 from ..store.memory import to_host
 
 LOWEST = 0.15
@@ -117,15 +118,12 @@ class QuestionAttention:
         self.tokens = tokens
         self._sum: torch.Tensor | None = None  # float32 [batch, columns]
 
-    def note(self, query: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None, scaling: float | None) -> None:
+    def note(self, call: AttentionCall) -> None:
         """Add the attention of one layer with full attention.
 
-        Args:
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, columns, dim]`, rotated.
-            mask: `[batch or 1, heads or 1, n, columns]`: bool, True where a query may attend, or an additive mask.
-            scaling: Scale of the logits; None for dim ** -0.5.
+        The mask is `[batch or 1, heads or 1, n, columns]`: bool, True where a query may attend, or additive.
         """
+        query, keys, _, mask, scaling = call
         batch, heads, _, dim = query.shape
         kv_heads, columns = keys.shape[1], keys.shape[2]
         scaling = dim**-0.5 if scaling is None else scaling

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..patches.scope import AttentionCall
 from ..restore.fetch import Fetcher, FetchUnit
 from ..restore.plan import Plan
 from .selected import Gathers, Rotate, RowPrefix
@@ -168,30 +169,23 @@ class StreamedPrefix:
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        mask: torch.Tensor | None,
+        call: AttentionCall,
         rotate_: Rotate,
-        scaling: float | None,
         collect: Sequence[torch.Tensor | None] = (),
     ) -> torch.Tensor:
         """Return the output of a layer's attention, `[batch, heads, n, dim]`.
 
         Args:
             layer: Index of a layer with full attention.
-            query: `[batch, heads, n, dim]`, rotated.
-            keys: `[batch, kv_heads, n, dim]`, keys of the same tokens, rotated.
-            values: Like `keys`.
-            mask: Mask among these tokens, `[batch, 1, n, n]`; None for a causal one.
+            call: Attention among the computed tokens, with a mask `[batch, 1, n, n]`, or None for a causal one.
             rotate_: Rotates stored keys.
-            scaling: Scale of the logits; None for dim ** -0.5.
             collect: For each row group that restores tokens, `[kv_heads, tokens, dim]` to copy their rotated keys to,
                 or None.
 
         Raises:
             RestoreError: A block did not arrive.
         """
+        query, keys, values, mask, scaling = call
         found = attention(query, keys, values, scaling, mask, causal=mask is None and query.shape[2] > 1)
         for number, (place, gathers) in enumerate(self._runs):
             self._bring(layer, number)
