@@ -39,7 +39,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import hf_tiered_cache
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Exact, Passages
 
 PACKAGE = Path(hf_tiered_cache.__file__).parent
 PREFIX, SUFFIX = 256, 16
@@ -169,7 +169,7 @@ class Workload:
         self.stores: dict[str, KVStore] = {}
         self.prompts: dict[str, torch.Tensor] = {}
         for name, method in METHODS.items():
-            passages = bool(method.passages)
+            passages = isinstance(method, Passages)
             store = self.stores[name] = KVStore(folder / name, policy=method.policy)
             store.precompute(
                 self.model, [prefix, other] if passages else prefix, method=method, segments=passages, progress=False

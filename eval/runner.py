@@ -228,7 +228,7 @@ class Stores:
         if variant.name not in self._subjects:
             run, store, method, own = self._run, None, variant.method, variant.folder.split("@")[0]
             if method is not None:
-                name = method.passages.replace(" ", "-") or own
+                name = method.passages.replace(" ", "-") if isinstance(method, Passages) else own
                 if name not in self._stores:
                     path = run.stores / name
                     self._stores[name] = KVStore(path, host_memory=run.host_memory, policy=method.policy)

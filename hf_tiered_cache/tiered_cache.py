@@ -25,7 +25,7 @@ from .cache.stored_cache import StoredCache, prepare
 from .cache.suspend import Suspended, put_away
 from .errors import ConfigError, StoreClosedError
 from .kvstore import KVStore, open_store, storage_of
-from .methods import Method, make_method
+from .methods import ForConversation, Method, make_method
 from .patches.attach import Attachment, attachment_of, base_model
 from .stats import RequestStats, StatsCollector
 from .store.conversations import conversation_name
@@ -85,7 +85,9 @@ class TieredCache(StoredCache):
     ) -> None:
         chosen = make_method(method)
         if conversation is not None:
-            chosen = chosen.for_conversation(conversation_name(conversation))
+            name = conversation_name(conversation)  # also validates it
+            if isinstance(chosen, ForConversation):
+                chosen = chosen.for_conversation(name)
         attachment, layers = prepare(model, chosen)
         self._store = open_store(store, chosen, attachment.extras)
         begins = None if segments is None else tuple(segments)

@@ -20,7 +20,7 @@ from families import build, prompt
 from reference import Remembering, prefilled
 
 from hf_tiered_cache import ConfigError, ConversationInUseError, KVStore, StoreClosedError, TieredCache, reasons
-from hf_tiered_cache.methods import ContiguousKV, Exact, describe_method, make_method
+from hf_tiered_cache.methods import ContiguousKV, Exact, ForConversation, describe_method, make_method
 from hf_tiered_cache.store.codecs import coded_provenance
 from hf_tiered_cache.store.conversations import ConversationRecord, Conversations, conversation_name
 from hf_tiered_cache.store.kinds import CONVERSATION_LOCK
@@ -762,7 +762,7 @@ def test_a_damaged_record_is_none(model, store, root, way):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Private(ContiguousKV):
+class Private(ContiguousKV, ForConversation):
     """Restores a part, and stores what it computes behind that, under a name of each conversation's own."""
 
     whose: str = ""
@@ -773,6 +773,12 @@ class Private(ContiguousKV):
 
     def for_conversation(self, name):
         return replace(self, whose=name)
+
+    def compact(self, idle):
+        return None
+
+    def observer(self, later):
+        return None
 
 
 def test_what_is_computed_behind_a_choice_is_the_conversations_own(model, store):
@@ -830,11 +836,21 @@ def test_columns_that_could_have_been_taken_back_are_kept(model, store):
     assert info(store).tokens == 64 and len(store.segments()) == 1
 
 
+class Compacting(Exact, ForConversation):
+    """Exact reuse of a conversation, which neither observes it nor has KV of its own."""
+
+    def for_conversation(self, name):
+        return self
+
+    def observer(self, later):
+        return None
+
+
 def test_the_method_is_told_before_the_record_is_written(model, store):
     told = []
 
     @dataclass(frozen=True, kw_only=True)
-    class Told(Exact):
+    class Told(Compacting):
         def compact(self, idle):
             told.append(([reader.id for reader in idle.readers], store.conversations()))
             return None
@@ -844,7 +860,7 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
     assert segments == info(store).segments and listed == []
 
     @dataclass(frozen=True, kw_only=True)
-    class Failing(Exact):
+    class Failing(Compacting):
         def compact(self, idle):
             raise OSError(5, "Input/output error")
 

@@ -24,7 +24,7 @@ from hf_tiered_cache.cache.forward_pass import ForwardPass
 from hf_tiered_cache.conversations.attention_sums import AttentionSums, Stretch, Stretches
 from hf_tiered_cache.conversations.distances import AttentionDistances
 from hf_tiered_cache.identity import watch
-from hf_tiered_cache.methods import Exact
+from hf_tiered_cache.methods import Exact, ForConversation
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 from steps import Operations
@@ -43,8 +43,18 @@ FULL = {"qwen2_sliding": (0, 1, 2), "gemma3": (2, 5)}
 """The layers with full attention, where not all six have it."""
 
 
+class Observing(ForConversation):
+    """Only observes."""
+
+    def for_conversation(self, name):
+        return self
+
+    def compact(self, idle):
+        return None
+
+
 @dataclass(frozen=True, kw_only=True)
-class Watched(Exact):
+class Watched(Exact, Observing):
     """Exact reuse, with somebody who watches."""
 
     options: dict = field(default_factory=lambda: dict(ALL), hash=False)
@@ -53,7 +63,7 @@ class Watched(Exact):
         return AttentionDistances(**self.options)
 
 
-class Pyramid(Chosen):
+class Pyramid(Chosen, Observing):
     """A plan with depth, watched."""
 
     def observer(self, later):

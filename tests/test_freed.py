@@ -11,7 +11,7 @@ from families import build, prompt
 
 from hf_tiered_cache import KVStore, TieredCache
 from hf_tiered_cache.layers import buffer as buffer_module
-from hf_tiered_cache.methods import METHODS, make_method
+from hf_tiered_cache.methods import METHODS, Passages, make_method
 
 GREEDY = {"do_sample": False, "max_new_tokens": 3}
 SETTINGS = [
@@ -57,7 +57,7 @@ def uncollected():
 def fill(store, model, method):
     """Store what a prompt is restored from. Returns the prompt."""
     passages = [prompt(64, seed=seed)[0] for seed in (1, 2)]
-    if method.passages:
+    if isinstance(method, Passages):
         store.precompute(model, passages, segments=True, method=method, progress=False)
     else:
         store.precompute(model, torch.cat(passages), method=method, progress=False)

@@ -7,7 +7,7 @@ import torch
 from families import build, prompt
 
 from hf_tiered_cache import ConfigError, KVStore, TieredCache, reasons
-from hf_tiered_cache.methods import CacheTune, ContiguousKV
+from hf_tiered_cache.methods import CacheTune, ContiguousKV, Passages
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_lookup_leaves_no_trace(store, model, uncomputed):
 @pytest.mark.parametrize("method", [ContiguousKV(0.25, period=2, subperiod=2), CacheTune.paper(0.15)])
 def test_methods_look_up_what_they_would_restore(store, model, method):
     passages = [prompt(48, seed=3)[0], prompt(48, seed=4)[0]]
-    if method.passages:
+    if isinstance(method, Passages):
         store.precompute(model, passages, segments=True, method=method, progress=False)
     else:
         store.precompute(model, torch.cat(passages), method=method, progress=False)

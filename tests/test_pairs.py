@@ -19,7 +19,7 @@ from segments import LAYOUT, hashes, open_store, read_back, read_file
 from test_forged import ODD, forge, forge_section, page_of, places
 
 from hf_tiered_cache.errors import ConfigError, FormatError, IntegrityError, NewerFormatError
-from hf_tiered_cache.methods import METHODS, ContiguousKV, Exact
+from hf_tiered_cache.methods import METHODS, BudgetMethod, ContiguousKV, Exact
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
 from hf_tiered_cache.store.codecs import CODECS, coded_provenance, make_codec, merged_codec
@@ -658,5 +658,5 @@ def test_methods_that_choose_use_no_segment_with_pairs():
     shape = SegmentShape(LAYOUT, Geometry(16, 1, pairs=((0, 3),)), 64)
     shape = replace(shape, tables=TokenTables.by_pairs([0] * LAYERS, {}, shape.block_groups, 64))
     for name, kind in METHODS.items():
-        assert kind().usable_hashes(shape) == (0 if kind().selects else 4), name
+        assert kind().usable_hashes(shape) == (0 if issubclass(kind, BudgetMethod) else 4), name
     assert ContiguousKV(budget=1.0).usable_hashes(shape) == 4

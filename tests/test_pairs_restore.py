@@ -42,7 +42,7 @@ class Paired(Method):
         return shape.tokens // 16
 
     def positions_to_compute(self, context):
-        computed = list(super().positions_to_compute(context))
+        computed = list(context.suffix_positions())
         for group in context.groups:
             for piece in group.pieces:
                 start, front = piece.at + group.pad - context.base - piece.first, 0
@@ -196,7 +196,7 @@ def test_what_a_method_leaves_out_is_computed_all_the_same(tmp_path):
     @dataclass(frozen=True, kw_only=True)
     class Careless(Paired):
         def positions_to_compute(self, context):
-            return Method.positions_to_compute(self, context)
+            return context.suffix_positions()
 
     model, ids = build("qwen2"), prompt(PREFIX)
     with KVStore(tmp_path, engine="posix") as store:

@@ -17,8 +17,16 @@ from test_selective import ask, fill, question
 
 from hf_tiered_cache import KVStore, TieredCache, plugins
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import Exact, Method, describe_method, make_method, register_method
-from hf_tiered_cache.methods.budget import BudgetMethod
+from hf_tiered_cache.methods import (
+    BudgetMethod,
+    Exact,
+    Impress,
+    Method,
+    Passages,
+    describe_method,
+    make_method,
+    register_method,
+)
 from hf_tiered_cache.plugins import Registry
 from hf_tiered_cache.selection import register_index
 from hf_tiered_cache.selection.decode_index import DecodeIndex
@@ -94,6 +102,37 @@ class Demanding(Exact):
     wanted: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Unplanned(Method):
+    """Says nothing of what to compute."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unselecting(BudgetMethod):
+    """Says neither how many tokens it attends to nor which."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unbudgeted(Exact):
+    """Selects, but derives from no base that does, so nothing would ask it."""
+
+    budget: float = 0.25
+
+    def token_budget(self, prefix_tokens: int) -> int:
+        return int(self.budget * prefix_tokens)
+
+    def selector(self) -> Selector:
+        return Faulty()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unheard(Exact):
+    """Observes, but is for no conversation."""
+
+    def observer(self, later):
+        raise AssertionError("is never asked")
+
+
 class Half(DecodeIndex):
     """Ranks nothing."""
 
@@ -104,7 +143,16 @@ class Half(DecodeIndex):
         (lambda: register_method("plain", Plain), "not a dataclass"),
         (lambda: register_method("demanding", Demanding), "without arguments"),
         (lambda: register_method("made", Exact()), "not a subclass of Method"),
-        (lambda: register_method("exact", BudgetMethod), "another method of the name 'exact'"),
+        (lambda: register_method("exact", Impress), "another method of the name 'exact'"),
+        (lambda: register_method("unplanned", Unplanned), "method: it lacks positions_to_compute$"),
+        (lambda: register_method("unselecting", Unselecting), "method: it lacks selector, token_budget$"),
+        (lambda: register_method("passages", Passages), "method: it lacks reused_tokens$"),
+        (
+            lambda: register_method("unbudgeted", Unbudgeted),
+            "it has selector, token_budget, but does not derive from B",
+        ),
+        (lambda: make_method(Unbudgeted()), "Unbudgeted cannot be used as a method: it has selector, token_budget"),
+        (lambda: make_method(Unheard()), "it has observer, but does not derive from ForConversation"),
         (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
         (lambda: register_codec(type("Nameless", (), {"name": "nameless"})()), "it lacks lossless"),
         (lambda: register_codec(type("Class", (), {"name": "class"})), "it is a class"),
@@ -113,6 +161,21 @@ class Half(DecodeIndex):
 def test_what_cannot_work_is_refused(register, reason):
     with pytest.raises(ConfigError, match=reason):
         register()
+
+
+@pytest.mark.parametrize("kind", [Unplanned, Unselecting])
+def test_an_incomplete_method_cannot_be_made(kind):
+    with pytest.raises(TypeError, match="abstract"):
+        kind()
+
+
+def test_a_method_has_only_the_members_that_all_methods_need():
+    """So core code that asks any method for it fails, and an author of a method is not asked for it."""
+    own = {name for name in vars(Method) if not name.startswith("_")} | {"geometry"}
+    assert own == {
+        *("geometry", "ahead_bytes", "codec", "policy", "positions_to_compute", "provenance"),
+        *("records_approximations", "coded", "usable_hashes", "source"),
+    }
 
 
 # --- a selector whose result cannot be attended to

@@ -23,7 +23,7 @@ from transformers import DynamicCache
 
 from hf_tiered_cache import KVStore
 from hf_tiered_cache.errors import FormatError
-from hf_tiered_cache.methods import CacheTune, Impress, Method
+from hf_tiered_cache.methods import CacheTune, Exact, Impress, Method
 from hf_tiered_cache.reasons import IN_PART
 from hf_tiered_cache.store import maintain
 from hf_tiered_cache.store.cipher import StoreCipher
@@ -201,7 +201,7 @@ def test_orders_of_older_programs_are_read_whatever_they_say_of_layers_that_nobo
 def test_a_prefix_is_restored_up_to_the_first_token_that_a_group_lacks(model, tmp_path, method):
     ids = prompt(200)
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        fill(store, model, ids[:, :96], method or Method())
+        fill(store, model, ids[:, :96], method or Exact())
         expected, _ = ask(model, store, question(ids), method)
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(64) if group.index % 2 else np.random.permutation(96))
@@ -270,7 +270,7 @@ class Fronts(Method):
         return shape.tokens // 16
 
     def positions_to_compute(self, context):
-        suffix = super().positions_to_compute(context)
+        suffix = context.suffix_positions()
         return tuple(np.union1d(np.arange(front), one) for front, one in zip(self.fronts, suffix, strict=True))
 
 
@@ -278,7 +278,7 @@ def test_a_front_that_is_not_stored_is_computed_and_the_rest_is_restored(model, 
     ids = prompt(200)
     fronts = (96, 80, 33, 32, 5, 0)[: model.config.num_hidden_layers]
     with KVStore(tmp_path, engine="posix", host_memory=0) as store:
-        store.precompute(model, ids, method=Method(geometry=Geometry(16, 1)), progress=False)
+        store.precompute(model, ids, method=Exact(geometry=Geometry(16, 1)), progress=False)
         (row,) = store.segments()
         hold_part(store, row, lambda group: np.arange(fronts[group.layers[0]], row.tokens))
         full = model.generate(question(ids), past_key_values=DynamicCache(), **GREEDY)

@@ -8,8 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from hf_tiered_cache.errors import ConfigError
-from hf_tiered_cache.methods import Exact, IdleConversation, Krul, Method
-from hf_tiered_cache.methods.budget import BudgetMethod
+from hf_tiered_cache.methods import BudgetMethod, Exact, IdleConversation, Krul, Method
 from hf_tiered_cache.restore.observe import CacheObserver, Later
 from hf_tiered_cache.restore.plan import PlanContext
 from hf_tiered_cache.selection.prompt import Prefetched
@@ -37,6 +36,9 @@ class AttentionStore(Method):
 
     geometry: Geometry = field(default=Geometry(64, 1))
     ahead_bytes: int = 1
+
+    def positions_to_compute(self, context: PlanContext) -> tuple[np.ndarray, ...]:
+        return context.suffix_positions()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError, FormatError
-from ..methods import describe_method
-from ..methods.budget import BudgetMethod
+from ..methods import BudgetMethod, describe_method
 from ..passages.recompute import Costs
 from ..selection.by_index import WindowSizes
 from ..selection.window_sizes import WindowProfile, best_sizes

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .. import reasons
+from ..methods import PrefixMethod
 from ..patches.attach import Attachment
 from ..restore.plan import Plan
 from ..restore.prefetch import PlanUnit, units_of
@@ -32,16 +33,20 @@ def decided(plan: Plan, sequence: SequenceState, attachment: Attachment) -> tupl
         Plan with recomputed prefixes by layer and "", or None and the reason why all is computed.
     """
     method, store = sequence.method, sequence.store
+    recompute: float | Literal["auto"] = 0.0
+    decline = flat = False
+    if isinstance(method, PrefixMethod):
+        recompute, decline, flat = method.recompute, method.decline, method.flat_front
     lacks = bool(least_fronts(plan).any()) and plan.suffix is not None
-    if plan.suffix is None or not (method.decline or method.front or lacks):
+    if plan.suffix is None or not (decline or recompute or lacks):
         return plan, ""
     may_have_fronts = _may_have_fronts(plan, sequence, attachment)
     if lacks and not may_have_fronts:
         return None, reasons.NO_FRONT
     costs = costs_of(sequence, attachment, plan.base + plan.suffix)
-    known = costs is not None or method.front != "auto"
-    front = method.front if known and may_have_fronts else 0.0
-    settled = settle(plan, front, method.decline, costs, store.residency, attachment.device_of, method.flat_front)
+    if not may_have_fronts or (recompute == "auto" and costs is None):
+        recompute = 0.0
+    settled = settle(plan, recompute, decline, costs, store.residency, attachment.device_of, flat)
     return settled, "" if settled is not None else reasons.SLOWER
 
 

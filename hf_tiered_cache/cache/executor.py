@@ -17,11 +17,11 @@ from .. import reasons
 from ..errors import CacheMismatchError, LayerOrderError, LostKVError, RestoreError
 from ..identity import Fingerprinter, Identity, rope_regime
 from ..layers import kv_sources
-from ..methods import Method
-from ..methods.budget import BudgetMethod
+from ..methods import BudgetMethod, ForConversation, KVDrive, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.scope import leave
 from ..restore.hashes import History
+from ..restore.observe import CacheObserver
 from ..restore.plan import Plan
 from ..stats import StatsCollector
 from ..store.geometry import HASH_TOKENS
@@ -85,8 +85,10 @@ class Serving:
         """True if a prompt has begun that is still unreported."""
         self.forward_pass: ForwardPass | None = None
         """Pass that is running, or None."""
-        self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
+        self.observer: CacheObserver | None = None
         """Observer of the queries of supported passes, if the method has one."""
+        if isinstance(method, ForConversation):
+            self.observer = method.observer(None if attachment.model.device.type == "cpu" else store.writer.later)
         if self.observer is not None and (why := cannot_observe(attachment.model)):
             self.observer.cannot_see(why)
         self.restored: RestoredRun | None = None
@@ -196,9 +198,10 @@ class Serving:
         if plan is None:
             forward_pass = ForwardPass(*own)
         else:
-            for geometry in {reader.shape.geometry for reader in plan.readers}:
-                if said := self.method.misfit(geometry):
-                    self.store.disk.warn(said, said)
+            if isinstance(self.method, BudgetMethod):
+                for geometry in {reader.shape.geometry for reader in plan.readers}:
+                    if said := self.method.misfit(geometry):
+                        self.store.disk.warn(said, said)
             only = partial(request.only, base=plan.base, pads=pads, suffix=plan.suffix is not None)
             kind = RestoringForward if plan.under_way is None else SettlingForward
             forward_pass = kind(*own, plan=plan, store=self.store, method=self.method, only=only)
@@ -336,14 +339,17 @@ class Serving:
     def _new_sequence(self, cache: Cache, request: Request, identity: Identity, regime: str) -> SequenceState:
         """Create the state of a sequence at its first pass, with the method's measured settings filled in."""
         store, attachment, check, layers = self.store, self.attachment, DecodingCheck(), cache.layers
-        device, tokens = attachment.model.device, request.columns
-        method = self.method.with_calibrated_ratio(
-            partial(calibrated_ratio, store, identity.fingerprint, device, tokens)
-        ).with_measured_budget(partial(quality_budget, store, identity.fingerprint))
-        method = method.with_profiled_windows(partial(profiled_windows, store, identity.fingerprint))  # for this budget
+        method, fingerprint = self.method, identity.fingerprint
+        if isinstance(method, Passages):
+            device, tokens = attachment.model.device, request.columns
+            method = method.with_calibrated_ratio(partial(calibrated_ratio, store, fingerprint, device, tokens))
+        if isinstance(method, BudgetMethod):
+            method = method.with_measured_budget(partial(quality_budget, store, fingerprint))
+            if isinstance(method, KVDrive):
+                method = method.with_profiled_windows(partial(profiled_windows, store, fingerprint))  # for this budget
+            if method.selects:
+                warn_of_loss(store, fingerprint, method)
         self.method = method
-        if isinstance(method, BudgetMethod) and method.selects:
-            warn_of_loss(store, identity.fingerprint, method)
         recorder = self.new_recorder(identity, regime, request.pads, check)
         segments, selects = self.options.segments, any(source.selects for source in kv_sources(layers))
         return SequenceState(
@@ -376,7 +382,7 @@ class Serving:
 
     def _why_not_looked_for(self, request: Request, sequence: SequenceState) -> str:
         """Return the reason why a pass does not look up stored KV, or an empty string."""
-        if sequence.approximate and not sequence.method.passages:  # passages can be restored after any KV
+        if sequence.approximate and not isinstance(sequence.method, Passages):  # passages are restored after any KV
             return reasons.APPROXIMATE
         if not self.options.restore:
             return reasons.SWITCHED_OFF

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import LayerOrderError, UnsupportedModelError
 from ..layers import LayerTensors, kv_sources
-from ..methods import Method
+from ..methods import BudgetMethod, Method
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import decoder_layers, dropping
@@ -197,6 +197,7 @@ class RestoringForward(ForwardPass):
             self.streamed = StreamedPrefix(plan, selecting, self.fetcher)
             self.selects = True
         if plan.budget_tokens:
+            assert isinstance(method, BudgetMethod)
             if method.reorder:
                 store.rewriter.recall({piece.reader for group in plan.groups for piece in group.pieces})
             self.selection = SelectiveRestore(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from tqdm.auto import tqdm
 
 from ..identity import rope_regime
+from ..methods import BudgetMethod
 from ..store.geometry import HASH_TOKENS
 from .request import Request
 from .sequence import SequenceState
@@ -21,11 +22,13 @@ _TRIES = 2
 
 def can_be_cut(request: Request, sequence: SequenceState) -> bool:
     """Return whether a prompt is computed in pieces, with the same KV as in a single pass."""
-    step = sequence.method.prefill_tokens
+    method = sequence.method
+    if not isinstance(method, BudgetMethod) or not method.selects:
+        return False
+    step = method.prefill_tokens
     shortest = step - max(request.pads)
     return (
-        sequence.method.selects
-        and 0 < step < request.columns
+        0 < step < request.columns
         and sequence.columns == 0
         and sequence.recorder.enabled
         and request.text == request.columns
@@ -49,11 +52,13 @@ def in_pieces(
         found: Number of positions of the prompt that are stored already.
         progress: Whether to show a progress bar.
     """
-    step, end, tries = sequence.method.prefill_tokens, request.columns, _TRIES
+    method = sequence.method
+    assert isinstance(method, BudgetMethod)
+    step, end, tries = method.prefill_tokens, request.columns, _TRIES
     sequence.stored_in_pieces = 0
     if end - found <= step:
         return
-    rest = max(request.must_compute, min(step // 2, sequence.method.observed))  # minimum length of the last piece
+    rest = max(request.must_compute, min(step // 2, method.observed))  # minimum length of the last piece
     with tqdm(total=end, initial=found, unit="token", desc="prefill", disable=not progress) as bar:
         while end - found > step and tries:
             stop = min(found + step, end - rest) // HASH_TOKENS * HASH_TOKENS

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..layers import LayerTensors
-from ..methods import Method
+from ..methods import Method, Passages
 from ..passages.recompute import QuestionAttention
 from ..patches.attach import Attachment
 from ..patches.attention import can_select, shows_queries
@@ -34,11 +34,13 @@ class SettlingForward(RestoringForward):
         plan, attachment, method, others: See `RestoringForward`.
     """
 
+    method: Passages
+
     def __init__(
         self, cache: object, sources: Any, attachment: Attachment, *others: Any, plan: Plan, method: Method, **more: Any
     ) -> None:
         super().__init__(cache, sources, attachment, *others, plan=plan, method=method, **more)
-        assert plan.under_way is not None
+        assert plan.under_way is not None and isinstance(method, Passages)
         self._deferred = plan.under_way
         self.selects = can_select(attachment.config) and shows_queries(attachment.model)  # `attend` runs
         self._filled: dict[int, dict[str, Any]] = {}  # buffer state of the previewed layer

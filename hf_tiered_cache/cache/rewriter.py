@@ -166,7 +166,7 @@ class SegmentRewriter:
 
         Args:
             segments: Ids of the segments that the prompt used.
-            every: Number of prompts before the first rewrite (see `Method.reorder_every`).
+            every: Number of prompts before the first rewrite (see `BudgetMethod.reorder_every`).
         """
         for segment_id in segments:
             if not self.importance.prompt_done(segment_id, every):

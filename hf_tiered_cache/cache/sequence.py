@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 from .. import reasons
 from ..errors import StoreClosedError
 from ..identity import Identity, rope_regime
-from ..methods import Method
+from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
 from ..passages.report import PassageReport
 from ..restore.plan import Plan
@@ -81,7 +81,7 @@ class SequenceState:
         self.stored_in_pieces = 0
         """Number of tokens of the current prompt that were computed, stored and released."""
         self._in_prompt = False  # whether the last pass had several positions
-        self.tells_passages = bool(method.passages)
+        self.tells_passages = isinstance(method, Passages)
         """True if the passages of a prompt are reported."""
         self._report = PassageReport()
         self.missed = ""
@@ -97,38 +97,48 @@ class SequenceState:
 
     def plan(self, request: Request, collector: StatsCollector) -> Plan | None:
         """Return the plan of a pass, or None if it restores nothing."""
+        method = self.method
         with collector.timing("match_seconds"):
             self._asked = request.ids.to("cpu", torch.int64).numpy()
+            find, defer = (self._finder(method), method.under_way) if isinstance(method, Passages) else (None, None)
             plan, found = make_plan(
                 self.history,
                 self._asked,
                 request.must_compute,
-                self.method,
+                method.positions_to_compute,
                 self._layers,
                 partial(self.store.match, usable=self._usable_hashes, asking=self.recorder),
-                self._finder() if self.method.passages else None,
+                find,
+                defer,
             )
-        if plan is not None and plan.budget_tokens is not None and self.stored_in_pieces:
-            plan = replace(plan, streamed=True)  # all pieces are exact, also the last one, however short
         for rows in found:
             for row in rows.rows:
                 self.recorder.found(row, rows.held, rows.num_hashes, rows.segments)
-        if plan is None or not self._selects:
-            return plan and replace(plan, budget_tokens=None)
-        if plan.budget_tokens and self.method.reorder:
+        if plan is None or not self._selects or not isinstance(method, BudgetMethod):
+            return plan
+        plan = self._within_budget(plan, method)
+        if plan.budget_tokens and method.reorder:
             self.store.lay_out_after(plan.groups)
         return plan
 
-    def _finder(self) -> PassageFinder:
-        return passage_finder(
-            self.store, self.method, self.config, self.identity.fingerprint, self.regime, self._segments
-        )
+    def _within_budget(self, plan: Plan, method: BudgetMethod) -> Plan:
+        """Return a plan with the budget of its method, unless it restores no more tokens than that."""
+        suffix = plan.suffix or 0
+        longest = suffix - min(self.history.pads)  # of the batch's rows: its budget applies to all
+        if plan.base or longest <= 0 or (budget := method.token_budget(longest)) >= longest:
+            return plan
+        # all pieces of a long prompt are exact, also the last one, however short
+        streamed = self.stored_in_pieces > 0 or method.streams(plan.columns - suffix)
+        return replace(plan, budget_tokens=budget, streamed=streamed)
+
+    def _finder(self, method: Passages) -> PassageFinder:
+        return passage_finder(self.store, method, self.config, self.identity.fingerprint, self.regime, self._segments)
 
     def _usable_hashes(self, shape: SegmentShape) -> int:
         usable = self.method.usable_hashes(shape)
         if usable * HASH_TOKENS < shape.tokens:
-            merged = self.method.selects and shape.geometry.pairs
-            self._unused = reasons.MERGED if merged else reasons.IN_PART
+            selects = isinstance(self.method, BudgetMethod) and self.method.selects
+            self._unused = reasons.MERGED if selects and shape.geometry.pairs else reasons.IN_PART
         return usable
 
     def why_nothing(self, request: Request) -> str:
@@ -140,17 +150,18 @@ class SequenceState:
             return ""
         if self._unused:
             return self._unused
-        passages = (self.method.passages, self.method.sink_token(self.config)) if self.method.passages else None
+        method = self.method
+        passages = (method.passages, method.sink_token(self.config)) if isinstance(method, Passages) else None
         tokens = request.ids[0, self.history.pads[0] :].to("cpu", torch.int64).numpy()
-        identity, codec = self.identity, self.method.geometry.codec
+        identity, codec = self.identity, method.geometry.codec
         return reason_of_miss(self.store, tokens, identity.fingerprint, identity.facts, self.regime, passages, codec)
 
     def why_otherwise(self, plan: Plan) -> str:
         """Return the reason why a plan computes other tokens than the method would select, or an empty string."""
-        ranked_by = self.method.ranked_by
+        if not isinstance(self.method, Passages) or not self.method.ranked_by:
+            return ""
         passages = [piece for group in plan.groups for piece in group.pieces if not piece.exact]
-        unranked = ranked_by and any(piece.scores is None for piece in passages)
-        return reasons.unranked(ranked_by) if unranked else ""
+        return reasons.unranked(self.method.ranked_by) if any(piece.scores is None for piece in passages) else ""
 
     # --- after a pass
 
@@ -165,8 +176,10 @@ class SequenceState:
         restored = plan.restored_tokens if plan is not None else 0
         padding = sum(max(0, pad - self.columns) for pad in self.history.pads)
         attended = round(plan.attended_tokens) if plan is not None else 0
-        if plan is not None and plan.budget_tokens is not None and not plan.streamed and self.method.reorder:
-            self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
+        if plan is not None and plan.budget_tokens is not None and not plan.streamed:
+            assert isinstance(self.method, BudgetMethod)
+            if self.method.reorder:
+                self.store.rewriter.prompt_done({reader.id for reader in plan.readers}, self.method.reorder_every)
         before, self.stored_in_pieces = min(self.stored_in_pieces, restored), 0
         collector.add(
             tokens_restored=restored - before,
@@ -200,23 +213,25 @@ class SequenceState:
 
     def _tell_passages(self, plan: Plan | None, collector: StatsCollector) -> None:
         """Report what became of the passages so far."""
+        method = self.method
+        assert isinstance(method, Passages)
         if plan is not None:
             self._report.add(plan.groups, plan.base, self.history.pads)
-        ids, finder = self.history.ids(), self._finder()
+        ids, finder = self.history.ids(), self._finder(method)
         rows = [row[pad:] for row, pad in zip(ids, self.history.pads, strict=True)]
         told = self._report.told(rows, finder.hashers, self._segments)
         collector.tell_passages(told)
         if self._report.joined(rows, finder.hashers):
             self.missed = reasons.JOINED
         elif plan is not None and not plan.base and not any(each.found for each in told):
-            self.missed = self._why_a_prefix_alone(plan, rows, finder)
+            self.missed = self._why_a_prefix_alone(plan, rows, finder, method.passages)
 
-    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder) -> str:
+    def _why_a_prefix_alone(self, plan: Plan, rows: list[np.ndarray], finder: PassageFinder, provenance: str) -> str:
         """Return the reason why only a prefix of the prompt is restored although passages are stored.
 
         The reason is an empty string if all is restored, or if the prefix contains passages.
         """
-        stored = partial(has_passages, self.store, self.identity.fingerprint, self.method.passages)
+        stored = partial(has_passages, self.store, self.identity.fingerprint, provenance)
         whole = plan.columns - plan.restored_until < HASH_TOKENS
         return "" if whole or not stored() or any(finder(row, 0) for row in rows) else reasons.NO_PASSAGES
 
@@ -250,7 +265,7 @@ class SequenceState:
 
 def passage_finder(
     store: Storage,
-    method: Method,
+    method: Passages,
     config: PreTrainedConfig,
     fingerprint: str,
     regime: str,

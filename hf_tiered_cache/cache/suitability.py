@@ -7,7 +7,7 @@ import inspect
 from transformers import PreTrainedModel
 
 from ..errors import CacheMismatchError, ConfigError, TieredCacheError, UnsupportedModelError
-from ..methods import Method
+from ..methods import BudgetMethod, Method, Passages
 from ..patches.attach import Attachment
 from ..patches.attention import SELECTING, WRAPPED, can_scatter, can_select, shows_queries
 from ..patches.layers import can_drop
@@ -48,12 +48,12 @@ def check_suits(method: Method, model: PreTrainedModel) -> None:
         UnsupportedModelError: No attention implementation is sufficient.
     """
     config = model.config.get_text_config(decoder=True)
-    if method.selects:
+    if isinstance(method, BudgetMethod) and method.selects:
         if not shows_queries(model):
             raise cannot_select(method, model)
         if not can_select(config):
             raise needs_attention(method, model, SELECTING)
-    elif method.passages and not can_scatter(config):
+    elif isinstance(method, Passages) and not can_scatter(config):
         raise needs_attention(method, model, WRAPPED)
 
 

@@ -10,9 +10,10 @@ import numpy as np
 from .. import reasons
 from ..conversations.distances import AttentionDistances
 from ..errors import StoreClosedError, StoreError, TieredCacheError
-from ..methods import IdleConversation
+from ..methods import ForConversation, IdleConversation, PrefixMethod
 from ..store.catalogue import SegmentRow
 from ..store.geometry import HASH_TOKENS
+from ..store.segment import SegmentReader
 from .calibrations import note_initial_recent
 from .cost_model import costs_of, idle_front
 from .executor import Serving
@@ -69,7 +70,9 @@ def put_away(serving: Serving, held: int) -> Suspended:
     made, replaced = None, [row.id for row in rows]
     try:
         if rows and serving.options.record:
-            made = sequence.method.compact(_idle(serving, sequence, rows, tokens))
+            readers, method = _readers(storage, rows), sequence.method
+            if isinstance(method, ForConversation):
+                made = method.compact(_idle(serving, sequence, readers, tokens))
     except (TieredCacheError, OSError, ValueError) as error:
         reason = reason or f"the conversation was not laid out anew: {error}"
     if made is not None and (row := storage.disk.index.row(made)) is not None:
@@ -90,19 +93,25 @@ def put_away(serving: Serving, held: int) -> Suspended:
     return Suspended(tokens, left, sum(row.nbytes for row in rows), time.perf_counter() - started, reason)
 
 
-def _idle(serving: Serving, sequence: SequenceState, rows: list[SegmentRow], tokens: int) -> IdleConversation:
-    """Return the input of `Method.compact` for these segments. Raise StoreError if one cannot be read."""
-    storage, observer, method = serving.store, serving.observer, sequence.method
+def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
+    """Return the readers of segments. Raise StoreError if one cannot be read."""
     readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
     if len(readers) < len(rows):
         raise StoreError("a segment of it cannot be read")
+    return readers
+
+
+def _idle(serving: Serving, sequence: SequenceState, readers: list[SegmentReader], tokens: int) -> IdleConversation:
+    """Return the input of `ForConversation.compact` for these segments."""
+    storage, observer, method = serving.store, serving.observer, sequence.method
     attention = observer.result() if isinstance(observer, AttentionDistances) else None
     noted: list[np.ndarray] = []
     if attention is not None and not attention.missing:
         noted = note_initial_recent(storage, sequence.identity.fingerprint, attention.initial_recent)
 
     def front(stored: float) -> float:
-        share, costs = method.front, costs_of(sequence, serving.attachment, tokens)
+        share = method.recompute if isinstance(method, PrefixMethod) else 0.0
+        costs = costs_of(sequence, serving.attachment, tokens)
         if not can_have_fronts(serving.attachment) or (share == "auto" and costs is None):
             return 0.0
         if share != "auto":

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import Field, fields, is_dataclass
+from functools import lru_cache
+from inspect import isabstract
 from typing import Any
 
 from ..errors import ConfigError
 from ..plugins import Registry
-from .base import IdleConversation, Method
+from .base import Method
+from .budget import BudgetMethod
 from .cache_blend import CacheBlend, Epic
 from .cache_tune import CacheTune
 from .contiguous_kv import ContiguousKV
+from .conversation import ForConversation, IdleConversation
 from .exact import Exact
 from .impress import Impress
 from .krul import Krul
 from .kv_drive import KVDrive
 from .passages import Passages
+from .prefix import PrefixMethod
 
 
 def _fault(name: str, part: object) -> str:
@@ -24,10 +29,24 @@ def _fault(name: str, part: object) -> str:
         return f"it is not a subclass of Method, but {part!r}"
     if not is_dataclass(part) or "__dataclass_fields__" not in vars(part):
         return "it is not a dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
+    if isabstract(part):
+        return f"it lacks {', '.join(sorted(part.__abstractmethods__))}"
+    if fault := _unused_members(part):
+        return fault
     try:
         part()
     except TypeError as error:
         return f"it cannot be made without arguments: {error}"
+    return ""
+
+
+@lru_cache
+def _unused_members(kind: type[Method]) -> str:
+    """Return which members of an interface a method has without deriving from it, so that nothing uses them, or ""."""
+    for interface in (BudgetMethod, Passages, ForConversation):
+        members = sorted(interface.__abstractmethods__ & set(dir(kind)))
+        if members and not issubclass(kind, interface):
+            return f"it has {', '.join(members)}, but does not derive from {interface.__name__}"
     return ""
 
 
@@ -50,17 +69,20 @@ METHODS: Registry[type[Method]] = Registry(
 
 __all__ = [
     "METHODS",
+    "BudgetMethod",
     "CacheBlend",
     "CacheTune",
     "ContiguousKV",
     "Epic",
     "Exact",
+    "ForConversation",
     "IdleConversation",
     "Impress",
     "KVDrive",
     "Krul",
     "Method",
     "Passages",
+    "PrefixMethod",
     "describe_method",
     "make_method",
     "register_method",
@@ -71,7 +93,8 @@ def register_method(name: str, kind: type[Method]) -> None:
     """Add a method: `make_method(name)`, the command line and the evaluations find it by this name.
 
     Raises:
-        ConfigError: The name is invalid or taken, or `kind` is not a dataclass derived from `Method` with defaults.
+        ConfigError: The name is invalid or taken, or `kind` is not a dataclass derived from `Method` with defaults, or
+            it lacks a required member.
     """
     METHODS.register(name, kind)
 
@@ -85,11 +108,14 @@ def make_method(method: Method | str | None) -> Method:
             "contiguous_kv.paper:budget=0.1".
 
     Raises:
-        ConfigError: The name or a setting is unknown, a value is invalid, or the method has no `paper` settings.
+        ConfigError: The name or a setting is unknown, a value is invalid, or the method has no `paper` settings. Or an
+            instance has members of an interface that it does not derive from.
     """
     if method is None:
         return Exact()
     if isinstance(method, Method):
+        if fault := _unused_members(type(method)):
+            raise ConfigError(f"{type(method).__name__} cannot be used as a method: {fault}")
         return method
     if not isinstance(method, str):
         kind = f"; write {method.__name__}()" if isinstance(method, type) else ""

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from ..layers import DenseSource, SelectedSource
+from ..restore.plan import Columns, PlanContext
+from ..selection.prompt import PREFETCHED, Prefetched
+from ..selection.selector import Selector
+from ..store.geometry import Geometry
+from ..store.shape import SegmentShape
 from .base import Method
 
 if TYPE_CHECKING:
@@ -20,7 +27,9 @@ UNMEASURED_BUDGET = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Method):
-    """Method with full-attention layers that attend to a share of the prefix.
+    """Base of methods whose full-attention layers attend to a share of the prefix.
+
+    A method must define `token_budget` and `selector`.
 
     Args:
         budget: Share of the prefix that is attended to, in (0, 1]. At 1 the output is that of `Exact`.
@@ -33,6 +42,26 @@ class BudgetMethod(Method):
     budget: float = field(default=DEFAULT_BUDGET, kw_only=False)
     quality: float | None = None
 
+    reorder = False
+    """True if segments are rewritten in the background, with their tokens ordered by observed importance."""
+
+    reorder_every = 4
+    """Number of prompts before the first reordering; the number doubles each time."""
+
+    rechoose = False
+    """True if each decoded token reselects what it attends to. If not, the selection for the prompt is kept."""
+
+    prefill_tokens = 0
+    """Number of tokens per piece of a longer prompt. Each piece is stored before the next is computed. 0 computes it at
+    once."""
+
+    exact_from = 0
+    """Minimum number of computed prompt tokens that attend to their whole prefix, of which a part is then kept; 0 for
+    never."""
+
+    observed = 0
+    """Number of trailing prompt tokens that select this part."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share("budget", "the prefix", self.budget)
@@ -40,16 +69,67 @@ class BudgetMethod(Method):
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
             raise ConfigError(f"quality is a loss in nats above 0, such as 0.02, not {target!r}")
 
+    # --- what to attend to
+
+    @abstractmethod
+    def token_budget(self, prefix_tokens: int) -> int:
+        """Return how many of `prefix_tokens` restored tokens a full-attention layer attends to."""
+
+    @abstractmethod
+    def selector(self) -> Selector:
+        """Return the selector of the tokens to attend to."""
+
     @property
     def selects(self) -> bool:
+        """True if full-attention layers attend to a part of what is restored."""
         return self.budget < 1
+
+    @property
+    def prefetches(self) -> Collection[Prefetched]:
+        """Kinds of data that are prefetched, within `ahead_bytes`."""
+        return PREFETCHED
+
+    def streams(self, tokens: int) -> bool:
+        """Return whether `tokens` computed prompt tokens attend to the whole prefix, of which the budget then stays."""
+        return 0 < self.exact_from <= tokens
+
+    def misfit(self, geometry: Geometry) -> str:
+        """Return why more is read of segments of a geometry than is attended to, and the remedy, or ""."""
+        if not self.selects or replace(geometry, codec=self.geometry.codec) == self.geometry:
+            return ""
+        return (
+            f"segments are stored in another geometry than {type(self).__name__} chooses by, so more of them is read "
+            "than is attended to; store.relayout(method) lays them out anew"
+        )
+
+    # --- members of every method
+
+    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+        """See `Method`."""
+        return context.suffix_positions()
+
+    def usable_hashes(self, shape: SegmentShape) -> int:
+        """See `Method`. Tokens are selected within one KV cache group, so not in segments with merged layers."""
+        return 0 if self.selects and shape.geometry.pairs else super().usable_hashes(shape)
+
+    def source(self, layer: int) -> DenseSource:
+        """See `Method`."""
+        return SelectedSource(layer) if self.selects else super().source(layer)
+
+    # --- budget for a quality target
 
     @property
     def as_measured(self) -> Self:
         """This method with only the settings that its loss at a budget depends on; budget and others are defaults."""
         return replace(self, budget=type(self).budget, quality=None)
 
-    def with_measured_budget(self, measured: Callable[[BudgetMethod], float | None]) -> Self:
+    def with_measured_budget(self, measured: Callable[[Self], float | None]) -> Self:
+        """Return this method with the budget that keeps its quality target, if it has one.
+
+        Args:
+            measured: Function that returns, for a method with a target, the smallest budget that was measured to keep
+                it, 1 if none did, or None without a measurement.
+        """
         if self.quality is None:
             return self
         found = measured(self)

@@ -90,5 +90,5 @@ class CacheBlend(Passages):
         return [np.empty(0, np.int64)] * len(passages)
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Method`. Only values are compared."""
+        """See `Passages`. Only values are compared."""
         return (stored[1].float() - computed[1].float()).square().sum((1, 3))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,9 @@ from ..passages.ranking import RANKED_IN_CONTEXT
 from ..passages.recompute import LOWEST, narrowed_shares
 from ..restore.plan import PlanContext, SegmentSlice, UnderWay
 from .passages import Passages, check_share, count_of, importance_of, question_tokens
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("hf_tiered_cache")
 
@@ -83,7 +86,7 @@ class CacheTune(Passages):
     def ranked_by(self) -> str:
         return f"{self.ranking} {self.alpha}" if self.ranking.endswith("frequency") else self.ranking
 
-    def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> CacheTune:
+    def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
         if self.recompute != "auto":
             return self
         found = ratio()
@@ -117,7 +120,7 @@ class CacheTune(Passages):
         return narrowed_shares(self._share, self.widen, at, layers)
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
-        """See `Method`."""
+        """See `Passages`."""
         under_way = super().under_way(context)
         if under_way is None:
             return None
@@ -140,7 +143,7 @@ class CacheTune(Passages):
         return attention / max(mean, _SMALL) + self.floor
 
     def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
-        """See `Method`. The deviation is relative to the stored KV; keys and values count equally."""
+        """See `Passages`. The deviation is relative to the stored KV; keys and values count equally."""
         keys, values = (_distance(old, new) for old, new in zip(stored, computed, strict=True))
         return (keys + values).sqrt()
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-from ..errors import ConfigError
-from .base import Method
+from .prefix import PrefixMethod
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact(Method):
+class Exact(PrefixMethod):
     """Exact reuse: every layer computes the suffix and attends to all tokens before it. The output is that of no reuse.
 
     Args:
@@ -23,24 +21,4 @@ class Exact(Method):
         decline: Whether a prompt is computed instead of restored if such a calibration says that this is faster.
     """
 
-    recompute: float | Literal["auto"] = "auto"
     decline: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_front(self.recompute)
-
-    @property
-    def front(self) -> float | Literal["auto"]:
-        return self.recompute
-
-    def regardless(self) -> Exact:
-        return replace(self, recompute=0.0, decline=False)
-
-
-def check_front(share: float | Literal["auto"]) -> None:
-    """Raise ConfigError if `share` is neither a number between 0 and 1 nor "auto"."""
-    if share == "auto":
-        return
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ConfigError(f'recompute is a share of the prefix, between 0 and 1, or "auto", not {share!r}')

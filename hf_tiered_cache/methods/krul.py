@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -20,14 +20,17 @@ from ..store.geometry import HASH_TOKENS, Geometry, KVLayout, block_groups
 from ..store.relayout import merge_segments, tokens_of
 from ..store.segment import SegmentReader
 from ..store.shape import SegmentShape
-from .base import IdleConversation, Method
-from .exact import check_front
+from .conversation import ForConversation, IdleConversation
+from .prefix import PrefixMethod
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 logger = logging.getLogger("hf_tiered_cache")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Krul(Method):
+class Krul(PrefixMethod, ForConversation):
     """Krul: a suspended conversation is stored with KV shared between similar layers, and without its first tokens.
 
     Pairs of layers that share their KV are selected for each conversation, by the attention observed in it (Section 4).
@@ -53,7 +56,6 @@ class Krul(Method):
 
     geometry: Geometry = field(default=Geometry(64, 1))
     layers_shared: float = field(default=0.5, kw_only=False)
-    recompute: float | Literal["auto"] = "auto"
     gamma: float | Literal["auto"] = "auto"
     toward: float = 0.4
     retained: float = 0.05
@@ -61,14 +63,11 @@ class Krul(Method):
     conversation: str = field(default="", repr=False)
     """Name of the conversation, see `for_conversation`."""
 
-    decline = True
-
     kind: ClassVar[str] = "krul"
     """Beginning of the provenance."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_front(self.recompute)
         for name in ("layers_shared", "toward", "retained", "alike"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"{name} is between 0 and 1, not {getattr(self, name)!r}")
@@ -85,11 +84,7 @@ class Krul(Method):
     def provenance(self) -> str:
         return coded_provenance(f"{self.kind} {self.conversation}".rstrip(), self.geometry.codec)
 
-    @property
-    def front(self) -> float | Literal["auto"]:
-        return self.recompute
-
-    def for_conversation(self, name: str) -> Krul:
+    def for_conversation(self, name: str) -> Self:
         return replace(self, conversation=name)
 
     def usable_hashes(self, shape: SegmentShape) -> int:

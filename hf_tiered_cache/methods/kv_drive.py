@@ -122,9 +122,14 @@ class KVDrive(BudgetMethod):
         """Number for `window`; 2 for "auto"."""
         return _UNPROFILED if isinstance(self.window, str) else self.window
 
-    def with_profiled_windows(
-        self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]
-    ) -> KVDrive:
+    def with_profiled_windows(self, profiled: Callable[[str, float | None], tuple[float, WindowSizes] | None]) -> Self:
+        """Return this method with the window sizes of a profile.
+
+        Args:
+            profiled: Function of the profile's name and a window size in multiples, None for the fastest one. It
+                returns the window size, and sizes per layer and KV head that take the same memory in total; or None
+                without a profile.
+        """
         by_head, size = self.window_sizes == "profiled", None if isinstance(self.window, str) else self.window
         if self.eviction == "none" or (size is not None and not by_head):
             return self

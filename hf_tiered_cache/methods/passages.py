@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+import torch
 from transformers import PreTrainedConfig
 
 from ..errors import ConfigError
+from ..layers import LayerTensors
 from ..passages.finder import sink_token
 from ..passages.ranking import KV, RANKED_IN_CONTEXT, RANKINGS, Ranking, rank_tokens
 from ..passages.recompute import Asked
@@ -20,14 +22,17 @@ from ..store.format import passage_provenance
 from ..store.geometry import Geometry
 from .base import Method
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _RANKED_BEHIND = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class Passages(Method, ABC):
+class Passages(Method):
     """Base of methods that reuse passages: everything is computed except the `reused_tokens` of each passage.
 
-    A stored prefix is restored first, and completely, since it is exact.
+    A stored prefix is restored first, and completely, since it is exact. A method must define `reused_tokens`.
 
     Args:
         ranking: Ranking of a passage's tokens, for methods that use one: "context" (ours: by how far their KV moves if
@@ -62,11 +67,17 @@ class Passages(Method, ABC):
 
     @property
     def passages(self) -> str:
+        """Provenance of the passages that are searched anywhere in a prompt."""
         return coded_provenance(passage_provenance(self.lead), self.geometry.codec)
 
     def sink_token(self, config: PreTrainedConfig) -> int | None:
         """Return the first token that precedes a passage while its KV is computed, or None."""
         return sink_token(config) if self.lead else None
+
+    @property
+    def ranked_by(self) -> str:
+        """Name of the ranking of a passage's tokens that the method uses; "" for none."""
+        return ""
 
     @property
     def ranks_in_context(self) -> bool:
@@ -92,6 +103,14 @@ class Passages(Method, ABC):
         """
         return rank_tokens(layers, self.ranking, self.alpha, kv_in_context)
 
+    def with_calibrated_ratio(self, ratio: Callable[[], float | None]) -> Self:
+        """Return this method with its "auto" settings replaced by measured values.
+
+        Args:
+            ratio: Function that returns the ratio measured on this machine, or None.
+        """
+        return self
+
     # --- tokens to compute
 
     @abstractmethod
@@ -105,7 +124,7 @@ class Passages(Method, ABC):
     def narrowing(self, layers: int) -> tuple[tuple[int, float], ...]:
         """Return the layers at which stored and computed KV are compared, ascending, each with a share.
 
-        It is the share of the passages' tokens that is computed from there on.
+        It is the share of the passages' tokens that is computed from there on. A method that compares defines `moved`.
         """
         return ()
 
@@ -119,17 +138,31 @@ class Passages(Method, ABC):
         return (every,) * checked + (chosen,) * (wide - checked) + (least,) * (context.layers - wide)
 
     def under_way(self, context: PlanContext) -> UnderWay | None:
-        """See `Method`."""
+        """Return the deferred parts of an inexact plan, or None if nothing is deferred."""
         narrowing = self.narrowing(context.layers)
         every, least = _columns_of_passages(context)
         if not narrowing or np.array_equal(every, least):
             return None
         return UnderWay(context, every, least, compare_layers=tuple(layer for layer, _ in narrowing))
 
+    def moved(self, stored: LayerTensors, computed: LayerTensors) -> torch.Tensor:
+        """Return the deviation of computed from stored KV, `[batch, heads, n, dim]` each: float32 `[batch, n]`."""
+        raise TypeError(f"{type(self).__name__} compares nothing")
+
     def go_on(
         self, under_way: UnderWay, layer: int, columns: Columns, moved: np.ndarray, attention: Asked | None
     ) -> Columns:
-        """See `Method`. The share that `narrowing` returns is selected in each row."""
+        """Return the positions that are computed from one of the `compare_layers` on.
+
+        The share that `narrowing` returns is selected in each row.
+
+        Args:
+            under_way: Deferred plan.
+            layer: Layer that compares.
+            columns: Positions computed so far, n per row.
+            moved: KV deviation of these positions, float `[rows, n]`; undefined where nothing is stored.
+            attention: Attention of each row's query probe in the layers so far, or None if it is not available.
+        """
         share, chosen = dict(self.narrowing(under_way.context.layers))[layer], []
         for group in under_way.context.groups:
             row = group.rows[0]

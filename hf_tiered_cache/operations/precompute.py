@@ -15,7 +15,7 @@ from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
 from ..identity import varying_rope
-from ..methods import Exact, Method, make_method
+from ..methods import BudgetMethod, Exact, Method, make_method
 from ..patches.attach import attach
 from ..restore.prefetch import PlanUnit, units_of
 from ..stats import TIERS, StatsCollector
@@ -97,7 +97,7 @@ def precompute(
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
             report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
     storage.flush()
-    if theirs.selects and theirs.selector().index is not None:
+    if isinstance(theirs, BudgetMethod) and theirs.selects and theirs.selector().index is not None:
         for prompt in prompts:
             _index(storage, model, theirs, prompt, tag)
         storage.flush()
@@ -186,8 +186,10 @@ def warm(
     storage: Storage, model: nn.Module, input_ids: Any, method: Method | str | None, tag: str, progress: bool
 ) -> Lookup:
     """See `KVStore.warm`."""
-    # ignore costs: load KV even if computing it would be faster now
-    prompt, collector = _Prompt(storage, model, input_ids, make_method(method).regardless(), tag), StatsCollector()
+    method = make_method(method)
+    if isinstance(method, Exact):  # ignore costs: load KV even if computing it would be faster now
+        method = replace(method, recompute=0.0, decline=False)
+    prompt, collector = _Prompt(storage, model, input_ids, method, tag), StatsCollector()
     total = sum(unit.nbytes for unit in prompt.units)
     with tqdm(total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="warm", disable=not progress) as bar:
         for unit in prompt.units:

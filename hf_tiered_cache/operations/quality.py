@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
@@ -22,8 +22,7 @@ from ..cache.storage import Storage
 from ..cache.stored_cache import StoredCache
 from ..errors import ConfigError
 from ..identity import Fingerprinter
-from ..methods import Exact, Method, describe_method, make_method
-from ..methods.budget import BudgetMethod
+from ..methods import BudgetMethod, Exact, Method, describe_method, make_method
 from ..patches.attach import attach
 from .precompute import as_prompts, precompute
 
@@ -75,7 +74,7 @@ def calibrate_quality(
     for method in map(make_method, methods):
         if not isinstance(method, BudgetMethod):
             raise ConfigError(f"{describe_method(method)} has no budget to choose, as {', '.join(METHODS)} have")
-        chosen.append(cast(BudgetMethod, method.coded(storage.codec)))
+        chosen.append(method.coded(storage.codec))
     if not budgets or not all(0 < budget < 1 for budget in budgets):
         raise ConfigError(f"budgets are shares of a prefix, above 0 and below 1, not {budgets!r}")
     prompts = as_prompts(input_ids)

@@ -16,6 +16,9 @@ import numpy as np
 from ..store.geometry import BlockGroup
 from ..store.segment import SegmentReader
 
+_LARGE_MASK = 1 << 28
+_LITTLE = 1 / 8
+
 Columns = np.ndarray
 """Padded positions, int64 `[n]`, ascending, for all rows. Or `[rows, n]`, ascending in each row; a row with fewer
 positions repeats its first one at the front. So rows are aligned at the end, a repeated position has the same hidden
@@ -73,6 +76,15 @@ class PlanContext:
     layers: int
     groups: tuple[RowGroup, ...] = ()
     """Sources of the other positions of each row."""
+
+    def suffix_positions(self) -> tuple[Columns, ...]:
+        """Return the plan of prefix reuse: every layer computes the suffix, and restores the tokens before it."""
+        first = min(self.restorable, self.columns - self.must_compute)
+        suffix = self.columns - first
+        # a whole prompt needs no mask; the suffix x columns mask of a suffix costs more than a short prefix saves
+        if self.base == 0 and first < _LITTLE * suffix and suffix * self.columns > _LARGE_MASK:
+            first = 0
+        return (np.arange(first, self.columns),) * self.layers
 
 
 @dataclass(frozen=True)

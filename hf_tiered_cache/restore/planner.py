@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -76,18 +75,6 @@ Match = Callable[[list[bytes], int], list[tuple[MatchedRun, SegmentReader]]]
 """Function that returns the segments that store a sequence of prefix hashes, without a gap from a given index on."""
 
 
-class Rules(Protocol):
-    """Planning interface of a method (see `Method`)."""
-
-    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]: ...
-
-    def under_way(self, context: PlanContext) -> UnderWay | None: ...
-
-    def token_budget(self, prefix_tokens: int) -> int: ...
-
-    def streams(self, tokens: int) -> bool: ...
-
-
 @dataclass(frozen=True)
 class PrefixLookup:
     """Lookup result of some rows: `segments` store their prefix hashes from `held` up to `num_hashes`."""
@@ -102,10 +89,11 @@ def make_plan(
     history: History,
     ids: np.ndarray,
     must_compute: int,
-    rules: Rules,
+    compute: Callable[[PlanContext], tuple[Columns, ...]],
     layers: int,
     match: Match,
     find: Find | None = None,
+    defer: Callable[[PlanContext], UnderWay | None] | None = None,
 ) -> tuple[Plan | None, list[PrefixLookup]]:
     """Plan a pass.
 
@@ -113,10 +101,11 @@ def make_plan(
         history: Tokens in the cache.
         ids: int64 `[rows, columns]`, tokens that the pass adds.
         must_compute: Number of last positions with requested outputs.
-        rules: Decide what to compute, and how many of the other tokens may be attended to.
+        compute: Returns the positions that each layer computes (see `Method.positions_to_compute`).
         layers: Number of layers of the model.
         match: Looks up prefix hashes.
         find: Finds passages after the matched prefix, or None.
+        defer: Returns the deferred parts of an inexact plan (see `Passages.under_way`), or None.
 
     Returns:
         The plan, or None if nothing can be restored; and the lookup results.
@@ -143,12 +132,9 @@ def make_plan(
     if not any(group.pieces for group in groups):
         return None, found  # padding alone is not worth a plan
     context = PlanContext(base, columns, restorable, must_compute, layers, tuple(groups))
-    plan = Plan(base, columns, rules.positions_to_compute(context), tuple(groups))
-    if not plan.exact:
-        plan = replace(plan, under_way=rules.under_way(context))
+    plan = Plan(base, columns, compute(context), tuple(groups))
+    if defer is not None and not plan.exact:
+        plan = replace(plan, under_way=defer(context))
     if not plan.restored_tokens and plan.computed[-1].shape[-1] == columns:
         return None, found
-    longest = (plan.suffix or 0) - min(history.pads)  # of the batch's rows: its budget applies to all
-    if base == 0 and longest > 0 and (budget := rules.token_budget(longest)) < longest:
-        plan = replace(plan, budget_tokens=budget, streamed=rules.streams(columns - (plan.suffix or 0)))
     return plan, found

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from eval import report
+from eval.baselines import H2O
 from eval.data import Data
 from eval.encode import encode
 from eval.models import MODELS, RealModel
@@ -240,10 +241,8 @@ def test_the_list_names_every_task():
 def test_methods_with_a_budget_come_once_for_each(monkeypatch):
     from dataclasses import dataclass
 
-    from hf_tiered_cache import Exact
-
     @dataclass(frozen=True)
-    class Budgeted(Exact):
+    class Budgeted(H2O):
         budget: float = 1.0
 
     monkeypatch.setitem(METHODS._parts, "budgeted", Budgeted)

@@ -21,7 +21,7 @@ from segments import read_back
 
 from hf_tiered_cache import EngineUnavailableError, KVStore, TieredCache
 from hf_tiered_cache.conversations.distances import AttentionDistances
-from hf_tiered_cache.methods import Exact, make_method
+from hf_tiered_cache.methods import Exact, ForConversation, make_method
 from hf_tiered_cache.store.codecs import CODECS
 from hf_tiered_cache.store.digest import block_digests, lin64
 from hf_tiered_cache.store.engines import open_engine
@@ -285,8 +285,14 @@ def test_layers_make_nobody_wait_for_anybody(tmp_path, record):
             assert cache.stats.tokens_restored > 0
 
 
-class _Watched(Exact):
+class _Watched(Exact, ForConversation):
     """Exact reuse, watched: prompts are reduced on the host, decoded tokens where the keys lie."""
+
+    def for_conversation(self, name):
+        return self
+
+    def compact(self, idle):
+        return None
 
     def observer(self, later):
         return AttentionDistances(every=2, prompt_every=1, prompt_rows=1 << 30, later=later)

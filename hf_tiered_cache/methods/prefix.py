@@ -1,0 +1,40 @@
+"""Base of methods that restore a whole prefix, and can recompute its first tokens while the rest is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import ConfigError
+from ..restore.plan import Columns, PlanContext
+from .base import Method
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixMethod(Method):
+    """Base of methods that restore a whole prefix or recompute its first tokens meanwhile, whatever is faster.
+
+    Args:
+        recompute: Share of a stored prefix that is recomputed while the rest is loaded, or "auto" for the fastest share
+            that was measured.
+    """
+
+    recompute: float | Literal["auto"] = "auto"
+
+    decline = True
+    """True if a prompt is computed if restoring it was measured to be slower."""
+
+    flat_front = False
+    """True if the recomputed prefix is equally long in all layers, instead of shorter in later layers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = self.recompute
+        if share == "auto":
+            return
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise ConfigError(f'recompute is a share of the prefix, between 0 and 1, or "auto", not {share!r}')
+
+    def positions_to_compute(self, context: PlanContext) -> tuple[Columns, ...]:
+        """See `Method`. The cost model adds the recomputed prefix."""
+        return context.suffix_positions()
