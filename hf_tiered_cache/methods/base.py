@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
@@ -68,7 +69,7 @@ class Method(ABC):
         """Name of the way this method computes KV, stored with it. Exact look-ups find exact KV only."""
         return coded_provenance(EXACT, self.geometry.codec)
 
-    @property
+    @cached_property  # asked at every token
     def records_approximations(self) -> bool:
         """True if KV computed after approximate KV is stored, under a provenance that exact look-ups do not find."""
         return self.provenance != coded_provenance(EXACT, self.geometry.codec)

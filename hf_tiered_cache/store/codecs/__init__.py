@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ...errors import ConfigError
 from ...plugins import Registry
 from .base import Codec, Field, Raw
@@ -53,8 +55,15 @@ def make_codec(name: str) -> Codec:
     Raises:
         ConfigError: there is no such codec.
     """
-    if not isinstance(name, str) or name not in CODECS:
-        raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}")
+    try:
+        return _codec(name)
+    except (KeyError, TypeError):  # unknown, or not a name at all
+        raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}") from None
+
+
+@lru_cache
+def _codec(name: str) -> Codec:
+    """Return `CODECS[name]`, which is looked up for each tensor of each block group."""
     return CODECS[name]
 
 
