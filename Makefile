@@ -52,75 +52,15 @@ format: $(FOR_DEV)
 bench: $(FOR_DEV)
 	$(BIN)/python bench/prefix.py $(ARGS)
 
-# what eval/results/ holds, measured anew; DATA is a folder of data sets (see docs/evaluation.md)
-METHODS := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv:rechoose=false,contiguous_kv.paper,contiguous_kv.paper:solo_layers=1,impress:probe_heads=2,h2o
-# what was looked at to choose ContiguousKV's settings, on the other half of another draw
-SETTINGS := contiguous_kv,contiguous_kv:chunk_tokens=4,contiguous_kv:chunk_tokens=16,contiguous_kv:period=1,contiguous_kv:period=4,contiguous_kv:queries=0,contiguous_kv:ahead=2
-# a budget by mass: what was looked at, on that other half, and what was reported
-MASSES := contiguous_kv,contiguous_kv:mass=0.5,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9,contiguous_kv:mass=0.95
-MASS := contiguous_kv,contiguous_kv:mass=0.8,contiguous_kv:mass=0.9
-# how much a decoded token's choice must gain: looked at on that other half, with running text where there is DATA
-GAINS := contiguous_kv:gain=0,contiguous_kv:gain=0.02,contiguous_kv:gain=0.05,contiguous_kv:gain=0.1,contiguous_kv:gain=0.2,contiguous_kv:gain=0.4
-# passages, each method behind the lead, and as in its paper
-PASSAGES := cache_tune,cache_tune:lead=1,cache_tune.paper,cache_blend,cache_blend.paper,epic,epic.paper
-# on long prefixes, and on real text
-LONG := contiguous_kv,contiguous_kv:chunk_tokens=16,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
-TEXT := exact,contiguous_kv,contiguous_kv:ahead=1,contiguous_kv.paper,impress:probe_heads=2,h2o
-EVAL := $(BIN)/python -m eval.run --seed 45 --half 1 --dtype float32
-CHOOSE := $(BIN)/python -m eval.run --seed 43 --half 0 --dtype float32 --model eval/reference/xs
-# settings were chosen on the other half of the examples
-EVAL_PASSAGES := $(EVAL) --ratios 0.15 --model eval/reference/xs
-RESULTS := eval/results
-
+# what eval/results/ holds (see eval/suites.toml); DATA is a folder of data sets, without it the hub
 eval: $(FOR_DEV)
-	$(EVAL) --methods $(METHODS) --budgets 0.05,0.1,0.25 --model eval/reference/xs --tasks reference --prefix-tokens 512 --limit 100 \
-		--out $(RESULTS)/reference-xs
-	$(BIN)/python -m eval.report $(RESULTS)/reference-xs
-	$(CHOOSE) --methods $(SETTINGS) --budgets 0.05,0.1 \
-		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/settings-xs
-	$(BIN)/python -m eval.report $(RESULTS)/settings-xs
-	$(CHOOSE) --methods $(MASSES) --budgets 0.05,0.1,0.25 \
-		--tasks reference --prefix-tokens 512 --limit 40 --out $(RESULTS)/choosing-mass-xs
-	$(BIN)/python -m eval.report $(RESULTS)/choosing-mass-xs
-	$(EVAL) --methods $(MASS) --budgets 0.05,0.1,0.25 --model eval/reference/xs \
-		--tasks reference --prefix-tokens 512 --limit 100 --out $(RESULTS)/mass-xs
-	$(BIN)/python -m eval.report $(RESULTS)/mass-xs
-	$(EVAL) --methods $(LONG) --budgets 0.05,0.1 --model eval/reference/long --tasks reference --prefix-tokens 4080 --limit 14 \
-		--out $(RESULTS)/reference-long
-	$(BIN)/python -m eval.report $(RESULTS)/reference-long
-	$(EVAL_PASSAGES) --methods $(PASSAGES) --tasks reference --prefix-tokens 512 --limit 60 --out $(RESULTS)/corpus-xs
-	$(BIN)/python -m eval.report $(RESULTS)/corpus-xs
-ifdef DATA
-	$(CHOOSE) --methods $(GAINS) --budgets 0.05,0.1 \
-		--data $(DATA) --tasks reference,text --prefix-tokens 512 --limit 60 --out $(RESULTS)/choosing-gain-xs
-	$(BIN)/python -m eval.report $(RESULTS)/choosing-gain-xs
-	$(EVAL) --methods $(TEXT) --budgets 0.05,0.1 --model eval/reference/xs --data $(DATA) --tasks sst2,rte,trec,text --prefix-tokens 640 --limit 60 \
-		--out $(RESULTS)/text-xs
-	$(BIN)/python -m eval.report $(RESULTS)/text-xs
-endif
-
-# methods within a budget on pretrained models (see docs/evaluation.md); DATA is a folder of data sets, without it the hub
-REAL_MODELS := smollm2-135m qwen2.5-coder-0.5b
-REAL_METHODS := exact,contiguous_kv,contiguous_kv:reorder=false,contiguous_kv:codec=int8,contiguous_kv.paper,impress:probe_heads=2,h2o
-# those that may choose once for an answer, or at each of its tokens
-REAL_DECODING := exact,contiguous_kv,contiguous_kv:rechoose=false,contiguous_kv.paper,h2o,h2o:rechoose=true,kv_drive
-EVAL_REAL := $(EVAL) $(if $(DATA),--data $(DATA)) --prefix-tokens 1000
+	$(BIN)/python -m eval.suite reference $(if $(DATA),--data $(DATA))
 
 eval-real: $(FOR_DEV)
-	for model in $(REAL_MODELS); do \
-		$(EVAL_REAL) --model $$model --methods $(REAL_METHODS) --budgets 0.05,0.1,0.25 --tasks sst2,rte,squad --limit 48 \
-			--out $(RESULTS)/real-$$model && \
-		$(BIN)/python -m eval.report $(RESULTS)/real-$$model && \
-		$(EVAL_REAL) --model $$model --methods $(REAL_DECODING) --budgets 0.05,0.1,0.25 --tasks text --limit 16 \
-			--out $(RESULTS)/real-text-$$model && \
-		$(BIN)/python -m eval.report $(RESULTS)/real-text-$$model && \
-		$(EVAL_REAL) --model $$model --methods $(PASSAGES) --ratios 0.15 --tasks hotpotqa --limit 24 --max-length 2048 \
-			--out $(RESULTS)/real-passages-$$model && \
-		$(BIN)/python -m eval.report $(RESULTS)/real-passages-$$model || exit; \
-	done
+	$(BIN)/python -m eval.suite real $(if $(DATA),--data $(DATA))
 
 leaderboard: $(FOR_DEV)
-	$(BIN)/python -m eval.leaderboard $(wildcard $(RESULTS)/real-*) --out docs/leaderboard.md
+	$(BIN)/python -m eval.leaderboard $(wildcard eval/results/real-*) --out docs/leaderboard.md
 
 $(FOR_USE): KIND := .[demo]
 $(FOR_DEV): KIND := .[dev]

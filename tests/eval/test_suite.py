@@ -1,0 +1,62 @@
+"""The evaluations whose results are committed are described completely, and run as described."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from eval import run as evaluation
+from eval import suite
+from eval.errors import EvalError
+from eval.runner import find_variants
+from eval.tasks import find_tasks
+
+SUITES = suite.read_suites()
+
+
+def test_groups_name_runs_and_each_run_is_in_a_group():
+    named = [run for runs in SUITES["groups"].values() for run in runs]
+    assert sorted(named) == sorted(SUITES["runs"]) and len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("name", SUITES["runs"])
+def test_a_run_is_a_valid_call_of_eval_run(name):
+    arguments = suite.arguments_of(name, SUITES, Path("data"), Path("results"))
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    options = {option for p in typer.main.get_command(evaluation.app).params for option in p.opts}
+    assert given.keys() <= options
+    assert find_tasks(given["--tasks"])
+    assert find_variants(given["--methods"], given.get("--budgets", ""), given.get("--ratios", ""))
+    assert given["--out"] == str(Path("results") / name) and given["--data"] == "data"
+
+
+def test_an_unknown_name_says_which_there_are():
+    with pytest.raises(EvalError, match=r"'nothing'; there are: reference, real, reference-xs"):
+        suite.runs_of("nothing", SUITES)
+    result = CliRunner().invoke(suite.app, ["nothing"])
+    assert result.exit_code and "no group or run" in str(result.exception or result.output)
+
+
+def test_a_group_runs_and_reports_and_skips_what_needs_data(tmp_path, monkeypatch):
+    small = json.loads(json.dumps(SUITES))
+    small["groups"] = {"both": ["tiny", "texts"]}
+    small["runs"] = {
+        "tiny": {
+            **SUITES["runs"]["reference-xs"],
+            "methods": ["exact"],
+            "limit": 2,
+            "prefix-tokens": 128,
+            "budgets": [0.25],
+        },
+        "texts": SUITES["runs"]["text-xs"],
+    }
+    small["runs"]["tiny"]["tasks"] = ["reference_shot"]
+    monkeypatch.setattr(suite, "read_suites", lambda: small)
+    result = CliRunner().invoke(suite.app, ["both", "--results", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert "texts: skipped, it needs --data" in result.output
+    assert (tmp_path / "tiny" / "README.md").exists() and not (tmp_path / "texts").exists()
