@@ -81,8 +81,9 @@ class Registry(Mapping[str, Part], Generic[Part]):
         """Entry points of installed packages, by name."""
         found: dict[str, EntryPoint] = {}
         for entry in entry_points(group=self._group):
-            if entry.name in self._built_in or entry.name in found:
-                logger.warning("the %s %s of %s is ignored: the name is taken", self._kind, entry.name, _package(entry))
+            if not entry.name.isidentifier() or entry.name in self._built_in or entry.name in found:
+                reason = "the name is taken" if entry.name.isidentifier() else "a name has letters, digits, underscores"
+                logger.warning("the %s %s of %s is ignored: %s", self._kind, entry.name, _package(entry), reason)
             else:
                 found[entry.name] = entry
         return found

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,8 +31,9 @@ from hf_tiered_cache.methods import (
 from hf_tiered_cache.plugins import Registry
 from hf_tiered_cache.selection import register_index
 from hf_tiered_cache.selection.decode_index import DecodeIndex
+from hf_tiered_cache.selection.prompt import PREFETCHED
 from hf_tiered_cache.selection.selector import Selection, SelectionInput, Selector
-from hf_tiered_cache.store.codecs import make_codec, register_codec
+from hf_tiered_cache.store.codecs import CODECS, Field, make_codec, register_codec
 
 DOCS = Path(__file__).parent.parent / "docs"
 PREFIX = 200
@@ -133,6 +135,18 @@ class Unheard(Exact):
         raise AssertionError("is never asked")
 
 
+def halves(**members):
+    """A codec of 16 bits, with other members in place of some."""
+    right = {
+        "name": "halves",
+        "lossless": False,
+        "fields": lambda dtype, dim: (Field(torch.float16, dim),),
+        "encode": lambda tensor: (tensor.half(),),
+        "decode": lambda fields, dtype: fields[0].to(dtype),
+    }
+    return SimpleNamespace(**right | members)
+
+
 class Half(DecodeIndex):
     """Ranks nothing."""
 
@@ -156,6 +170,11 @@ class Half(DecodeIndex):
         (lambda: register_index("half", Half), "it lacks build, chunks, rank_together"),
         (lambda: register_codec(type("Nameless", (), {"name": "nameless"})()), "it lacks lossless"),
         (lambda: register_codec(type("Class", (), {"name": "class"})), "it is a class"),
+        (lambda: register_codec(halves(lossless=True)), "only raw may be"),
+        (lambda: register_codec(halves(encode=lambda tensor: tensor.half())), "encode returns Tensor, not a tuple"),
+        (lambda: register_codec(halves(encode=lambda tensor: (tensor,))), "and fields says"),
+        (lambda: register_codec(halves(decode=lambda fields, dtype: fields[0])), "decode returns torch.float16"),
+        (lambda: register_codec(halves(decode=lambda fields, dtype: 1 / 0)), "ZeroDivisionError"),
     ],
 )
 def test_what_cannot_work_is_refused(register, reason):
@@ -198,9 +217,15 @@ class ByFaulty(BudgetMethod):
 
     make: object = None
     rechoose: bool = False
+    tokens: object = None
+    kinds: frozenset = PREFETCHED
+
+    @property
+    def prefetches(self):
+        return self.kinds
 
     def token_budget(self, prefix_tokens: int) -> int:
-        return int(self.budget * prefix_tokens)
+        return int(self.budget * prefix_tokens) if self.tokens is None else self.tokens
 
     def selector(self) -> Selector:
         return Faulty(make=self.make)
@@ -236,6 +261,63 @@ def test_a_faulty_selection_is_refused(kind, model, store):
     make, reason = FAULTS[kind]
     with pytest.raises(ConfigError, match=f"Faulty selected .*{reason}"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=make))
+
+
+@pytest.mark.parametrize("tokens", [0, -1, 48.0])
+def test_a_budget_that_is_no_number_of_tokens_is_refused(tokens, model, store):
+    with pytest.raises(ConfigError, match=re.escape(f"ByFaulty.token_budget(192) returned {tokens!r}")):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, tokens=tokens))
+
+
+def test_an_unknown_kind_of_prefetch_is_refused(model, store):
+    with pytest.raises(ConfigError, match=r"not \['valuez'\]"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, kinds=frozenset({"valuez"})))
+
+
+@pytest.mark.parametrize("mass", [None, np.zeros(192), np.zeros((1, 5))], ids=["none", "flat", "short"])
+def test_attention_of_a_wrong_shape_is_refused(mass, model, store, monkeypatch):
+    monkeypatch.setattr(Faulty, "choose", lambda self, asked: Selection(np.arange(asked.count)[None], mass))
+    with pytest.raises(ConfigError, match=r"Faulty returned mass of shape .*; \[rows, 192\] is expected"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
+def test_what_is_no_selection_is_refused(model, store, monkeypatch):
+    monkeypatch.setattr(Faulty, "choose", lambda self, asked: np.arange(asked.count)[None])
+    with pytest.raises(ConfigError, match=r"Faulty\.choose returned ndarray; it must be a Selection"):
+        ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25))
+
+
+# --- codecs of other packages
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """A codec that is registered for one test."""
+    codec = halves(name="halves_here")
+    monkeypatch.setattr(CODECS, "_parts", dict(CODECS._parts))
+    register_codec(codec)
+    yield codec
+    make_codec.__globals__["_codec"].cache_clear()
+
+
+def test_a_report_counts_what_was_written(model, registered, tmp_path):
+    registered.encode = lambda tensor: 1 / 0
+    with KVStore(tmp_path, engine="posix", codec="halves_here") as store:
+        report = store.precompute(model, prompt(64), progress=False)
+        assert (report.tokens, report.stored, store.stats.segments, store.stats.dropped_writes) == (64, 0, 0, 1)
+
+
+def test_a_store_is_not_whole_without_its_codec(model, registered, tmp_path, monkeypatch):
+    with KVStore(tmp_path, engine="posix", codec="halves_here") as store:
+        assert store.precompute(model, prompt(64), progress=False).stored == 64
+        assert store.verify(progress=False).segments == 1
+    CODECS._parts.pop("halves_here")
+    make_codec.__globals__["_codec"].cache_clear()
+    with KVStore(tmp_path, engine="posix") as store:
+        report = store.verify(progress=False)
+        assert (report.segments, report.newer, report.bad) == (0, 1, {})
+    with pytest.raises(ConfigError, match=r"unknown codec 'halves_here'; there are: raw, int8, fp8\. Another package"):
+        KVStore(tmp_path, codec="halves_here")
 
 
 def test_fewer_tokens_than_decoding_holds_are_refused(model, store):

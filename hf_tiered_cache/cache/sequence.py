@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from .. import reasons
-from ..errors import StoreClosedError
+from ..errors import ConfigError, StoreClosedError
 from ..identity import Identity, rope_regime
 from ..methods import BudgetMethod, Method, Passages
 from ..passages.finder import PassageFinder
@@ -125,11 +125,17 @@ class SequenceState:
         """Return a plan with the budget of its method, unless it restores no more tokens than that."""
         suffix = plan.suffix or 0
         longest = suffix - min(self.history.pads)  # of the batch's rows: its budget applies to all
-        if plan.base or longest <= 0 or (budget := method.token_budget(longest)) >= longest:
+        if plan.base or longest <= 0:
+            return plan
+        budget = method.token_budget(longest)
+        if not isinstance(budget, int | np.integer) or budget < 1:
+            name = type(method).__name__
+            raise ConfigError(f"{name}.token_budget({longest}) returned {budget!r}; it must be an int of at least 1")
+        if budget >= longest:
             return plan
         # all pieces of a long prompt are exact, also the last one, however short
         streamed = self.stored_in_pieces > 0 or method.streams(plan.columns - suffix)
-        return replace(plan, budget_tokens=budget, streamed=streamed)
+        return replace(plan, budget_tokens=int(budget), streamed=streamed)
 
     def _finder(self, method: Passages) -> PassageFinder:
         return passage_finder(self.store, method, self.config, self.identity.fingerprint, self.regime, self._segments)

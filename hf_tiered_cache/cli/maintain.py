@@ -43,6 +43,9 @@ def verify(
     if report.ok and report.unread:
         given = "no --key-file was given" if key_file is None else "the key is not theirs"
         raise Refused(f"{count(report.unread, 'segment')} could not be checked: {given}")
+    if report.ok and report.newer:
+        segments = count(report.newer, "segment")
+        raise Refused(f"{segments} could not be checked: a newer version, or a package with their codec, is needed")
     raise typer.Exit(0 if report.ok else 1)
 
 

@@ -18,7 +18,7 @@ from ..identity import varying_rope
 from ..methods import BudgetMethod, Exact, Method, make_method
 from ..patches.attach import attach
 from ..restore.prefetch import PlanUnit, units_of
-from ..stats import TIERS, StatsCollector
+from ..stats import TIERS, RequestStats, StatsCollector
 from ..tiers.handles import BlockRequest
 from ..units import format_bytes
 
@@ -40,12 +40,6 @@ class PrecomputeReport:
     """Number of passages of fewer than 16 tokens, which are not stored."""
     removed: int = 0
     """Number of segments deleted because their document was replaced and no other label names them."""
-
-    def with_prompt(self, tokens: int, restored: int, stored: int) -> PrecomputeReport:
-        """Return this report with the tokens of one more prompt added."""
-        return replace(
-            self, tokens=self.tokens + tokens, restored=self.restored + restored, stored=self.stored + stored
-        )
 
 
 def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
@@ -90,13 +84,19 @@ def precompute(
     by = theirs  # with KV that other look-ups do not find
     if not theirs.records_approximations:
         by = Exact(geometry=theirs.geometry, codec=theirs.codec, recompute=0.0, decline=False)
-    report = PrecomputeReport(len(prompts))
+    filled: list[tuple[int, RequestStats]] = []
     with bar_over(sum(map(len, prompts)), progress) as bar:
         for prompt in prompts:
             cache = StoredCache.over(model, storage, by, CacheOptions(label=label, tag=tag))
             fill(storage, cache, prompt, pin, _chunk_tokens(cache), bar.update)
-            report = report.with_prompt(len(prompt), cache.stats.tokens_restored, cache.stats.tokens_stored)
-    storage.flush()
+            filled.append((len(prompt), cache.stats))
+    storage.flush()  # a write that fails is taken back from the statistics
+    report = PrecomputeReport(
+        len(prompts),
+        sum(tokens for tokens, _ in filled),
+        sum(stats.tokens_restored for _, stats in filled),
+        sum(stats.tokens_stored for _, stats in filled),
+    )
     if isinstance(theirs, BudgetMethod) and theirs.selects and theirs.selector().index is not None:
         for prompt in prompts:
             _index(storage, model, theirs, prompt, tag)

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from ..errors import ConfigError
 from ..patches.lookahead import PredictedQuery
 from ..restore.fetch import Fetcher, FetchUnit
 from ..restore.plan import Plan
@@ -31,7 +32,7 @@ from .decode_index import DecodeIndex, rank
 from .indexes import KeptIndexes, RowIndexes, rotate_nothing
 from .reselect import LiveSelection
 from .selected import Gathers, Live, Rotate, RowPrefix, key_groups, restoring_groups, sets_in
-from .selector import Selection, SelectionInput, Selector, check_selection
+from .selector import Selection, SelectionInput, Selector, check_mass, check_selection
 from .warm_up import WarmUp
 from .window import WindowedSelection
 
@@ -69,6 +70,8 @@ class SelectiveRestore:
         rechoose: bool,
         observed: int = 0,
     ) -> None:
+        if unknown := set(prefetches) - PREFETCHED:
+            raise ConfigError(f"prefetches may name {sorted(PREFETCHED)}, not {sorted(unknown)}")
         self.plan, self.selector, self.fetcher = plan, selector, fetcher
         self.residency, self.collector = fetcher.residency, fetcher.collector
         self._prefetches, self._importance, self._rechoose = prefetches, importance, rechoose
@@ -282,6 +285,7 @@ class SelectiveRestore:
                 for place, row in enumerate(self._rows)
             ]
             for row, request, choice in zip(self._rows, asked, self.selector.choose_rows(asked), strict=True):
+                check_mass(self.selector, choice, request)
                 check_selection(self.selector, choice.tokens, request)
                 chosen.append(Gathers(row, choice.tokens))
                 self._note(number, row, choice)

@@ -169,6 +169,17 @@ class Selection:
     mass: np.ndarray
 
 
+def check_mass(selector: object, choice: Selection, asked: SelectionInput) -> None:
+    """Check the attention that a selector returned. Raises ConfigError if it is not one number for each token."""
+    if not isinstance(choice, Selection):
+        raise ConfigError(f"{type(selector).__name__}.choose returned {type(choice).__name__}; it must be a Selection")
+    shape, tokens = np.shape(choice.mass), asked.chunks.tokens
+    if len(shape) != 2 or shape[1] != tokens:
+        raise ConfigError(
+            f"{type(selector).__name__} returned mass of shape {list(shape)}; [rows, {tokens}] is expected"
+        )
+
+
 def check_selection(selector: object, tokens: np.ndarray, asked: SelectionInput, exactly: bool = False) -> None:
     """Check the tokens that a selector returned, so that a faulty selector cannot change what attention sees silently.
 

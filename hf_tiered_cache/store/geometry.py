@@ -277,7 +277,10 @@ class Geometry:
             said: list[Any] = [*more, *_UNSAID[len(more) :]]
             index, solo_layers, codec, said_pairs = said
             if isinstance(codec, str) and codec not in CODECS:
-                raise NewerFormatError(f"it is stored with the codec {codec!r}, which this version does not know")
+                raise NewerFormatError(
+                    f"it is stored with the codec {codec!r}, which this process does not know; a newer version, or a "
+                    "package that registers it, is needed"
+                )
             pairs = tuple((first, second) for first, second in said_pairs)
             cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec, pairs)
         except (TypeError, ValueError) as error:

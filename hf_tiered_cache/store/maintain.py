@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from ..errors import FormatError, IntegrityError, NotOursError, OtherKeyError, StoreError
+from ..errors import FormatError, IntegrityError, NewerFormatError, NotOursError, OtherKeyError, StoreError
 from .disk import SegmentStore
 from .memory import aligned_bytes
 from .segment import SegmentReader, read_head
@@ -39,6 +39,8 @@ class VerifyReport:
     removed: list[str] = field(default_factory=list)
     unread: int = 0
     """Number of segments that were not read: encrypted with another key, or only one of segment and store has a key."""
+    newer: int = 0
+    """Number of segments that were not read because this process does not know their format or codec."""
     unknown: list[str] = field(default_factory=list)
     """Files in the store's folder that this library did not write. They are ignored, and do not count as damaged."""
 
@@ -53,6 +55,7 @@ class VerifyReport:
             "bad": self.bad,
             "removed": self.removed,
             "unread": self.unread,
+            "newer": self.newer,
             "unknown": self.unknown,
         }
 
@@ -119,6 +122,7 @@ def verify(store: SegmentStore, *, progress: bool = False, repair: bool = False)
         except (NotOursError, FileNotFoundError) as error:
             report.segments -= 1  # of another key or a newer format, or evicted meanwhile
             report.unread += isinstance(error, OtherKeyError)
+            report.newer += isinstance(error, NewerFormatError)
         except (FormatError, IntegrityError, OSError) as error:
             report.bad[segment_id] = str(error)
             if repair and not isinstance(error, OSError) and store.remove([segment_id]):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import cast
+
+import torch
 
 from ...errors import ConfigError
 from ...plugins import Registry
@@ -16,12 +19,35 @@ def _fault(name: str, part: object) -> str:
         return "it is a class; give an instance"
     if missing := [key for key in ("name", "lossless", "fields", "encode", "decode") if not hasattr(part, key)]:
         return f"it lacks {', '.join(missing)} (see `Codec`)"
-    return "" if part.name == name else f"its name is {part.name!r}"  # type: ignore[attr-defined]
+    codec = cast(Codec, part)
+    if codec.name != name:
+        return f"its name is {codec.name!r}"
+    if codec.lossless:
+        return "it is lossless, and only raw may be: exact KV is stored unchanged"
+    return _fault_in_use(codec)
+
+
+def _fault_in_use(codec: Codec) -> str:
+    """Return what is wrong with a codec by encoding and decoding a small tensor, or ""."""
+    tensor = torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 64)
+    try:
+        fields, encoded = codec.fields(tensor.dtype, 64), codec.encode(tensor)
+        if not isinstance(encoded, tuple):
+            return f"encode returns {type(encoded).__name__}, not a tuple of tensors"
+        wanted = [(field.dtype, (2, 3, field.dim)) for field in fields]
+        if (made := [(each.dtype, tuple(each.shape)) for each in encoded]) != wanted:
+            return f"encode returns {made} for a tensor {tuple(tensor.shape)}, and fields says {wanted}"
+        decoded = codec.decode(encoded, tensor.dtype)
+    except Exception as error:  # whatever a plug-in raises
+        return f"it cannot encode and decode a tensor {tuple(tensor.shape)}: {type(error).__name__}: {error}"
+    if decoded.shape != tensor.shape or decoded.dtype != tensor.dtype:
+        return f"decode returns {decoded.dtype} {tuple(decoded.shape)} for {tensor.dtype} {tuple(tensor.shape)}"
+    return ""
 
 
 _BUILT_IN: tuple[Codec, ...] = (Raw(), Int8(), Fp8())
 CODECS: Registry[Codec] = Registry(
-    "codec", "hf_tiered_cache.store.codecs", {codec.name: codec for codec in _BUILT_IN}, _fault
+    "codec", "hf_tiered_cache.codecs", {codec.name: codec for codec in _BUILT_IN}, _fault
 )
 """Codecs by name, those of plug-ins included."""
 RAW = Raw.name
@@ -58,7 +84,8 @@ def make_codec(name: str) -> Codec:
     try:
         return _codec(name)
     except (KeyError, TypeError):  # unknown, or not a name at all
-        raise ConfigError(f"unknown codec {name!r}; there are: {', '.join(CODECS)}") from None
+        known = ", ".join(CODECS)
+        raise ConfigError(f"unknown codec {name!r}; there are: {known}. Another package may register more") from None
 
 
 @lru_cache
