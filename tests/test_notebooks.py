@@ -58,7 +58,7 @@ def test_few_shot_takes_its_sentences_from_a_folder(tmp_path, monkeypatch):
     tables = [output.data["text/html"] for output in outputs(done) if "text/html" in output.get("data", {})]
     assert tables
     for name in ("labels", "sst2", "rte"):
-        assert f"{name}: 2 sentences behind prompts of" in printed(done)
+        assert f"{name}: 2 sentences after prompts of" in printed(done)
         assert all(f">{name}</th>" in table for table in tables)
 
 
