@@ -53,7 +53,7 @@ class ConversationInUseError(StoreError):
         who = "another process" if pid is None else f"process {pid}"
         do = "suspend it there, or end that process"
         if pid == os.getpid():
-            who, do = "a newer cache of this process", "go on with that one, or call its suspend()"
+            who, do = "a newer cache of this process", "continue with that cache, or call its suspend()"
         when = "" if since is None else time.strftime(" since %Y-%m-%d %H:%M:%S", time.localtime(since))
         super().__init__(f"the conversation {conversation!r} is in use by {who}{when}; {do}, and try again")
         self.conversation, self.pid, self.since = conversation, pid, since
@@ -115,7 +115,7 @@ class LostKVError(TieredCacheError):
 
     def __init__(self, segment: str, reason: str) -> None:
         super().__init__(
-            f"{reason}; this token is not decoded without it. Pass all tokens so far to generate() with a new "
-            "TieredCache: what is stored whole is restored, and the rest is computed"
+            f"{reason}; the next token cannot be decoded without it. Pass all tokens so far to generate() with a new "
+            "TieredCache: intact stored KV is restored, and the rest is computed"
         )
         self.segment = segment

@@ -121,11 +121,11 @@ class KVStore:
         finally:
             del key, salt  # tracebacks may show variables
         if ttl is not None and (not isinstance(ttl, int | float) or ttl <= 0):
-            raise ConfigError(f"ttl is a number of seconds above 0, not {ttl!r}")
+            raise ConfigError(f"ttl must be a number of seconds above 0, not {ttl!r}")
         if not os.fspath(path):
-            raise ConfigError("the path of a store is empty; name a folder, or '.' for this one")
+            raise ConfigError("the path of the store is empty; pass a folder, or '.' for the current folder")
         if no_salt:
-            raise ConfigError("the salt is empty; leave it out, or give a secret")
+            raise ConfigError("the salt is empty; omit it, or pass a secret")
         low, high = watermarks
         floor = parse_bytes(free_space_floor, "free_space_floor")
         quota = None if disk_quota is None else parse_bytes(disk_quota, "disk_quota")
@@ -206,7 +206,7 @@ class KVStore:
         """
         if not segments:
             if labels is not None:
-                raise ConfigError("labels are of passages: give segments=True, too")
+                raise ConfigError("labels apply to passages only; also pass segments=True")
             return precompute(
                 self._storage, model, input_ids, method=method, progress=progress, pin=pin, label=label, tag=tag
             )
@@ -359,8 +359,9 @@ class KVStore:
         for row in self.segments():
             if codec_in(row.provenance) != codec and (wanted is None or row.id in wanted):
                 raise ConfigError(
-                    f"segment {row.id} is stored as {codec_in(row.provenance)}, and relayout leaves that as it is; "
-                    f"store.precompute(model, input_ids, method=...) with codec={codec!r} stores a prompt anew"
+                    f"segment {row.id} is stored with the codec {codec_in(row.provenance)}, and relayout does not "
+                    f"change the codec; call store.precompute(model, input_ids, method=...) with codec={codec!r} to "
+                    "store the prompt again"
                 )
 
     def reorder(self, ids: Iterable[str] | None = None, *, progress: bool = True) -> int:
@@ -444,7 +445,7 @@ class KVStore:
         """
         documents = finish_documents(self._storage, dry_run)
         report = self._storage.gc(dry_run)
-        deleted = report.deleted | dict.fromkeys(documents, "its passages are gone")
+        deleted = report.deleted | dict.fromkeys(documents, "its passages no longer exist")
         return replace(report, documents=len(documents), deleted=deleted)
 
     def remove(self, ids: Iterable[str]) -> int:
@@ -527,7 +528,7 @@ def open_store(store: KVStore | str | os.PathLike[str], method: Method, kept: di
             opened = kept[key] = KVStore(store, policy=method.policy)
         store = opened
     if not isinstance(store, KVStore):
-        raise ConfigError(f"store is a KVStore, or the path of one, not {store!r}")
+        raise ConfigError(f"store must be a KVStore or the path of one, not {store!r}")
     store._storage.check_open()
     return store
 

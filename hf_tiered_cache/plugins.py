@@ -43,11 +43,11 @@ class Registry(Mapping[str, Part], Generic[Part]):
             ConfigError: The name is invalid or taken, or the part is invalid.
         """
         if not name.isidentifier():
-            raise ConfigError(f"a {self._kind} is named with letters, digits and underscores, not {name!r}")
+            raise ConfigError(f"{name!r} is not a valid name of a {self._kind}; use letters, digits and underscores")
         if fault := self._fault(name, part):
             raise ConfigError(f"{name} cannot be registered as a {self._kind}: {fault}")
         if self._parts.get(name, part) is not part:
-            raise ConfigError(f"there is another {self._kind} of the name {name!r}; choose another name")
+            raise ConfigError(f"a {self._kind} with the name {name!r} already exists; choose another name")
         self._parts[name] = part
 
     def name_of(self, part: object) -> str | None:

@@ -208,30 +208,30 @@ class RequestStats:
             ("read from disk / used", format_bytes(self.bytes_read), format_bytes(self.bytes_used)),
             ("read amplification", f"{self.read_amplification:.2f}"),
             (
-                "match / choice / I/O / stall",
+                "match / selection / I/O / stall",
                 *map(_ms, (self.match_seconds, self.select_seconds, self.io_seconds, self.stall_seconds)),
             ),
-            ("assembly, stall included", _ms(self.assemble_seconds)),
+            ("assembly, including stall", _ms(self.assemble_seconds)),
             ("failed checks / read errors / replans", self.verification_failures, self.read_errors, self.recomputed),
         ]
         if self.tokens_recomputed:
             idle = _ms(self.load_idle_seconds)
-            rows.insert(2, ("tokens recomputed, of the restored / disk idle", self.tokens_recomputed, idle))
+            rows.insert(2, ("restored tokens recomputed / disk idle", self.tokens_recomputed, idle))
         if self.tokens_kept or self.tokens_dropped:
-            rows.insert(2, ("tokens kept / dropped where a cache went on", self.tokens_kept, self.tokens_dropped))
+            rows.insert(2, ("tokens kept / dropped when a cache was continued", self.tokens_kept, self.tokens_dropped))
         if self.tokens_attended != self.tokens_restored:
             read = (format_bytes(self.bytes_identifying), format_bytes(self.bytes_guessed))
-            rows.insert(2, ("tokens attended, of the restored", self.tokens_attended))
+            rows.insert(2, ("restored tokens attended to", self.tokens_attended))
             rows.append(("scoring reads / mis-speculated reads", *read))
         if self.passages:
             found, tokens = (sum(getattr(each, name) for each in self.passages) for name in ("found", "tokens"))
             rows.append(("passages / their tokens found / missed", len(self.passages), found, tokens - found))
             cut = [each for each in self.passages if each.missed]
             for each in cut[:_MOST_PASSAGES]:
-                what = f"passage at {each.at}" + f" of row {each.row}" * bool(each.row)
+                what = f"passage at token {each.at}" + f" in row {each.row}" * bool(each.row)
                 rows.append((what, f"{each.found} of {each.tokens} tokens: {each.why}"))
             if len(cut) > _MOST_PASSAGES:
-                rows.append(("passages not found whole, besides", len(cut) - _MOST_PASSAGES))
+                rows.append(("other passages not found completely", len(cut) - _MOST_PASSAGES))
         for name, *values in rows:
             summary.add_row(str(name), " / ".join(map(str, values)))
         for reason, times in self.reasons.items():
@@ -424,7 +424,7 @@ class StoreStats:
             if f.name in ("tiers", "index"):
                 for name, use in self.tiers.items() if f.name == "tiers" else [(f.name, value)]:
                     budget = "no limit" if use.budget is None else format_bytes(use.budget)
-                    table.add_row(f"{name}, of its budget", f"{format_bytes(use.bytes)} / {budget}")
+                    table.add_row(f"{name}, used / budget", f"{format_bytes(use.bytes)} / {budget}")
             else:
                 table.add_row(f.name.replace("_", " "), format_bytes(value) if "bytes" in f.name else str(value))
         return table

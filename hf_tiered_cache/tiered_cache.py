@@ -175,8 +175,8 @@ def _check_one(ids: torch.Tensor) -> None:
     """Raise ConfigError if the rows of a batch, int `[rows, n]`, differ, so that they are several conversations."""
     if ids.ndim == 2 and len(ids) > 1 and not bool((ids == ids[:1]).all()):
         raise ConfigError(
-            f"a cache with a conversation goes on with one prompt, not a batch of {len(ids)}; make a TieredCache with "
-            "an id of its own for each, and call generate() for each"
+            f"a cache with a conversation continues one prompt, not a batch of {len(ids)}; create a TieredCache with "
+            "its own conversation id for each prompt, and call generate() for each"
         )
 
 
@@ -247,7 +247,7 @@ class TieredSession:
             reason = reasons.bypassed(setting, value)
             account.add(requests=1)
             account.explain(reason)
-            logger.info("the store is not used; %s", reason)
+            logger.info("the store is not used: %s", reason)
             if not reasons.is_expected(reason):
                 storage_of(self.store).disk.warn(reason, reason)
 
@@ -327,5 +327,5 @@ def attach(
     if store is not None:
         return TieredSession(model, store, method=method, label=label, tag=tag)
     if method is not None or label or tag:
-        raise ConfigError("attach(model, method=..., label=..., tag=...) also needs store=: a KVStore, or a path")
+        raise ConfigError("attach(model, method=..., label=..., tag=...) also requires store=: a KVStore, or a path")
     return patches.attach(base_model(model))

@@ -31,7 +31,7 @@ def parse_bytes(size: int | str, name: str) -> int:
         except ValidationError:
             pass
     raise ConfigError(
-        f"{name}={size!r} is not a valid size; write bytes as an int, or a string such as '10GiB' or '500MB'"
+        f"{name}={size!r} is not a valid size; pass bytes as an int, or a string such as '10GiB' or '500MB'"
     )
 
 

@@ -314,8 +314,8 @@ class _GenerateBatch(_Wrapper):
         if self.serves(kwargs.values()):
             kwargs = {name: value for name, value in kwargs.items() if not isinstance(value, ServedCache)}
             logger.warning(
-                "generate_batch() keeps its KV in pages of its own: the TieredCache is ignored, and nothing is "
-                "restored or stored; call generate() to use it"
+                "generate_batch() manages its own paged KV cache: the TieredCache is ignored, and nothing is restored "
+                "or stored; call generate() to use it"
             )
         outermost = self.attachment.at_outermost_call()
         with self.attachment.sessions[-1].call("generate_batch") if outermost else nullcontext():

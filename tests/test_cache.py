@@ -105,7 +105,7 @@ def test_another_prompt_in_a_used_strict_cache_is_refused(model, store):
     cache = TieredCache(model, store, strict=True)
     model.generate(prompt(50), past_key_values=cache, **GREEDY)
     for other in (prompt(80, seed=2), prompt(20, seed=2), prompt(50)):
-        with pytest.raises(CacheMismatchError, match="make a new TieredCache"):
+        with pytest.raises(CacheMismatchError, match="create a new TieredCache"):
             model.generate(other, past_key_values=cache, **GREEDY)
     going_on = torch.cat([prompt(50), plain(model, prompt(50))[:, 50:], prompt(4, seed=3)], dim=1)
     assert torch.equal(model.generate(going_on, past_key_values=cache, **GREEDY), plain(model, going_on))

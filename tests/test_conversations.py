@@ -250,7 +250,7 @@ def test_a_store_that_is_closed_under_way_raises_unless_something_else_did(model
 def test_a_batch_of_several_prompts_is_refused(model, store):
     cache = TieredCache(model, store, conversation="alice-42")
     for ask in (model.generate, model):
-        with pytest.raises(ConfigError, match="an id of its own for each"):
+        with pytest.raises(ConfigError, match="its own conversation id for each prompt"):
             ask(prompt(40, rows=2), past_key_values=cache)
     assert cache.get_seq_length() == 0
     turn(model, cache, prompt(FIRST))
@@ -649,7 +649,7 @@ def test_a_conversation_is_removed_with_what_is_its_own(model, store):
     assert store.remove_conversation("alice") == len(info(store, "bob").segments) - len(both)
     assert [each.id for each in store.conversations()] == ["bob"]
     assert info(store, "bob").evicted == []
-    with pytest.raises(ConfigError, match="no conversation is called 'alice'"):
+    with pytest.raises(ConfigError, match="conversation 'alice' does not exist"):
         store.remove_conversation("alice")
     store.pin(info(store, "bob").segments[:1])
     store.remove_conversation("bob")
@@ -742,7 +742,7 @@ def test_a_damaged_record_is_none(model, store, root, way):
     assert ConversationRecord.decode(record.encode()) == record
     record_path(root).write_bytes(content := damaged(record, way))
     assert store.conversations() == [] and conversations.read("alice-42") is None
-    with pytest.raises(ConfigError, match="no conversation"):
+    with pytest.raises(ConfigError, match="conversation 'alice-42' does not exist"):
         store.remove_conversation("alice-42")
     with TieredCache(model, store, conversation="alice-42") as cache:  # KV is found by its tokens
         turn(model, cache, history)
@@ -866,7 +866,7 @@ def test_the_method_is_told_before_the_record_is_written(model, store):
 
     with TieredCache(model, store, conversation="alice-42", method=Failing()) as cache:
         turn(model, cache, history)
-        assert "was not laid out anew" in cache.suspend().reason
+        assert "the conversation could not be rewritten" in cache.suspend().reason
     assert info(store).turns == 2
 
 

@@ -574,7 +574,7 @@ def test_what_fails_while_comparing_fails_no_request(model, store, monkeypatch, 
 
 def test_models_that_show_no_queries_say_so(store):
     for family, implementation, why in (
-        ("deepseek_v3", "sdpa", "other keys than it hands to its cache"),
+        ("deepseek_v3", "sdpa", "other keys than it passes to its cache"),
         ("falcon", "sdpa", "bypasses the registered attention function"),
         ("qwen2", "eager", "'eager'"),
     ):

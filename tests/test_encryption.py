@@ -432,7 +432,7 @@ def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
             stats = ask(model, store, record=False)
             assert (stats.tokens_restored, stats.reason) == (
                 0,
-                "what is stored of this model is encrypted; open the store with its key",
+                "the stored KV of this model is encrypted; open the store with its key",
             )
             row = store.segments()[0]
             assert store._storage.disk.found(row) is None

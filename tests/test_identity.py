@@ -348,7 +348,7 @@ def test_tokens_that_look_ahead_are_not_reused(tmp_path):
                 assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
         with attribute(model.model.layers[1].self_attn, "is_causal", False):  # found causal, and not looked at again
             assert asks_right(model, store, ids).reason == reasons.LOOKS_AHEAD
-        with pytest.raises(ConfigError, match="attend to those behind them"):
+        with pytest.raises(ConfigError, match="attend to later tokens"):
             TieredCache(build("gemma3", use_bidirectional_attention=True), store)
 
 

@@ -245,7 +245,7 @@ def test_where_it_cannot_be_laid_out_anew_what_there_was_stays(model, root, monk
         suspended = cache.suspend()
         monkeypatch.undo()
         assert suspended.tokens == store.conversations()[0].tokens == TOKENS // 16 * 16
-        assert function == "publish" or "not laid out anew" in suspended.reason
+        assert function == "publish" or "the conversation could not be rewritten" in suspended.reason
     (shape,) = shapes(root)
     assert not shape.geometry.pairs
     _, stats = resumed(model, root, method, next_turn(ids), record=False)

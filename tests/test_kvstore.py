@@ -87,12 +87,12 @@ def test_a_closed_store_says_so_and_closes_twice(model, tmp_path):
     store.close()
     store.close()
     for action in (store.flush, store.verify, store.gc, store.segments, lambda: store.precompute(model, prompt(40))):
-        with pytest.raises(StoreClosedError, match="open it anew"):
+        with pytest.raises(StoreClosedError, match="open it again"):
             action()
     with pytest.raises(StoreClosedError):
         model.generate(prompt(40), past_key_values=cache, **GREEDY)
     for make in (TieredCache, tiered):
-        with pytest.raises(StoreClosedError, match="open it anew"):
+        with pytest.raises(StoreClosedError, match="open it again"):
             make(model, store)
     assert "closed" in repr(store)
 

@@ -400,7 +400,7 @@ def test_a_pass_in_which_nobody_cuts_masks_is_refused(family, store, way, prefix
     assert len(widths(cache)) > 1
     held, twin = cache.get_seq_length(), cache.fork()
     with torch.no_grad():
-        with pytest.raises(CacheMismatchError, match=r"call the model itself .* make a new TieredCache"):
+        with pytest.raises(CacheMismatchError, match=r"call the model itself .* create a new TieredCache"):
             way(model, cache, inputs)
         assert cache.get_seq_length() == held
         if way is within:
@@ -442,7 +442,7 @@ def test_other_attention_masks_all_and_is_refused(store, tokens):
         right = model(**inputs, past_key_values=cache.fork()).logits
         model.set_attn_implementation("eager")
         for way in (lambda *asked: model(**inputs, past_key_values=cache), within, detached):
-            with pytest.raises(CacheMismatchError, match="attention of kind 'sdpa'"):
+            with pytest.raises(CacheMismatchError, match="attention implementation 'sdpa'"):
                 way(model, cache, inputs)
         model.set_attn_implementation("sdpa")
         if tokens == 1:

@@ -350,7 +350,7 @@ def test_each_passage_is_told(store):
         (208, 64, 48, f"48 tokens {CUT}"),
     ]
     assert {each.label for each in cache.stats.passages} == {"a corpus"}
-    assert "3 / 208 / 64" in str(cache.stats) and "passage at 25" in cache._repr_html_()
+    assert "3 / 208 / 64" in str(cache.stats) and "passage at token 25" in cache._repr_html_()
     assert cache.stats.as_dict()["passages"][1]["found"] == 64
 
 

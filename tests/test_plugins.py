@@ -80,8 +80,8 @@ def test_names_are_registered_once(installed):
     numbers.register("one", 1)
     assert numbers["one"] == 1 and numbers.name_of(1) == "one" and numbers.name_of(2) is None
     for name, part, reason in [
-        ("one", 2, "another number"),
-        ("a:b", 3, "named with letters"),
+        ("one", 2, "already exists"),
+        ("a:b", 3, "use letters"),
         ("two", "2", "not a number"),
     ]:
         with pytest.raises(ConfigError, match=reason):
@@ -157,7 +157,7 @@ class Half(DecodeIndex):
         (lambda: register_method("plain", Plain), "not a dataclass"),
         (lambda: register_method("demanding", Demanding), "without arguments"),
         (lambda: register_method("made", Exact()), "not a subclass of Method"),
-        (lambda: register_method("exact", Impress), "another method of the name 'exact'"),
+        (lambda: register_method("exact", Impress), "a method with the name 'exact' already exists"),
         (lambda: register_method("unplanned", Unplanned), "method: it lacks positions_to_compute$"),
         (lambda: register_method("unselecting", Unselecting), "method: it lacks selector, token_budget$"),
         (lambda: register_method("passages", Passages), "method: it lacks reused_tokens$"),

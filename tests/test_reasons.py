@@ -215,7 +215,7 @@ def test_a_model_of_fewer_layers_than_when_it_was_attached_is_refused(tmp_path):
     with KVStore(tmp_path) as store:
         store.precompute(model, prompt(100), progress=False)
         model.config.num_hidden_layers = 4
-        with pytest.raises(ConfigError, match=r"6 layers .* 4 now"):
+        with pytest.raises(ConfigError, match=r"6 layers .* now has 4"):
             TieredCache(model, store)
         detach(model)
         cache = TieredCache(model, store)

@@ -243,7 +243,7 @@ def test_a_disk_that_fails_while_decoding_leaves_what_was_chosen(model, method, 
 
         monkeypatch.setattr(store._engine, "submit", fails)
         decode(model, cache, 3)
-        assert "what was chosen stays" in caplog.text
+        assert "the current selection is kept" in caplog.text
         holds_what_it_says(cache, stored)
         assert all((layer._rows[0].tokens == then).all() for layer, then in zip(cache.layers, rows, strict=True))
         assert cache.stats.read_errors > 0

@@ -347,7 +347,7 @@ def test_an_index_without_room_says_so(model, tmp_path, caplog, method, batch):
     """And that each request reads it again."""
     ids = prompt(PREFIX, rows=batch, seed=3)
     asked = torch.cat([ids, prompt(24, rows=batch, seed=5)], dim=1)
-    said = "is larger than index_memory, {}, so each request reads it from disk again; open the store with a larger"
+    said = "does not fit into index_memory ({}), so each request reads it from disk again; open the store with a larger"
     for row in ids:
         with KVStore(tmp_path, engine="posix") as store:
             store.precompute(model, row[None], method=method, progress=False)

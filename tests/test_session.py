@@ -371,7 +371,7 @@ def test_generate_batch_says_that_it_ignores_a_cache(model, store, caplog):
     plain = in_pages(model)
     assert len(plain[0]) == 6
     assert in_pages(model, past_key_values=TieredCache(model, store)) == plain
-    assert "generate_batch() keeps its KV in pages of its own" in caplog.text
+    assert "generate_batch() manages its own paged KV cache" in caplog.text
     assert store.stats.segments == 0
 
 

@@ -19,7 +19,7 @@ def test_tiers_have_their_names():
     assert store.as_dict()["disk"] == {"bytes": 0, "budget": None}
     store.index.bytes, store.index.budget = 3 << 20, 4 << 20
     assert store.as_dict()["index"] == {"bytes": 3 << 20, "budget": 4 << 20}
-    assert "index, of its budget" in str(store) and "3.0 MiB / 4.0 MiB" in str(store)
+    assert "index, used / budget" in str(store) and "3.0 MiB / 4.0 MiB" in str(store)
     assert json.dumps(request.as_dict()) and json.dumps(store.as_dict())
 
 

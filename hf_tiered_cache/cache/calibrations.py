@@ -219,8 +219,8 @@ def quality_budget(storage: Storage, fingerprint: str, method: BudgetMethod) -> 
     if not found:
         storage.disk.warn(
             f"quality of {name}",
-            f"what {name} loses was not measured for this model, so quality={quality:g} is taken for a budget of a "
-            "half; call store.calibrate_quality(model, texts)",
+            f"the loss of {name} was not measured for this model, so quality={quality:g} uses a budget of 0.5; call "
+            "store.calibrate_quality(model, texts)",
         )
         return None
     return min((one.budget for one in found if one.keeps(quality)), default=1.0)
@@ -234,8 +234,8 @@ def warn_of_loss(storage: Storage, fingerprint: str, method: BudgetMethod) -> No
     if least is not None and least.loss > _MUCH:
         storage.disk.warn(
             f"loss of {name} {method.budget}",
-            f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as "
-            f"store.calibrate_quality has measured; take a larger budget than {method.budget:g}, or quality=0.02",
+            f"{name} loses {least.loss:.2g} nats on this model at a budget of {least.budget:g}, as measured by "
+            f"store.calibrate_quality; use a larger budget than {method.budget:g}, or quality=0.02",
         )
 
 

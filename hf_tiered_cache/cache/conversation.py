@@ -102,6 +102,6 @@ class Conversation:
         except StoreClosedError:
             raise
         except (StoreError, OSError) as error:
-            return f"the conversation's record was not written: {error}"
+            return f"the conversation's record could not be written: {error}"
         self.record = record
         return ""

@@ -427,9 +427,9 @@ class Serving:
         dropped = held - kept
         if dropped > 0 and self.options.strict:
             raise CacheMismatchError(
-                f"this cache holds {held} tokens, of which the prompt begins with {kept}; make a new "
-                "TieredCache for each prompt (it is cheap, and finds what is stored), pass the whole conversation so "
-                "far to go on with this one, or leave strict=False"
+                f"this cache holds {held} tokens, but the prompt begins with only {kept} of them; create a new "
+                "TieredCache for each prompt (it is cheap, and finds stored KV), pass the whole conversation so far "
+                "to continue this one, or use strict=False"
             )
         tokens_in = sequence.history.tokens_in
         self.collector.add(tokens_dropped=tokens_in(held) - tokens_in(kept))

@@ -374,4 +374,4 @@ class RestoringForward(ForwardPass):
         return False
 
     def compare(self, layer: int, stored: LayerTensors, computed: LayerTensors) -> None:
-        raise TypeError("only a plan that is settled under way compares")
+        raise TypeError("only a deferred plan compares stored and computed KV")

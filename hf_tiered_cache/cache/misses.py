@@ -44,7 +44,7 @@ def reason_of_miss(
     others = [name for name in known if name != fingerprint][:_MOST_MODELS]
     for other in others:
         if _begins(store, tokens, other, codec, regime):
-            parts = " and ".join(differing_facts(facts, known[other])) or "what the store does not name"
+            parts = " and ".join(differing_facts(facts, known[other])) or "facts that the store does not record"
             return f"these tokens are stored for another state of the model, which differs in {parts}"
     for other in sorted({codec_in(provenance) for provenance in store.disk.index.provenances(fingerprint)} - {codec}):
         if _begins(store, tokens, fingerprint, other, regime):

@@ -361,7 +361,7 @@ class Recorder:
             self._left = True
             self.seal(wait=False)
         except StoreClosedError:
-            logger.debug("the store was closed first")
+            logger.debug("the store was closed before the computed KV was queued")
         finally:
             self._lock.release()
         return True

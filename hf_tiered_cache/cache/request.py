@@ -175,7 +175,7 @@ def parse_request(
         if name in _IMAGES and placeholders and _holds_tensor(value):
             text = 0
         elif name not in (*_UNDERSTOOD, *_TOKEN_TYPES) and _holds_tensor(value):
-            return f"`{name}` may change what the tokens mean, so nothing is restored or stored"
+            return f"`{name}` may change the meaning of tokens, so nothing is restored or stored"
     if columns > 1 and (not text or any(kwargs.get(name) is not None for name in _TOKEN_TYPES)):
         text = _text_columns(kwargs, placeholders)
     if not text or (text < columns and (base or kwargs.get("position_ids") is None)):

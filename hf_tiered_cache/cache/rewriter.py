@@ -87,7 +87,7 @@ class Handover:
             try:
                 lease.wait()
             except Exception as error:
-                logger.debug("blocks of %s do not come to memory: %r", new.id, error)
+                logger.debug("the blocks of segment %s could not be loaded into memory: %r", new.id, error)
             finally:
                 lease.release()
 
@@ -229,7 +229,7 @@ class SegmentRewriter:
                 if reader is not None:
                     self._disk.beside.keep(reader, _IMPORTANCE, arrays, {})
             except Exception:  # as in `_reorder_quietly`; flush and close must continue
-                logger.exception("the importance of the tokens of segment %s was not kept", segment_id)
+                logger.exception("the token importance of segment %s could not be saved", segment_id)
 
     def wait(self) -> None:
         """Wait until no rewrite is queued or running."""
@@ -243,9 +243,9 @@ class SegmentRewriter:
         try:
             self.reorder(segment_id)
         except (StoreError, OSError) as error:  # no data is lost: the old or the new segment is stored
-            self._disk.warn(f"lay out {type(error).__name__}", f"laying segment {segment_id} out anew failed: {error}")
+            self._disk.warn(f"lay out {type(error).__name__}", f"segment {segment_id} could not be rewritten: {error}")
         except Exception:  # a background job must report its failure; no data is lost
-            logger.exception("segment %s was not laid out anew", segment_id)
+            logger.exception("segment %s could not be rewritten", segment_id)
 
     def _replace(
         self,

@@ -211,7 +211,7 @@ class SequenceState:
             try:
                 self.recorder.seal()
             except StoreClosedError as error:  # the request itself continues
-                logger.warning("%s: what is computed from here on is not stored", error)
+                logger.warning("%s: KV computed from now on is not stored", error)
                 self.recorder.enabled = False
         if self.approximate and not approximations:
             self.recorder.enabled = False

@@ -46,7 +46,7 @@ class SpotChecks:
 
     def __init__(self, share: float) -> None:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise ConfigError(f"spot_checks is a share of restored tokens, between 0 and 1, not {share!r}")
+            raise ConfigError(f"spot_checks must be a fraction of restored tokens between 0 and 1, not {share!r}")
         self.share = share
         self.doubted: set[str] = set()
         """Fingerprints under which wrong KV was stored."""

@@ -95,7 +95,7 @@ class Storage:
         self._recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
         try:
             if (other := disk.other_key()) is not None:
-                named = f"{other}, and not {disk.cipher.key_id}, as the two are called"
+                named = f"key id {other}, not {disk.cipher.key_id}"
                 raise ConfigError(f"{self.path} is encrypted with another key: {named}")
             self.rankings = KeptRankings(disk)
             self.rewriter = SegmentRewriter(disk, residency, self.rankings)
@@ -116,8 +116,8 @@ class Storage:
         if method.policy not in (DEFAULT_POLICY, self.policy):
             self.disk.warn(
                 f"policy {method.policy}",
-                f"{type(method).__name__} was published with the eviction policy {method.policy!r}, and this store "
-                f"evicts by {self.policy!r}; open it with KVStore(path, policy=method.policy)",
+                f"{type(method).__name__} was published with the eviction policy {method.policy!r}, but this store "
+                f"uses {self.policy!r}; open it with KVStore(path, policy=method.policy)",
             )
 
     # --- lookup
@@ -317,7 +317,7 @@ class Storage:
         unknown = set(ids) - self.disk.index.ask(Catalogue.ids, set(ids))
         if pinned and unknown:
             raise ConfigError(
-                f"no segment is called {min(map(str, unknown))!r}; store.segments() lists them, and "
+                f"segment {min(map(str, unknown))!r} does not exist; store.segments() lists all segments, and "
                 "store.precompute(model, input_ids, pin=True) pins a prompt"
             )
         self.disk.pin(ids, pinned)
@@ -336,7 +336,7 @@ class Storage:
         there = self.disk.index.ask(Catalogue.ids, None)  # before anything is deleted, as in a dry run
         gone = [] if there is None else self.conversations.sweep(there, dry_run)
         report = maintain.gc(self.disk, dry_run=dry_run)
-        deleted = report.deleted | dict.fromkeys(gone, "its segments are gone")
+        deleted = report.deleted | dict.fromkeys(gone, "its segments no longer exist")
         return replace(report, conversations=len(gone), deleted=deleted)
 
     def list_conversations(self) -> list[ConversationInfo]:
@@ -358,7 +358,7 @@ class Storage:
 
         self.check_open()
         if not self.disk.backend.writable:
-            raise StoreError(f"{self.path} cannot be written")
+            raise StoreError(f"the store {self.path} is not writable")
         self.conversations.write(record, room)
 
     def remove_conversations(self, ids: Sequence[str]) -> int:
@@ -380,7 +380,9 @@ class Storage:
         for conversation_id in ids:
             record = self.conversations.read(conversation_id)
             if record is None:
-                raise ConfigError(f"no conversation is called {conversation_id!r}; store.conversations() lists them")
+                raise ConfigError(
+                    f"conversation {conversation_id!r} does not exist; store.conversations() lists all conversations"
+                )
             if conversation_name(conversation_id) in record.provenance:
                 own.add(record.provenance)
         mine, pinned = self.conversations.only_of(ids), self.disk.pinned()
@@ -407,9 +409,9 @@ class Storage:
     def check_open(self) -> None:
         """Raise StoreClosedError if the store was closed, or was opened by another process."""
         if not self._close.alive:
-            raise StoreClosedError(f"the store {self.path} is closed; open it anew")
+            raise StoreClosedError(f"the store {self.path} is closed; open it again")
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it anew")
+            raise StoreClosedError(f"the store {self.path} was opened before this process was forked; open it again")
 
     @property
     def is_closed(self) -> bool:

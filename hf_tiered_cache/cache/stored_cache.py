@@ -86,7 +86,7 @@ class StoredCache(Cache, ServedCache):
         """Run one forward pass of the model: restore what is stored, compute the rest, record it."""
         if attachment is not self._serving.attachment:
             raise CacheMismatchError(
-                f"this cache belongs to another {type(self.model).__name__}; make one for this model"
+                f"this cache belongs to another {type(self.model).__name__}; create one for this model"
             )
         output = self._serving.run(self, forward, kwargs)
         if not self._generates:
@@ -115,7 +115,7 @@ class StoredCache(Cache, ServedCache):
         try:
             self._check(torch.from_numpy(tokens), piece)
         except Exception as error:  # the answer is complete and does not depend on the check
-            serving.store.disk.warn("spot check", f"restored tokens could not be computed again: {error!r}")
+            serving.store.disk.warn("spot check", f"a spot check could not compute restored tokens again: {error!r}")
         checks.spend(time.perf_counter() - began)
 
     def _check(self, tokens: torch.Tensor, piece: SegmentSlice) -> None:
@@ -140,9 +140,10 @@ class StoredCache(Cache, ServedCache):
             serving.attachment.refresh()
             serving.store.disk.warn(
                 f"spot check {sequence.identity.fingerprint}",
-                f"segment {piece.reader.id} holds KV that this model does not compute (relative distance {far:.2g}): "
-                "nothing stored under this model's name is used in this process; the last answer may be wrong. "
-                "Look for what changes the model's computation unseen, or delete the model's segments",
+                f"segment {piece.reader.id} holds KV that differs from what this model computes (relative distance "
+                f"{far:.2g}), so nothing stored for this model is used in this process, and the last answer may be "
+                "wrong. Find what changes the model's computation without being detected, or delete the model's "
+                "segments",
             )
 
     def continue_with(self, input_ids: torch.Tensor, copies: int = 1) -> None:

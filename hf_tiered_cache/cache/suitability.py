@@ -18,15 +18,15 @@ def check_causal(model: PreTrainedModel) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{name} is an encoder-decoder, whose decoder's KV depends on the encoder's input; "
-            "leave past_key_values to generate()"
+            f"{name} is an encoder-decoder model, and its decoder's KV depends on the encoder's input; do not pass a "
+            "TieredCache as past_key_values to generate()"
         )
     said = [module.is_causal for module in model.modules() if isinstance(getattr(module, "is_causal", None), bool)]
     takes_cache = {"past_key_values", "cache_params"} & inspect.signature(model.forward).parameters.keys()
     if not (any(said) if said else takes_cache):
         raise UnsupportedModelError(
-            f"{name} is an encoder: its tokens attend to those behind them, so that no prefix has KV of its own; pass "
-            "a causal LM"
+            f"{name} is an encoder: its tokens attend to later tokens, so the KV of a prefix cannot be reused; pass a "
+            "causal LM"
         )
 
 
@@ -35,8 +35,8 @@ def check_depth(attachment: Attachment) -> None:
     depth = attachment.config.num_hidden_layers
     if depth != attachment.depth:
         raise ConfigError(
-            f"{type(attachment.model).__name__} had {attachment.depth} layers when it was attached, and its "
-            f"configuration says {depth} now; call detach(model) first"
+            f"{type(attachment.model).__name__} had {attachment.depth} layers when it was attached, but its "
+            f"configuration now has {depth}; call detach(model) first"
         )
 
 
@@ -61,11 +61,14 @@ def cannot_observe(model: PreTrainedModel) -> str:
     """Return the reason why the queries of this model cannot be observed, or an empty string."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     if not shows_queries(model):
-        return f"{name} attends to other keys than it hands to its cache, or bypasses the registered attention function"
+        return (
+            f"{name} attends to other keys than it passes to its cache, or bypasses the registered attention function"
+        )
     if not can_select(config):
         needed = " or ".join(map(repr, SELECTING))
         return (
-            f"queries are seen with attention of the kind {needed}, and the model has {config._attn_implementation!r}"
+            f"observing queries requires the attention implementation {needed}, but the model uses "
+            f"{config._attn_implementation!r}"
         )
     return ""
 
@@ -87,8 +90,9 @@ def can_have_fronts(attachment: Attachment) -> bool:
 def cannot_select(method: Method, model: PreTrainedModel) -> UnsupportedModelError:
     """Return the error for a method that selects among keys that the model does not expose."""
     return UnsupportedModelError(
-        f"{type(model).__name__} attends to other keys than it hands to its cache, or bypasses the registered "
-        f"attention function, so that {type(method).__name__} cannot choose among them; use the exact method with it"
+        f"{type(model).__name__} attends to other keys than it passes to its cache, or bypasses the registered "
+        f"attention function, so {type(method).__name__} cannot select among them; use the exact method with this "
+        "model"
     )
 
 
@@ -96,10 +100,10 @@ def cannot_mask(method: Method, model: PreTrainedModel) -> CacheMismatchError:
     """Return the error for a pass in which no mask fits all layers of the cache."""
     name, needed = type(model).__name__, SELECTING[0]
     return CacheMismatchError(
-        f"the layers of this cache hold different numbers of columns, by the mass of its {type(method).__name__}, and "
-        f"a mask is cut for each of them in passes of the attached {name} alone, with attention of kind {needed!r}; "
-        "call the model itself and no module within it, with that attention, or after detach(model) make a new "
-        "TieredCache"
+        "the layers of this cache hold different numbers of positions, selected by the mass of its "
+        f"{type(method).__name__}, and only forward passes of the attached {name} with the attention implementation "
+        f"{needed!r} can build a mask for each of them; call the model itself instead of a module within it, with "
+        "that implementation, or create a new TieredCache after detach(model)"
     )
 
 
@@ -109,10 +113,10 @@ def needs_attention(method: Method, model: PreTrainedModel, implementations: tup
     needed = " or ".join(map(repr, implementations))
     if "eager" not in implementations and not model._supports_sdpa:
         return UnsupportedModelError(
-            f"{name} needs attention of the kind {needed}, which {type(model).__name__} does not have; use the exact "
-            "method with it"
+            f"{name} requires the attention implementation {needed}, which {type(model).__name__} does not support; "
+            "use the exact method with this model"
         )
     return ConfigError(
-        f"{name} needs attention of the kind {needed}, and the model has {model.config._attn_implementation!r}; call "
-        f"model.set_attn_implementation({implementations[0]!r}) before"
+        f"{name} requires the attention implementation {needed}, but the model uses "
+        f"{model.config._attn_implementation!r}; call model.set_attn_implementation({implementations[0]!r}) first"
     )

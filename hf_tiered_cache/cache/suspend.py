@@ -74,7 +74,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
             if isinstance(method, ForConversation):
                 made = method.compact(_idle(serving, sequence, readers, tokens))
     except (TieredCacheError, OSError, ValueError) as error:
-        reason = reason or f"the conversation was not laid out anew: {error}"
+        reason = reason or f"the conversation could not be rewritten: {error}"
     if made is not None and (row := storage.disk.index.row(made)) is not None:
         rows = [row]
     left = max(0, held - sequence.history.pads[0] - tokens)
@@ -86,7 +86,7 @@ def put_away(serving: Serving, held: int) -> Suspended:
             try:  # delete old segments only after the record names the new one
                 storage.remove(replaced)
             except OSError as error:
-                reason = reason or f"a segment whose tokens are stored anew was not deleted: {error}"
+                reason = reason or f"a segment that was replaced by a new one could not be deleted: {error}"
     storage.note_uses()
     if reason and not reasons.is_expected(reason):
         storage.disk.warn(reason, reason)
@@ -97,7 +97,7 @@ def _readers(storage: Storage, rows: list[SegmentRow]) -> list[SegmentReader]:
     """Return the readers of segments. Raise StoreError if one cannot be read."""
     readers = [reader for row in rows if (reader := storage.disk.reader(row.id)) is not None]
     if len(readers) < len(rows):
-        raise StoreError("a segment of it cannot be read")
+        raise StoreError("a segment of the conversation cannot be read")
     return readers
 
 

@@ -57,7 +57,9 @@ def conversations(
         raise Refused("name one conversation: show ID")
     chosen = [info for info in found if info.id == ids[0]]
     if not chosen:
-        raise Refused(f"no conversation is called {ids[0]!r}; `hf-tiered-cache conversations {store}` lists them")
+        raise Refused(
+            f"conversation {ids[0]!r} does not exist; `hf-tiered-cache conversations {store}` lists all conversations"
+        )
     return print_json(chosen[0].as_dict()) if as_json else _show(chosen[0], contents.rows)
 
 

@@ -66,6 +66,6 @@ def kv_sources(layers: Sequence[Any]) -> list[DenseSource]:
 
 def _stateful(name: str, layer: int, what: str) -> str:
     return (
-        f"layer {layer} of {name} keeps {what}, which exists at one point of the sequence only and cannot be stored in "
-        "chunks of tokens; use DynamicCache with this model"
+        f"layer {layer} of {name} keeps {what}, which exists for one position of the sequence only and cannot be "
+        "stored in chunks of tokens; use DynamicCache with this model"
     )

@@ -73,7 +73,7 @@ class DenseSource(KVBuffer, CacheLayerMixin):  # type: ignore[override]  # keys 
             return self.update(keys, values)
         if keys.shape[2] != restoring.plan.computed[self.index].shape[-1]:
             reader = restoring.plan.readers[0]
-            raise RestoreError(reader.id, f"layer {self.index} computes other tokens than those it is given")
+            raise RestoreError(reader.id, f"layer {self.index} computes different tokens than its input")
         return self._restore(restoring, kind, pre_rope, keys, values)
 
     def attend(self, forward_pass: Pass, call: AttentionCall) -> Attended:
@@ -251,8 +251,8 @@ class SlidingSource(DenseSource):
         super()._take_back(columns)
         if self.held < min(self.columns, self.window - 1):
             raise RuntimeError(
-                "a sliding layer cannot take back tokens whose window it no longer holds; "
-                "call `activate_past_recording` on the cache before"
+                "a sliding-window layer cannot remove tokens, because it no longer holds the window before them; "
+                "call `activate_past_recording` on the cache first"
             )
         self._forget_unseen()
 

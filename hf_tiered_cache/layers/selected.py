@@ -143,7 +143,7 @@ class SelectedSource(DenseSource):
         except RestoreError as error:  # the last selection is still held
             if not live.may_stay:
                 raise LostKVError(error.segment, str(error)) from error
-            logger.warning("%s; from here on what was chosen stays", error)
+            logger.warning("%s; the current selection is kept from now on", error)
             self._live = None
 
     def settle(self) -> None:
@@ -174,8 +174,8 @@ class SelectedSource(DenseSource):
     def _take_back(self, columns: int) -> None:
         if self._num_selected and self.held - columns < self._num_selected:
             raise RuntimeError(
-                "a cache that holds a part of its prompt, within a budget, cannot take back tokens of that prompt; "
-                "make a new cache"
+                "a cache that holds a selection of its prompt, within a budget, cannot remove tokens of that prompt; "
+                "create a new cache"
             )
         super()._take_back(columns)
 

@@ -13,7 +13,7 @@ from ..store.memory import to_device
 from ..store.shape import SegmentShape
 from ..tiers.slabs import Blocks
 
-_NOT_FETCHED = "tokens are gathered from blocks that were not fetched"
+_NOT_FETCHED = "cannot gather tokens from blocks that were not fetched"
 _FEW_RUNS = 4
 """Maximum number of block runs that are copied one by one, which is faster for few runs; else tokens are indexed."""
 

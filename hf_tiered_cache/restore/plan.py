@@ -177,9 +177,9 @@ class Plan:
                 continue
             for mine, its in row_by_row(columns, columns if before is None else before):
                 if not len(mine) or mine[-1] != self.columns - 1 or mine[0] < 0 or (np.diff(mine) <= 0).any():
-                    raise ValueError(f"layer {layer} must compute ascending columns that end in the last one")
+                    raise ValueError(f"layer {layer} must compute ascending positions that end with the last one")
                 if not np.isin(mine, its).all():
-                    raise ValueError(f"layer {layer} computes columns that layer {layer - 1} does not")
+                    raise ValueError(f"layer {layer} computes positions that layer {layer - 1} does not")
             before = columns
 
     @property
@@ -285,7 +285,7 @@ class Plan:
                 continue
             needed = self._needed_tokens(kind.window, (layer,), group, piece)
             if not shape.held[layer][needed].all():
-                raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that a plan restores")
+                raise ValueError(f"segment {piece.reader.id} lacks tokens of layer {layer} that the plan restores")
 
     @property
     def num_selected(self) -> int:

@@ -244,5 +244,6 @@ def check_fit(plan: Plan, layer: int, kind: LayerKV, dtype: torch.dtype) -> None
         stored = layout.layers[layer] if layer < len(layout.layers) else None
         if stored != kind or layout.dtype != dtype:
             raise RestoreError(
-                reader.id, f"layer {layer} stores {stored} in {layout.dtype}, the model has {kind} in {dtype}"
+                reader.id,
+                f"layer {layer} is stored as {stored} in {layout.dtype}, but the model uses {kind} in {dtype}",
             )
