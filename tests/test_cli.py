@@ -93,16 +93,16 @@ def test_what_lies_beside_a_segment_is_shown_counted_and_deleted_with_it(run, st
     root, headers = store
     name = headers["a"].id
     before = json.loads(run("stat", root, "--json")[1])["disk_bytes"]
-    assert "beside it" not in run("stat", root, name)[1]
+    assert "sidecar" not in run("stat", root, name)[1]
     opened = open_store(root)
     assert opened.beside.keep(opened.reader(name), "importance", {"of": torch.ones(5000)}, {})
     opened.close()
     size = (root / "beside" / f"{name}.importance").stat().st_blocks * 512
-    (line,) = [line for line in run("stat", root, name)[1].splitlines() if line.startswith("beside it")]
+    (line,) = [line for line in run("stat", root, name)[1].splitlines() if line.startswith("sidecar")]
     assert f"importance, 24.0 KiB ({size:,} bytes)" in line
     assert json.loads(run("stat", root, name, "--json")[1])["beside"] == {"importance": size}
     assert json.loads(run("stat", root, "--json")[1])["disk_bytes"] == before + size
-    assert ", 1 file beside them, " in run("verify", root)[1]
+    assert ", 1 sidecar, " in run("verify", root)[1]
     flip(root / "beside" / f"{name}.importance", -1)
     status, out, _ = run("verify", root)
     assert (status, f"{name}.importance: " in out) == (1, True)
@@ -256,7 +256,7 @@ def test_stat_of_a_segment(run, store):
     out = run("stat", root, wanted)[1]
     assert wanted in out
     assert "the report" in out
-    assert "blocks of 16 tokens × 4 layers × all heads, keys and values together" in out
+    assert "blocks of 16 tokens × 4 layers × all heads, keys and values in the same block" in out
     assert "0-4: keys 2 × 8, values 2 × 8; float32" in out
     assert ["0", "0-3", "keys", "and", "values,", "heads", "0-1", "4", "8.0", "KiB"] in map(str.split, out.splitlines())
 
@@ -283,7 +283,7 @@ def test_stat_knows_every_geometry_and_speaks_no_python(run, tmp_path, method):
 def test_verify_reads_and_repair_removes(run, store, offset):
     root, headers = store
     status, out, _ = run("verify", root)
-    assert (status, "3 blocks" not in out, "all whole" in out) == (0, True, True)
+    assert (status, "3 blocks" not in out, "no damage found" in out) == (0, True, True)
     flip(root / "segments" / f"{headers['a'].id}.kv", offset)
     before = files(root)
     for _ in range(2):
@@ -430,8 +430,8 @@ def test_conversations_are_deleted_with_what_is_their_own(run, chats):
 def test_gc_says_which_conversations_are_over(run, chats):
     root, headers, _ = chats
     run("rm", root, headers["a"].id, headers["d"].id)
-    assert "nothing is left of 2 conversations" in run("gc", root, "--dry-run")[1]
-    assert "nothing is left of 2 conversations" in run("gc", root)[1]
+    assert "no segments are left of 2 conversations" in run("gc", root, "--dry-run")[1]
+    assert "no segments are left of 2 conversations" in run("gc", root)[1]
     assert run("conversations", root)[1] == "total: 0 conversations, 0 tokens\n"
 
 
@@ -461,7 +461,7 @@ def test_documents_are_listed(run, corpus):
     assert status == 0
     lines = out.splitlines()
     assert lines[0].split() == ["document", "model", "passages", "tokens", "size", "changed", "notes"]
-    assert lines[1].startswith("minutes") and lines[1].endswith("evicted: 1 of 2 passages, 1 of another label, too")
+    assert lines[1].startswith("minutes") and lines[1].endswith("evicted: 1 of 2 passages, 1 shared with another label")
     assert lines[2].startswith("report�[31m 1  Qwen/Qwen2.5-0.5B-Instruct         2     128")
     assert lines[-1] == "total: 2 documents, 4 passages, 192 tokens"
     listed = json.loads(run("documents", root, "--json")[1])
@@ -495,17 +495,17 @@ def test_documents_are_deleted_with_what_is_their_own(run, corpus):
 def test_what_cannot_be_done_with_documents(run, corpus):
     root, _ = corpus
     for arguments, said in {
-        ("drop", "report"): "'drop' is not to be done",
-        ("show",): "name a document",
-        ("show", "nobody"): "no document is called 'nobody'",
-        ("rm", "nobody"): "no document is called 'nobody'",
-        ("show", "minutes", "--dry-run"): "--dry-run goes with rm",
+        ("drop", "report"): "unknown action 'drop' for documents",
+        ("show",): "missing document label",
+        ("show", "nobody"): "document 'nobody' does not exist",
+        ("rm", "nobody"): "document 'nobody' does not exist",
+        ("show", "minutes", "--dry-run"): "--dry-run can only be used with rm",
     }.items():
         status, _, err = run("documents", root, *arguments)
         assert status == 2 and said in err
     for one in (root / "segments").iterdir():
         one.unlink()
-    assert "nothing is left of 2 documents" in run("gc", root)[1]
+    assert "no passages are left of 2 documents" in run("gc", root)[1]
 
 
 # --- saying no
@@ -516,25 +516,25 @@ def test_what_cannot_be_done_with_documents(run, corpus):
     [
         (("ls", "nowhere"), "no store at nowhere"),
         (("verify", "nowhere"), "no store at nowhere"),
-        (("rm", "{store}"), "name segments"),
-        (("rm", "{store}", "zz", "--all"), "one of them"),
-        (("rm", "{store}", "zz"), "no segments begin with 'zz'"),
-        (("rm", "{store}", ""), "no segments begin with ''"),
-        (("rm", "{store}", "--model", ""), "no model is called ''"),
-        (("rm", "{store}", "--model", "zz"), "no model is called 'zz'"),
-        (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists them"),
+        (("rm", "{store}"), "specify one of: ids of segments"),
+        (("rm", "{store}", "zz", "--all"), "specify one of: ids of segments, --model, or --all"),
+        (("rm", "{store}", "zz"), "no segments have an id that begins with 'zz'"),
+        (("rm", "{store}", ""), "no segments have an id that begins with ''"),
+        (("rm", "{store}", "--model", ""), "no model has the name ''"),
+        (("rm", "{store}", "--model", "zz"), "no model has the name 'zz'"),
+        (("stat", "{store}", "zz"), "`hf-tiered-cache ls` lists all segments"),
         (("conversations", "nowhere"), "no store at nowhere"),
-        (("conversations", "{store}", "sell"), "write show ID, or rm ID"),
-        (("conversations", "{store}", "rm"), "name a conversation"),
-        (("conversations", "{store}", "show", "a", "b"), "name one conversation"),
+        (("conversations", "{store}", "sell"), "use show ID, or rm ID"),
+        (("conversations", "{store}", "rm"), "missing conversation id"),
+        (("conversations", "{store}", "show", "a", "b"), "show takes one conversation"),
         (("conversations", "{store}", "show", "zz"), "conversation 'zz' does not exist"),
         (("conversations", "{store}", "rm", "zz"), "conversation 'zz' does not exist"),
-        (("conversations", "{store}", "--dry-run"), "--dry-run goes with rm"),
+        (("conversations", "{store}", "--dry-run"), "--dry-run can only be used with rm"),
         (("gc", "{store}", "--quota", "banana"), "--quota='banana' is not a valid size"),
         (("gc", "{store}", "--quota", "10%"), "--quota='10%' is not a valid size"),
         (("calibrate", "{store}", "--model", "nowhere", "--memory", "10%"), "--memory='10%' is not a valid size"),
-        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "float12"), "write auto, float32"),
-        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "write auto, float32"),
+        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "float12"), "use auto, float32"),
+        (("calibrate", "{store}", "--model", "nowhere", "--dtype", "nn"), "use auto, float32"),
         (("calibrate", "{store}", "--model", "{store}"), "cannot be loaded"),
         (("calibrate", "{store}", "--model", "nowhere", "--prefix", "4k"), "such as 512,4096"),
     ],
@@ -607,7 +607,7 @@ def test_help_of_the_whole_names_every_command_and_typical_use(run):
     assert "..." not in out.split("Commands:")[1]  # what each does fits its line
     commands = ("ls", "stat", "verify", "gc", "rm", "conversations", "calibrate", "profile", "serve", "lm-eval")
     assert all(f"\n  {command} " in out for command in commands)
-    assert "hf-tiered-cache gc kv-store --quota 100GiB  make room\n" in out
+    assert "hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room\n" in out
 
 
 def test_version(run):
@@ -634,13 +634,13 @@ def test_calibrate(run, tmp_path):
     status, out, _ = run(*asked, tmp_path / "model")
     assert status == 0
     assert "full reuse" in out
-    assert "kept for this model and device, prompts of" in out
+    assert "saved for this model and device, with prompts of" in out
     status, _, err = run(*asked, tmp_path / "nowhere")
     assert (status, err.count("\n")) == (2, 1)
     assert "cannot be loaded" in err
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")  # of 1024 positions
     assert status == 2
-    assert "ask for fewer" in the_end_of(err)
+    assert "use fewer" in the_end_of(err)
 
 
 def test_calibrate_prefixes(run, tmp_path):
@@ -662,7 +662,7 @@ def test_calibrate_says_when_memory_is_too_small(run, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_tiered_cache.kvstore.calibrate", full)
     status, _, err = run("calibrate", tmp_path / "store", "--model", tmp_path / "model")
     assert status == 2
-    assert "ask for fewer with --passages or --tokens" in the_end_of(err)
+    assert "use fewer --passages, fewer --tokens" in the_end_of(err)
 
 
 # --- profile
@@ -683,12 +683,12 @@ def test_profile(run, tmp_path):
     assert status == 0
     assert out.splitlines()[0].split() == ["layer", "head", "0", "head", "1"]
     assert out.splitlines()[1].split() == ["0", *(f"×{size}" for size in found["window_sizes"][0])]
-    assert "one size for all (×1)" in out
+    assert "one size for all heads (×1)" in out
     assert (tmp_path / "sizes.png").read_bytes().startswith(b"\x89PNG")
     status, _, err = run(*asked, "--steps", 4000)
-    assert status == 2 and "cannot be decoded behind the others" in the_end_of(err)
+    assert status == 2 and "is too short to decode its last 4000" in the_end_of(err)
     status, _, err = run(*asked, "--method", "exact")
-    assert status == 2 and "write kv_drive" in err
+    assert status == 2 and "use kv_drive" in err
     status, _, err = run(*asked, "--text", tmp_path / "nowhere.txt")
     assert status == 2 and "nowhere.txt: No such file" in err
 
@@ -725,7 +725,7 @@ def test_rm_names_what_goes_and_what_continues_it(run, tmp_path):
     for dry_run in (["--dry-run"], []):
         status, out, _ = run("rm", tmp_path, headers[0].id, *dry_run)
         assert status == 0
-        going, continuing = out.split("not restored without it:")
+        going, continuing = out.split("cannot be restored without it:")
         assert headers[0].id[:8] in going and headers[0].id[:8] not in continuing
         assert all(header.id[:8] in continuing for header in headers[1:3])
         assert headers[3].id[:8] not in out
@@ -745,7 +745,7 @@ def test_gc_lists_what_goes_first(run, tmp_path):
         lines = run("gc", tmp_path, *dry_run)[1].splitlines()
         assert f"{tmp_path}/segments/{expired[0].id}.kv: expired" in lines
         assert f"{tmp_path}/tmp/1-2-3: unfinished" in lines
-        assert "1 file that this library did not write, left alone:" in lines and "  tmp/notes.txt" in lines
+        assert "1 file not written by this library, left unchanged:" in lines and "  tmp/notes.txt" in lines
         assert lines[-1].startswith("would delete 1 expired" if dry_run else "deleted 1 expired")
         assert kept[0].id not in "".join(lines)
     assert (tmp_path / "tmp" / "notes.txt").exists() and not (tmp_path / "tmp" / "1-2-3").exists()

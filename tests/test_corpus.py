@@ -71,7 +71,7 @@ def test_a_deleted_document_goes_with_what_is_its_own(store, model):
     assert store.remove_document("report") == 2
     assert [info.label for info in store.documents()] == ["minutes"]
     assert lengths(store) == [64] and found(store, model, PASSAGES[0]) == 0
-    with pytest.raises(ConfigError, match="no document is called 'report'"):
+    with pytest.raises(ConfigError, match="document 'report' does not exist"):
         store.remove_document("report")
 
 
@@ -206,7 +206,7 @@ def test_what_another_process_deletes_meanwhile_is_stored_again(root, store, mod
 def test_a_store_that_cannot_be_written_says_so(root, store, model, monkeypatch):
     fill(store, model, [PASSAGES[0]], ["a"])
     monkeypatch.setattr(storage_of(store).disk.backend, "writable", False)
-    with pytest.raises(StoreError, match="cannot be written"):
+    with pytest.raises(StoreError, match="is not writable"):
         fill(store, model, [PASSAGES[0]], ["b"])
 
 

@@ -104,7 +104,7 @@ def test_clear_empties_memory_and_if_asked_the_disk(store, model):
 
 
 def test_one_prompt_at_a_time(store, model):
-    with pytest.raises(ConfigError, match="one prompt at a time"):
+    with pytest.raises(ConfigError, match="pass one prompt at a time"):
         store.lookup(model, prompt(20, rows=2))
 
 

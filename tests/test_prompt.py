@@ -196,14 +196,18 @@ def test_any_parts(tokenizer, parts):
 @pytest.mark.parametrize(
     ("parts", "settings", "says"),
     [
-        ([], {}, "a list"),
-        ("text", {}, "a list"),
+        ([], {}, "must be a list"),
+        ("text", {}, "must be a list"),
         (["text", 3], {}, "not int"),
-        (["a"], {"add_generation_prompt": False}, "for a chat template"),
-        ([{"role": "user", "content": "a"}], {"chat_template": False}, "for a chat template"),
+        (["a"], {"add_generation_prompt": False}, "require a chat template"),
+        ([{"role": "user", "content": "a"}], {"chat_template": False}, "require a chat template"),
         ([{"role": "user", "content": [3]}], {}, "not int"),
-        ([Passage("a")], {"chat_template": "nothing"}, "does not say passage 0 once"),
-        ([Passage("a")], {"chat_template": "{{ messages[0]['content'] * 2 }}"}, "does not say passage 0 once"),
+        ([Passage("a")], {"chat_template": "nothing"}, "does not render passage 0 exactly once"),
+        (
+            [Passage("a")],
+            {"chat_template": "{{ messages[0]['content'] * 2 }}"},
+            "does not render passage 0 exactly once",
+        ),
     ],
     ids=str,
 )

@@ -184,8 +184,8 @@ def test_the_texts_of_an_encrypted_store_are_encrypted(model, text, tmp_path, mo
     ("settings", "message"),
     [
         ({"methods": ["exact"]}, "exact has no budget to choose"),
-        ({"budgets": (0.1, 1.0)}, "budgets are shares"),
-        ({"budgets": ()}, "budgets are shares"),
+        ({"budgets": (0.1, 1.0)}, "budgets must be shares"),
+        ({"budgets": ()}, "budgets must be shares"),
         ({"questions": 7}, "a text of 320 tokens is too short"),
     ],
 )
@@ -202,12 +202,12 @@ def test_on_the_command_line(run, tmp_path):
     texts = ("--text", tmp_path / "text.txt", "--methods", "h2o")
     status, shown, _ = run(*arguments, 300, *texts, "--plot", tmp_path / "losses.png")
     assert status == 0
-    assert "h2o" in shown and "70%" in shown and "kept for this model" in shown
+    assert "h2o" in shown and "70%" in shown and "saved for this model" in shown
     assert (tmp_path / "losses.png").stat().st_size > 1000
     found = json.loads(run(*arguments, 300, *texts, "--json")[1])
     assert [one["budget"] for one in found] == [0.05, 0.1, 0.2, 0.35, 0.5, 0.7]
     status, _, error = run(*arguments, 300)
-    assert status and "name it with --text FILE" in error
+    assert status and "pass it with --text FILE" in error
     status, _, error = run(*arguments, 100000, *texts)
     assert status and "no text has 100000 tokens" in error
 
@@ -215,11 +215,11 @@ def test_on_the_command_line(run, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--quality", "0.1", "--text", "t", "--prefix", "64"), "--prefix and --quality are two measurements"),
-        (("--plot", "a.png"), "--plot says something only with --quality"),
-        (("--methods", "h2o", "--prefix", "64"), "--methods says something only with --quality"),
-        (("--quality", "0.1", "--text", "t", "--repeats", "1"), "--repeats says something only without --quality"),
-        (("--prefix", "64", "--warm"), "--warm says something only without --prefix"),
+        (("--quality", "0.1", "--text", "t", "--prefix", "64"), "--prefix and --quality cannot be combined"),
+        (("--plot", "a.png"), "--plot can only be used with --quality"),
+        (("--methods", "h2o", "--prefix", "64"), "--methods can only be used with --quality"),
+        (("--quality", "0.1", "--text", "t", "--repeats", "1"), "--repeats can only be used without --quality"),
+        (("--prefix", "64", "--warm"), "--warm can only be used without --prefix"),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(run, tmp_path, options, said):

@@ -186,9 +186,9 @@ def test_ranked_from_what_is_stored_as_when_it_was_computed(way, store, tmp_path
 def test_rankings_that_cannot_be_made_are_refused(store):
     model = build("qwen2")
     fill(store, model)
-    with pytest.raises(ConfigError, match="the store has no tokens"):
+    with pytest.raises(ConfigError, match="requires the tokens of the passages, which are not stored"):
         store.rank(tune(ranking="context"), progress=False)
-    with pytest.raises(ConfigError, match="goes by no ranking"):
+    with pytest.raises(ConfigError, match="does not use a ranking"):
         store.rank(epic(), progress=False)
     with pytest.raises(ConfigError, match="prefixes only"):
         store.rank("exact", progress=False)

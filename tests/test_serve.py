@@ -346,8 +346,8 @@ def test_connections_that_send_nothing_are_closed_and_others_are_served(app, mon
     ("options", "said"),
     [
         ([], "--allow-any-model"),
-        (["model", "--allow-any-model"], "name the one MODEL"),
-        (["--allow-any-model", "--trust-remote-code"], "clients would run any code"),
+        (["model", "--allow-any-model"], "specify one MODEL"),
+        (["--allow-any-model", "--trust-remote-code"], "clients could then run any code"),
         (["model", "--max-request-size", "much"], "max_request_size='much' is not a valid size"),
     ],
     ids=str,

@@ -394,7 +394,7 @@ def test_sizes_given_by_hand(model, profiled, windows):
         ({"method": "kv_drive:budget=1"}, "below 1"),
         ({"method": KVDrive(0.2, local=16, window=5)}, "1 to 4 times"),
         ({"steps": 460}, "464 tokens"),
-        ({"steps": 16, "method": KVDrive(0.9, local=400)}, "nothing was chosen"),
+        ({"steps": 16, "method": KVDrive(0.9, local=400)}, "nothing was selected"),
     ],
     ids=str,
 )

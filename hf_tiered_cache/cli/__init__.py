@@ -35,30 +35,30 @@ def _version(asked: bool) -> None:
 
 
 @app.callback(
-    epilog="\b\nExit status: 0 done; 1 damage was found; 2 it could not be done, and one line says why.",
+    epilog="\b\nExit status: 0 success; 1 damage was found; 2 the command failed, and one line says why.",
 )
 def _top(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Look into a KV store, check it, clean it up; serve and evaluate models with one.
+    """Inspect, check and clean up a KV store; serve and evaluate models with a store.
 
-    A store is the folder that was given to KVStore(...) or TieredCache(model, ...):
+    A store is the folder that was passed to KVStore(...) or TieredCache(model, ...):
 
     \b
-      hf-tiered-cache ls kv-store                 what is stored, model by model
-      hf-tiered-cache stat kv-store 1f3a9c02      one segment, by the beginning of its id
-      hf-tiered-cache verify kv-store             whether every byte is whole
-      hf-tiered-cache gc kv-store --quota 100GiB  make room
+      hf-tiered-cache ls kv-store                 list the segments of each model
+      hf-tiered-cache stat kv-store 1f3a9c02      show a segment, given the first characters of its id
+      hf-tiered-cache verify kv-store             check every byte for damage
+      hf-tiered-cache gc kv-store --quota 100GiB  delete unused files and make room
       hf-tiered-cache rm kv-store 1f3a9c02        delete a segment
-      hf-tiered-cache conversations kv-store      those that come back by their id
-      hf-tiered-cache documents kv-store          passages by the labels they were stored under
-      hf-tiered-cache serve MODEL --store DIR     an OpenAI-compatible server
+      hf-tiered-cache conversations kv-store      list stored conversations by id
+      hf-tiered-cache documents kv-store          list stored passages by label
+      hf-tiered-cache serve MODEL --store DIR     run an OpenAI-compatible server
 
-    All of it may be done while programs use the store. What looks into one takes --json for scripts, and every command
-    says more with --help. Of an encrypted store, what reads KV takes --key-file, or the variable
-    HF_TIERED_CACHE_KEY_FILE; ls, stat, gc and rm need no key.
+    All commands can run while programs use the store. Commands that inspect a store accept --json for scripts. Run a
+    command with --help for its options. On an encrypted store, commands that read KV require --key-file, or the
+    environment variable HF_TIERED_CACHE_KEY_FILE; ls, stat, gc and rm need no key.
     """  # noqa: D301
 
 

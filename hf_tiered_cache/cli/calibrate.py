@@ -30,74 +30,82 @@ _ONLY = {
 
 def calibrate(
     context: typer.Context,
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
-    model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
-    passages: Annotated[int, typer.Option(min=1, help="How many passages the measured prompt has.")] = 8,
-    tokens: Annotated[int, typer.Option(min=16, help="How many tokens each passage has.")] = 512,
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
+    model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
+    passages: Annotated[int, typer.Option(min=1, help="Number of passages in the measured prompt.")] = 8,
+    tokens: Annotated[int, typer.Option(min=16, help="Number of tokens in each passage.")] = 512,
     prefix: Annotated[
         str,
         typer.Option(
-            metavar="TOKENS", help="Measure prefixes of these lengths instead, by comma, such as 512,4096: see below."
+            metavar="TOKENS", help="Measure prefixes of these lengths instead, separated by commas, such as 512,4096."
         ),
     ] = "",
     quality: Annotated[
         float | None,
         typer.Option(
-            metavar="NATS", min=0, help="Measure what budgets lose on --text instead, and show which keeps this."
+            metavar="NATS",
+            min=0,
+            help="Measure the loss of budgets on --text instead, and show which budgets keep this target.",
         ),
     ] = None,
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="With --quality: text such as the model is going to read. Several."),
+        typer.Option(metavar="FILE", help="With --quality: text similar to what the model will read. Can be repeated."),
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="With --quality: the methods to measure, by comma.")
+        str, typer.Option(help="With --quality: methods to measure, separated by commas.")
     ] = "contiguous_kv,contiguous_kv:codec=int8",
     length: Annotated[
-        int, typer.Option(min=256, help="With --quality: texts are cut into prompts of so many tokens.")
+        int, typer.Option(min=256, help="With --quality: number of tokens of the prompts that texts are cut into.")
     ] = 1024,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --quality: draw loss over bytes, as a .png or .svg.")
+        Path | None, typer.Option(metavar="FILE", help="With --quality: plot loss over bytes, as a .png or .svg file.")
     ] = None,
     repeats: Annotated[
-        int, typer.Option(min=1, help="How often each time is measured; the median counts. More where others work.")
+        int,
+        typer.Option(
+            min=1, help="Repetitions of each measurement, of which the median is used. Use more on a busy machine."
+        ),
     ] = 3,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
-    warm: Annotated[bool, typer.Option("--warm", help="Let passages come from memory, not from the disk.")] = False,
+    warm: Annotated[bool, typer.Option("--warm", help="Load passages from memory instead of from disk.")] = False,
     dtype: Annotated[
-        str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved. Use the one you serve with.")
+        str,
+        typer.Option(
+            help="Data type of the model, such as bfloat16; auto: as saved. Use the type that you serve with."
+        ),
     ] = "auto",
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure how much of a passage to compute anew.
+    """Measure how much of a passage to recompute.
 
-    The best share is the one with which the first token comes soonest. Computing costs arithmetic, loading costs the
-    disk, so it depends on the model, the machine and the length of prompts. A prompt of random passages is asked at
-    several shares, each a few times, on the GPU if there is one; the passages are removed afterwards.
+    The best share is the one with the shortest time to first token. Recomputing costs arithmetic and loading costs disk
+    bandwidth, so the best share depends on the model, the machine and the prompt length. A prompt of random passages is
+    run several times with each of several shares, on the GPU if there is one. The passages are removed afterwards.
 
-    What is found is kept in the store for this model, device and length of prompt: CacheTune(recompute="auto") takes
-    it. Measure several lengths (--passages, --tokens) if your prompts differ; between two lengths it takes what lies
-    between.
+    The result is saved in the store for this model, device and prompt length, and CacheTune(recompute="auto") uses it.
+    If your prompts differ in length, measure several lengths (--passages, --tokens); shares for lengths in between are
+    interpolated.
 
-    With --prefix it measures, for prefixes of these lengths, how long they take to compute, and to restore from disk
-    and from memory. From then on Exact(), the default, computes the first tokens of a stored prompt while it loads the
-    others, as many as make the answer come soonest: none where the disk is fast, all where it is very slow. What is
-    computed beside loading is exact up to the kernel's rounding, and not bit for bit what loading all would give;
-    Exact(recompute=0) computes all or nothing. Name two lengths or more, the longest you expect among them: they tell
-    how computing grows with length.
+    With --prefix, the command measures how long prefixes of these lengths take to compute, and to restore from disk and
+    from memory. Exact(), the default method, then computes the first tokens of a stored prompt while it loads the
+    others. It computes as many as give the shortest time to first token: none if the disk is fast, all if it is very
+    slow. The KV computed during loading is exact up to the rounding of kernels, but not bit-for-bit equal to loaded KV.
+    Exact(recompute=0) computes all or nothing. Pass at least two lengths, including the longest one that you expect,
+    since they determine how computing time grows with length.
 
-    With --quality it measures what methods within a budget lose on your own text: how far predictions are from those
-    with all KV (KL divergence in nats), at six budgets, beside the bytes that these bring. From then on
-    ContiguousKV(quality=0.02) takes the least budget that lost no more than a quarter of 0.02 in the mean, and in 95 %
-    of the questions no more than half of it, so that text of another kind keeps the target, too. Name any target.
+    With --quality, the command measures the loss of budgeted methods on your own text: the KL divergence (in nats) of
+    predictions from those with all KV, at six budgets, together with the bytes that are loaded. Afterwards,
+    ContiguousKV(quality=0.02) uses the smallest budget with a mean loss of at most a quarter of 0.02, and a loss of at
+    most half of it in 95 % of the questions, so that other kinds of text keep the target, too. Any target can be used.
     """
     parse_bytes(memory, "--memory")
     lengths = _lengths(prefix)
     asked = {"--prefix": bool(lengths), "--quality": quality is not None}
     _check_together(context, [name for name in asked if asked[name]])
     if quality is not None and not text:
-        raise Refused("--quality measures on your own text: name it with --text FILE")
+        raise Refused("--quality measures the loss on your own text: pass it with --text FILE")
     plt = plotting() if plot is not None else None
     import torch
 
@@ -124,39 +132,39 @@ def calibrate(
             )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Refused(
-            f"{model} and {passages} passages of {tokens} tokens do not fit into the memory of this {device}; "
-            "ask for fewer with --passages or --tokens, or for a smaller --dtype"
+            f"{model} and {passages} passages of {tokens} tokens do not fit into the memory of this {device}; use "
+            "fewer --passages, fewer --tokens, or a smaller --dtype"
         ) from error
     if as_json:
         return print_json(found.as_dict())
-    table = figures("share computed", "time to first token", "", right=("share computed", "time to first token"))
+    table = figures("share recomputed", "time to first token", "", right=("share recomputed", "time to first token"))
     for ratio, seconds in sorted(found.seconds.items()):
         notes = {0.0: "full reuse", 1.0: "full recompute"}.get(ratio, "")
-        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "taken" if ratio == found.ratio else notes)
+        table.add_row(f"{ratio:.3f}", f"{1e3 * seconds:.0f} ms", "selected" if ratio == found.ratio else notes)
     table.show()
     print(
-        f"kept for this model and device, prompts of {found.tokens} tokens: {found.ratio:.3f} "
-        f"(computing and loading balance at {found.balanced:.3f})"
+        f"saved for this model and device, with prompts of {found.tokens} tokens: {found.ratio:.3f} (computing and "
+        f"loading take equally long at {found.balanced:.3f})"
     )
 
 
 def _check_together(context: typer.Context, asked: list[str]) -> None:
     """Raise Refused if two measurements are requested, or an option does not apply to the requested one."""
     if len(asked) > 1:
-        raise Refused(f"{' and '.join(asked)} are two measurements: ask for one after the other")
+        raise Refused(f"{' and '.join(asked)} cannot be combined; run one measurement after the other")
     what = asked[0] if asked else ""
     for name, measurements in _ONLY.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name != "DEFAULT" and what not in measurements:
             when = f"without {what}" if "" in measurements else f"with {' or '.join(measurements)}"
-            raise Refused(f"--{name} says something only {when}")
+            raise Refused(f"--{name} can only be used {when}")
 
 
 def _lengths(prefix: str) -> list[int]:
     try:
         return [int(length) for length in filter(None, prefix.split(","))]
     except ValueError:
-        raise Refused(f"--prefix {prefix} is none; write lengths in tokens, such as 512,4096") from None
+        raise Refused(f"--prefix {prefix} is invalid; pass lengths in tokens, such as 512,4096") from None
 
 
 def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
@@ -168,14 +176,14 @@ def _prompts(model: str, texts: list[Path], length: int) -> list[list[int]]:
         ids = tokenizer(read_text(path), verbose=False)["input_ids"]
         found += [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
     if not found:
-        raise Refused(f"no text has {length} tokens; name longer ones, or ask for fewer with --length")
+        raise Refused(f"no text has {length} tokens; pass longer texts, or a smaller --length")
     return found
 
 
 def _show_losses(found: list[QualityFinding], quality: float, as_json: bool) -> None:
     if as_json:
         return print_json([one.as_dict() | {"keeps": one.keeps(quality)} for one in found])
-    numbers = ("budget", "loss, nats", "same token", "brought", "index", "first token")
+    numbers = ("budget", "loss, nats", "same token", "KV loaded", "index", "first token")
     table = figures("method", *numbers, f"within {quality:g}", right=numbers)
     for one in found:
         shown = [f"{one.agreement:.0%}", f"{one.brought:.1%}", f"{one.index:.1%}", f"{1e3 * one.seconds:.0f} ms"]
@@ -183,12 +191,10 @@ def _show_losses(found: list[QualityFinding], quality: float, as_json: bool) -> 
     table.show()
     keeping = [one for one in found if one.keeps(quality)]
     if not keeping:
-        print(
-            f"kept for this model; none of these loses as little as {quality:g}: with quality={quality:g} all KV comes"
-        )
+        print(f"saved for this model; no budget has a loss of at most {quality:g}, so quality={quality:g} loads all KV")
         return
     best = min(keeping, key=lambda one: one.brought)
-    print(f"kept for this model; {best.method} takes the fewest bytes: a budget of {best.budget:g}")
+    print(f"saved for this model; {best.method} loads the fewest bytes, with a budget of {best.budget:g}")
 
 
 def _draw_losses(plt: Any, path: Path, found: list[QualityFinding], quality: float) -> None:
@@ -198,7 +204,7 @@ def _draw_losses(plt: Any, path: Path, found: list[QualityFinding], quality: flo
         mine = [one for one in found if one.method == method]
         axes.plot([100 * one.brought for one in mine], [one.loss for one in mine], marker="o", label=method)
     axes.axhline(quality, color="grey", linestyle=":", label=f"target: {quality:g}")
-    axes.set(xlabel="KV brought for the first token, %", ylabel="KL divergence, nats", yscale="log")
+    axes.set(xlabel="KV loaded for the first token, %", ylabel="KL divergence, nats", yscale="log")
     axes.legend()
     figure.savefig(path)
     plt.close(figure)
@@ -217,7 +223,7 @@ def _show_prefixes(found: list[PrefixCosts], as_json: bool) -> None:
         shown = ["" if seconds is None else f"{1e3 * seconds * one.tokens:.0f} ms" for seconds in times]
         table.add_row(f"{one.tokens:,}", *shown, "about " + "; ".join(parts) if parts else "")
     table.show()
-    print("kept for this model and device; Exact(recompute=0, decline=False) restores all the same")
+    print("saved for this model and device; use Exact(recompute=0, decline=False) to restore all tokens anyway")
 
 
 def load_model(name: str, dtype: str, device: str) -> nn.Module:
@@ -227,7 +233,7 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
 
     known = getattr(torch, dtype, None)
     if dtype != "auto" and not (isinstance(known, torch.dtype) and known.is_floating_point):
-        raise Refused(f"--dtype {dtype} is none; write auto, float32, bfloat16 or float16")
+        raise Refused(f"--dtype {dtype} is invalid; use auto, float32, bfloat16 or float16")
     try:
         loaded: nn.Module = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         return loaded.to(device).eval()
@@ -239,39 +245,50 @@ def load_model(name: str, dtype: str, device: str) -> nn.Module:
 
 
 def profile(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder; made if missing.")],
-    model: Annotated[str, typer.Option(help="A causal LM: a name on the hub, or a folder.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store; created if missing.")],
+    model: Annotated[str, typer.Option(help="Causal LM: a name on the Hub, or a folder.")],
     text: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Long text, such as the model will answer about. Several."),
+        typer.Option(
+            metavar="FILE", help="Long text, similar to what the model will answer questions about. Can be repeated."
+        ),
     ],
     method: Annotated[
-        str, typer.Option(help='A KVDrive and its settings, such as "kv_drive:budget=0.0625:window=3".')
+        str, typer.Option(help='KVDrive and its settings, such as "kv_drive:budget=0.0625:window=3".')
     ] = "kv_drive",
-    tokens: Annotated[int, typer.Option(min=16, help="At most so many tokens of a text are the context.")] = 32768,
-    steps: Annotated[int, typer.Option(min=2, help="How many tokens behind it are decoded, one by one.")] = 256,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the sizes there, as a .png or .svg.")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=16, help="Maximum number of tokens of a text that are used as context.")
+    ] = 32768,
+    steps: Annotated[
+        int, typer.Option(min=2, help="Number of tokens after the context that are decoded, one by one.")
+    ] = 256,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plot the window sizes, as a .png or .svg file.")
+    ] = None,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory of the store.")] = "1GiB",
     dtype: Annotated[
-        str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved. Use the one you serve with.")
+        str,
+        typer.Option(
+            help="Data type of the model, such as bfloat16; auto: as saved. Use the type that you serve with."
+        ),
     ] = "auto",
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure which heads gain most by a larger window (KVDrive).
+    """Measure which heads gain from a larger window (KVDrive).
 
-    With KVDrive each KV head attends to a few chunks of a long context, chosen anew at each token. Those it attended to
-    lately stay in device memory, in a window of `window` times as many; the others are fetched. Some heads choose the
-    same again and again, others wander: with a larger window for those that gain by it, and a smaller one for the
-    others, less is fetched in the same memory.
+    With KVDrive, each KV head attends to a few chunks of a long context, which are reselected at each token. Recently
+    selected chunks stay in device memory, in a window of `window` times the number of selected chunks; the others are
+    fetched. Some heads select the same chunks repeatedly, others do not. Larger windows for the former and smaller ones
+    for the latter reduce the number of fetched chunks with the same memory.
 
-    Of each text the first tokens are stored as a context, if they are not yet, and the model reads the next ones, one
-    by one; from what its heads choose follows what windows of 1 to 4 times would have had.
+    The first tokens of each text are stored as a context, unless they are stored already. The model then decodes the
+    next tokens one by one. The recorded selections determine the hit rates of windows of 1 to 4 times the selection.
 
-    What is found is kept in the store for this model, and the method's index, budget, chunk size and eviction:
-    KVDrive() takes it by itself, at any `window` from 1 to 4, and KVDrive(window_sizes="uniform") does not. Tokens are
-    timed with windows of each size, too: KVDrive() has the memory of the quickest, unless you say `window`. What a
-    model answers does not depend on it.
+    The result is saved in the store for this model and the method's index, budget, chunk size and eviction. KVDrive()
+    uses it automatically with any `window` from 1 to 4; KVDrive(window_sizes="uniform") does not. The command also
+    measures the time per token with each window size: KVDrive() uses the memory of the fastest one unless you set
+    `window`. Window sizes do not change the model's output.
     """
     parse_bytes(memory, "--memory")
     plt = plotting() if plot is not None else None
@@ -285,7 +302,9 @@ def profile(
 
     key, chooses = read_key_file(key_file), make_method(method)
     if not isinstance(chooses, KVDrive):
-        raise Refused(f"--method {method} has no windows; write kv_drive, and what differs from its defaults")
+        raise Refused(
+            f"--method {method} has no windows; use kv_drive, with the settings that differ from its defaults"
+        )
     written = [read_text(path) for path in text]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -296,8 +315,8 @@ def profile(
             found = opened.profile_windows(loaded, ids, method=chooses, steps=steps, progress=not as_json)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise Refused(
-            f"{model} and contexts of {tokens} tokens do not fit into the memory of this {device}; ask for fewer with "
-            "--tokens, or for a smaller --dtype"
+            f"{model} and contexts of {tokens} tokens do not fit into the memory of this {device}; use fewer "
+            "--tokens, or a smaller --dtype"
         ) from error
     window = found.quickest if chooses.window == "auto" else chooses.window_multiple
     assert window is not None
@@ -314,9 +333,9 @@ def profile(
         table.add_row(str(layer), *(f"×{size}" for size in of_heads))
     table.show()
     print(
-        f"kept for this model and {chooses.index}, budget {chooses.budget:g}, chunks of {chooses.chunk_tokens} tokens: "
-        f"in the memory of windows ×{window:g} these had {shares[0]:.1%} of what was attended to, one size for "
-        f"all (×{uniform.flat[0]}) {shares[1]:.1%}; a token took "
+        f"saved for this model and {chooses.index}, budget {chooses.budget:g}, chunks of {chooses.chunk_tokens} "
+        f"tokens: with the memory of windows ×{window:g}, these sizes have a hit rate of {shares[0]:.1%}, and one "
+        f"size for all heads (×{uniform.flat[0]}) {shares[1]:.1%}; a token took "
         + ", ".join(f"{took * 1e3:.1f} ms at ×{size}" for size, took in zip(found.sizes, found.seconds, strict=True))
     )
 

@@ -66,7 +66,10 @@ class Contents:
         """Return the only segment with an id that begins with `name`. Raises Refused if there is not exactly one."""
         found = [row for row in self.rows if row.id.startswith(name)] if name else []
         if len(found) != 1:
-            raise Refused(f"{len(found) or 'no'} segments begin with {name!r}; `hf-tiered-cache ls` lists them")
+            raise Refused(
+                f"{len(found) or 'no'} segments have an id that begins with {name!r}; `hf-tiered-cache ls` lists all "
+                "segments"
+            )
         return found[0]
 
     def of_model(self, name: str) -> list[SegmentRow]:
@@ -79,9 +82,15 @@ class Contents:
         if not mine and name:
             mine = {print_ for print_ in self.fingerprints() if print_.startswith(name)}
             if len(mine) > 1:
-                raise Refused(f"{len(mine)} models' fingerprints begin with {name!r}; `hf-tiered-cache ls` lists them")
+                raise Refused(
+                    f"{len(mine)} models have a fingerprint that begins with {name!r}; `hf-tiered-cache ls` lists all "
+                    "models"
+                )
         if not mine:
-            raise Refused(f"no model is called {name!r}, or has a fingerprint that begins so; `ls` lists them")
+            raise Refused(
+                f"no model has the name {name!r}, or a fingerprint that begins with it; `hf-tiered-cache ls` lists "
+                "all models"
+            )
         return [row for row in self.rows if row.fingerprint in mine]
 
     def fingerprints(self) -> list[str]:

@@ -30,31 +30,33 @@ from .output import (
 
 def conversations(
     store: StorePath,
-    action: Annotated[str, typer.Argument(metavar="show|rm", help="Without: list all.")] = "",
-    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Of conversations, in full.")] = None,
+    action: Annotated[
+        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all conversations.")
+    ] = "",
+    ids: Annotated[list[str] | None, typer.Argument(metavar="ID", help="Ids of conversations, in full.")] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """List conversations, show one, or delete some.
+    """List, show or delete conversations.
 
-    A conversation is what TieredCache(model, store, conversation=ID) goes on with. `rm` deletes it, and the segments
-    that no other conversation lies in, but pinned ones. One that is in use is left alone.
+    TieredCache(model, store, conversation=ID) continues a conversation. `rm` deletes a conversation and the segments
+    that no other conversation uses, except pinned ones. Conversations in use are not deleted.
     """
     if action not in ("", "show", "rm"):
-        raise Refused(f"{action!r} is not to be done with conversations: write show ID, or rm ID")
+        raise Refused(f"unknown action {action!r} for conversations; use show ID, or rm ID")
     if action and not ids:
-        raise Refused(f"name a conversation: {action} ID")
+        raise Refused(f"missing conversation id; use {action} ID")
     if action == "rm":
         return _remove(store, list(dict.fromkeys(ids or ())), dry_run, as_json)
     if dry_run:
-        raise Refused("--dry-run goes with rm")
+        raise Refused("--dry-run can only be used with rm")
     contents = contents_of(store)
     with files_of(store) as files:
         found = Conversations(files).listed(contents.rows)
     if not action:
         return print_json([info.as_dict() for info in found]) if as_json else _list(found)
     if ids is None or len(ids) != 1:
-        raise Refused("name one conversation: show ID")
+        raise Refused("show takes one conversation; use show ID")
     chosen = [info for info in found if info.id == ids[0]]
     if not chosen:
         raise Refused(
@@ -93,7 +95,7 @@ def _show(info: ConversationInfo, rows: list[SegmentRow]) -> None:
     table.add_row("conversation", printable(info.id))
     add_model(table, info.model, info.fingerprint)
     table.add_row("method", printable(info.method))
-    table.add_row("computed", printable(info.provenance))
+    table.add_row("provenance", printable(info.provenance))
     table.add_row("turns", f"{info.turns:,}")
     table.add_row("tokens", f"{info.tokens_there:,}")
     table.add_row("on disk", f"{format_bytes(info.bytes)} ({info.bytes:,} bytes)")

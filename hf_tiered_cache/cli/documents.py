@@ -30,35 +30,38 @@ from .output import (
 
 def documents(
     store: StorePath,
-    action: Annotated[str, typer.Argument(metavar="show|rm", help="Without: list all.")] = "",
-    labels: Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Of documents, in full.")] = None,
+    action: Annotated[
+        str, typer.Argument(metavar="show|rm", help="Action to perform. Default: list all documents.")
+    ] = "",
+    labels: Annotated[list[str] | None, typer.Argument(metavar="LABEL", help="Labels of documents, in full.")] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """List documents, show one, or delete some.
+    """List, show or delete documents.
 
-    A document is what store.precompute(model, passages, segments=True, labels=[...]) has stored under a label. `rm`
-    deletes it, with the passages that no other label names. To replace one, precompute it anew under its label.
+    A document consists of the passages that store.precompute(model, passages, segments=True, labels=[...]) stored under
+    one label. `rm` deletes it, including the passages that no other label uses. To replace a document, precompute its
+    new passages under the same label.
     """
     if action not in ("", "show", "rm"):
-        raise Refused(f"{action!r} is not to be done with documents: write show LABEL, or rm LABEL")
+        raise Refused(f"unknown action {action!r} for documents; use show LABEL, or rm LABEL")
     if action and not labels:
-        raise Refused(f"name a document: {action} LABEL")
+        raise Refused(f"missing document label; use {action} LABEL")
     if action == "rm":
         return _remove(store, list(dict.fromkeys(labels or ())), dry_run, as_json)
     if dry_run:
-        raise Refused("--dry-run goes with rm")
+        raise Refused("--dry-run can only be used with rm")
     contents = contents_of(store)
     if not action:
         with files_of(store) as files:
             found = Documents(files).listed(contents.rows)
         return print_json([info.as_dict() for info in found]) if as_json else _list(found)
     if labels is None or len(labels) != 1:
-        raise Refused("name one document: show LABEL")
+        raise Refused("show takes one document; use show LABEL")
     with files_of(store) as files:
         chosen = Documents(files).listed(contents.rows, labels[0])
     if not chosen:
-        raise Refused(f"no document is called {labels[0]!r}; `hf-tiered-cache documents {store}` lists them")
+        raise Refused(f"document {labels[0]!r} does not exist; `hf-tiered-cache documents {store}` lists all documents")
     if as_json:
         return print_json([info.as_dict() for info in chosen])
     for info in chosen:
@@ -82,14 +85,14 @@ def _list(found: list[DocumentInfo]) -> None:
 
 
 def _notes(info: DocumentInfo) -> str:
-    """Return notes, such as "evicted: 1 of 3 passages, 1 of another label, too"."""
+    """Return notes, such as "evicted: 1 of 3 passages, 1 shared with another label"."""
     notes = []
     if info.evicted:
         notes.append(f"evicted: {info.evicted:,} of {count(info.passages, 'passage')}")
     elif info.tokens_there < info.tokens:
         notes.append(f"damaged or expired: {info.tokens_there:,} of {info.tokens:,} tokens left")
     if info.shared:
-        notes.append(f"{info.shared:,} of another label, too")
+        notes.append(f"{info.shared:,} shared with another label")
     return ", ".join(notes)
 
 
@@ -97,7 +100,7 @@ def _show(info: DocumentInfo, rows: list[SegmentRow]) -> None:
     table = facts()
     table.add_row("document", printable(info.label))
     add_model(table, info.model, info.fingerprint)
-    table.add_row("computed", printable(info.made))
+    table.add_row("provenance", printable(info.made))
     table.add_row("passages", f"{info.passages:,}")
     table.add_row("tokens", f"{info.tokens_there:,}")
     table.add_row("on disk", f"{format_bytes(info.bytes)} ({info.bytes:,} bytes)")

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def ls(store: StorePath, as_json: AsJson = False) -> None:
     """List the segments of a store, model by model.
 
-    The one used last is at the end. A segment is a run of tokens whose KV lies in one file: a prompt, or what one
-    prompt adds to another ("from" says at which token it begins). The id is as long as it takes to tell it from the
-    others; `stat` and `rm` take it so.
+    The most recently used segment comes last. A segment is a range of tokens with KV in one file: a prompt, or the
+    tokens that a prompt adds to another one (column "from": position of the first token). Ids are shortened to a unique
+    length; `stat` and `rm` accept shortened ids.
     """
     contents = contents_of(store)
     if as_json:
@@ -66,7 +66,7 @@ def _totals(rows: list[SegmentRow]) -> str:
 def _name(contents: Contents, fingerprint: str) -> str:
     known = contents.models.get(fingerprint, {})
     details = [printable(known[key]) for key in ("class", "dtype") if known.get(key)]
-    name = printable(known.get("name") or "a model without a name")
+    name = printable(known.get("name") or "unnamed model")
     return f"{name} ({', '.join(details)})" if details else name
 
 
@@ -82,13 +82,13 @@ def _notes(described: dict[str, Any]) -> list[str]:
 def stat(
     store: StorePath,
     segment: Annotated[
-        str, typer.Argument(help="A segment's id, or the beginning of one. Without: the whole store.")
+        str, typer.Argument(help="Id of a segment, or its first characters. Default: the whole store.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show what a store holds in all, or all about one segment.
+    """Show a summary of a store, or the details of one segment.
 
-    Of a segment: its model, where it stands in its prompt, how it is cut, its layers, and where its bytes lie.
+    The details of a segment are its model, its position in the prompt, its layout, its layers, and its file sections.
     """
     contents = contents_of(store)
     if segment:
@@ -157,23 +157,25 @@ def _show_segment(store: Path, contents: Contents, row: SegmentRow, as_json: boo
         if name not in ("name", "class", "dtype"):
             table.add_row(f"  {printable(name)}", printable(value))
     table.add_row("fingerprint", row.fingerprint)
-    table.add_row("computed", row.provenance)
-    table.add_row("tokens", f"{row.tokens:,}, from token {row.position:,}")
+    table.add_row("provenance", row.provenance)
+    table.add_row("tokens", f"{row.tokens:,}, starting at token {row.position:,}")
     table.add_row("parent hash", header.parent.hex())
     table.add_row("on disk", f"{format_bytes(row.nbytes)} ({row.nbytes:,} bytes)")
     for kind, nbytes in described["beside"].items():
-        table.add_row("beside it", f"{printable(kind)}, {format_bytes(nbytes)} ({nbytes:,} bytes)")
+        table.add_row("sidecar", f"{printable(kind)}, {format_bytes(nbytes)} ({nbytes:,} bytes)")
     table.add_row("created", date(row.created))
     table.add_row("last used", f"{ago(row.used)}, {count(row.uses, 'use')}")
     table.add_row("expires", "never" if row.expires is None else date(row.expires))
     if header.seal is not None:
         table.add_row("encrypted", f"{CIPHER}, key {header.seal.key_id}")
     table.add_row("notes", ", ".join(_notes(described)) or "none")
-    table.add_row("cut into", _cut(shape))
+    table.add_row("layout", _cut(shape))
     table.add_row("layers", "; ".join(_layers(shape)))
     table.show()
     print()
-    groups_table = figures("group", "layers", "holds", "blocks", "of", right=("group", "blocks", "of"))
+    groups_table = figures(
+        "group", "layers", "contents", "blocks", "block size", right=("group", "blocks", "block size")
+    )
     for block_group in shape.block_groups:
         size = format_bytes(block_group.block_bytes)
         blocks = str(shape.chunks_in(block_group))
@@ -203,21 +205,21 @@ def _cut(shape: SegmentShape) -> str:
     heads = "all heads" if geometry.heads_per_block is None else count(geometry.heads_per_block, "head")
     said = [
         f"blocks of {count(geometry.chunk_tokens, 'token')} × {count(geometry.layers_per_block, 'layer')} × {heads}",
-        "keys and values apart" if geometry.split_kv else "keys and values together",
+        "keys and values in separate blocks" if geometry.split_kv else "keys and values in the same block",
     ]
     if geometry.solo_layers:
-        said.append(f"the first {count(geometry.solo_layers, 'layer')} alone")
+        said.append(f"the first {count(geometry.solo_layers, 'layer')} in separate blocks")
     if geometry.index is not None:
         heads = "all heads" if geometry.index.heads is None else count(geometry.index.heads, "head")
-        said.append(f"an index of the keys of every {count(geometry.index.every, 'layer')}, {heads}")
+        said.append(f"key index for every {count(geometry.index.every, 'layer')}, {heads}")
     if geometry.pairs:
-        said.append(f"layers {', '.join(f'{first} with {second}' for first, second in geometry.pairs)} merged")
+        said.append(f"merged layers: {', '.join(f'{first} with {second}' for first, second in geometry.pairs)}")
     if geometry.codec != RAW:
-        said.append(f"coded as {geometry.codec}")
+        said.append(f"codec {geometry.codec}")
     if shape.tables is not None and not geometry.pairs:
-        said.append("tokens in an order of their own")
+        said.append("reordered tokens")
     if not shape.whole:
-        said.append("some groups hold a part of the tokens")
+        said.append("some groups hold only a part of the tokens")
     return ", ".join(said)
 
 
@@ -232,13 +234,13 @@ def _layers(shape: SegmentShape) -> list[str]:
 
 def _kind(layer: LayerKV | None) -> str:
     if layer is None:
-        return "nothing"
+        return "no KV"
     said = f"keys {layer.key_heads} × {layer.key_dim}, values {layer.value_heads} × {layer.value_dim}"
     if layer.window:
-        said += f", a window of {layer.window:,} tokens"
+        said += f", sliding window of {layer.window:,} tokens"
     if layer.rotated:
-        said += f", {layer.rotated}s before their rotation"
-    return said if layer.position_independent else f"{said}, at their own positions only"
+        said += f", {layer.rotated}s stored before rotation"
+    return said if layer.position_independent else f"{said}, usable at their original positions only"
 
 
 def _ranges(numbers: tuple[int, ...] | list[int]) -> str:

@@ -11,37 +11,37 @@ from ..units import format_bytes, parse_bytes
 from .contents import Contents, contents_of_open, open_store, unique_length
 from .output import AsJson, KeyFile, Refused, StorePath, confirm, count, figures, print_json, printable
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; say what would be deleted.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing; only list what would be deleted.")]
 
 
 def verify(
     store: StorePath,
-    repair: Annotated[bool, typer.Option("--repair", help="Remove what is damaged.")] = False,
+    repair: Annotated[bool, typer.Option("--repair", help="Remove damaged files.")] = False,
     key_file: KeyFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of a store and compare every checksum.
 
-    Nothing is changed without --repair. What it removes is computed and stored again when it is next asked for. The
-    exit status is 1 if something is damaged, and still there; else it is 2 if some were not read, since they are
-    encrypted and --key-file names no key, or another one than theirs.
+    Without --repair, nothing is changed. Removed segments are computed and stored again when they are next requested.
+    The exit status is 1 if damaged files remain. Otherwise it is 2 if encrypted segments were not checked, because
+    --key-file is missing or holds another key.
     """
     with open_store(store, key_file=key_file) as opened:
         report = opened.verify(progress=not as_json, repair=repair)
     if as_json:
         print_json(report.as_dict())
     else:
-        verdict = f"{len(report.bad)} damaged" if report.bad else "all whole"
+        verdict = f"{len(report.bad)} damaged" if report.bad else "no damage found"
         read = f"{count(report.segments, 'segment')}, {count(report.blocks, 'block')}"
-        beside = f", {count(report.beside, 'file')} beside them" if report.beside else ""
+        beside = f", {count(report.beside, 'sidecar')}" if report.beside else ""
         print(f"{read}{beside}, {format_bytes(report.nbytes)}: {verdict}")
         for segment, reason in report.bad.items():
             print(f"  {segment}: {reason}{' (removed)' if segment in report.removed else ''}")
         _show_unknown(report.unknown)
         if not report.ok and not repair:
-            print(f"`hf-tiered-cache verify {store} --repair` removes them")
+            print(f"run `hf-tiered-cache verify {store} --repair` to remove them")
     if report.ok and report.unread:
-        given = "no --key-file was given" if key_file is None else "the key is not theirs"
+        given = "no --key-file was given" if key_file is None else "they are encrypted with another key"
         raise Refused(f"{count(report.unread, 'segment')} could not be checked: {given}")
     if report.ok and report.newer:
         segments = count(report.newer, "segment")
@@ -52,17 +52,18 @@ def verify(
 def gc(
     store: StorePath,
     quota: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Also evict until the store fits, e.g. 100GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Also evict segments until the store fits, e.g. 100GiB.")
     ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete what no request can use, and make room.
+    """Delete files that no request can use, and make room.
 
-    Expired and damaged segments go, files that dead writers or deleted segments left, and conversations without any.
-    With --quota the least recently used segments go too, until the store is well below it. Pinned ones stay.
+    Deletes expired and damaged segments, files left by terminated writers or deleted segments, and conversations
+    without segments. With --quota, also evicts the least recently used segments until the store is well below the
+    quota. Pinned segments are kept.
 
-    What goes is listed first. Files that this library did not write are listed, too, and left alone.
+    Files to be deleted are listed first. Files that this library did not write are listed, too, but not changed.
     """
     if quota is not None:
         parse_bytes(quota, "--quota")
@@ -79,30 +80,32 @@ def gc(
         f"{'would delete' if dry_run else 'deleted'} {report.expired} expired and "
         f"{count(report.damaged, 'damaged segment')}, {format_bytes(report.temporary_bytes)} of unfinished files, "
         f"and {'evict' if dry_run else 'evicted'} {count(report.evicted, 'segment')}"
-        + (f"; nothing is left of {count(report.conversations, 'conversation')}" if report.conversations else "")
-        + (f"; nothing is left of {count(report.documents, 'document')}" if report.documents else "")
+        + (f"; no segments are left of {count(report.conversations, 'conversation')}" if report.conversations else "")
+        + (f"; no passages are left of {count(report.documents, 'document')}" if report.documents else "")
     )
 
 
 def rm(
     store: StorePath,
-    segments: Annotated[list[str] | None, typer.Argument(help="Ids of segments, or beginnings of them.")] = None,
+    segments: Annotated[list[str] | None, typer.Argument(help="Ids of segments, or their first characters.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="All segments of the model of this name, or whose fingerprint begins like this.")
+        str | None,
+        typer.Option(help="All segments of the model with this name, or with a fingerprint that begins like this."),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All segments, pinned ones too.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before --all.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="All segments, including pinned ones.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation with --all.")] = False,
     dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete segments. Programs that have them open finish undisturbed.
+    """Delete segments. Programs that have them open can finish reading them.
 
-    What goes is listed first, with the segments that continue it: these are not restored without it.
+    The segments to be deleted are listed first, with the segments that continue them, which cannot be restored without
+    them.
     """
     from ..kvstore import storage_of
 
     if bool(segments) + (model is not None) + everything != 1:
-        raise Refused("name segments, or give --model or --all: one of them")
+        raise Refused("specify one of: ids of segments, --model, or --all")
     with open_store(store) as opened:
         contents = contents_of_open(opened)
         if everything:
@@ -117,9 +120,9 @@ def rm(
         if not as_json:
             show_removed(contents, chosen)
             if continuing:
-                print(f"not restored without {'it' if len(chosen) == 1 else 'them'}:")
+                print(f"cannot be restored without {'it' if len(chosen) == 1 else 'them'}:")
                 show_removed(contents, continuing)
-        if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all of {store} ({what})?"):
+        if everything and chosen and not (yes or dry_run) and not confirm(f"Delete all segments of {store} ({what})?"):
             raise Refused("nothing was deleted")
         removed = 0 if dry_run else opened.remove([row.id for row in chosen])
     if as_json:
@@ -130,7 +133,7 @@ def rm(
 
 def _show_unknown(paths: list[str]) -> None:
     if paths:
-        print(f"{count(len(paths), 'file')} that this library did not write, left alone:")
+        print(f"{count(len(paths), 'file')} not written by this library, left unchanged:")
         for path in paths:
             print(f"  {printable(path)}")
 

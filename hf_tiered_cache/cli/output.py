@@ -106,11 +106,11 @@ KeyFile = Annotated[
         "--key-file",
         envvar=KEY_FILE_VARIABLE,
         metavar="PATH",
-        help="The file of the store's key, if it is encrypted: 32 bytes, or 64 hexadecimal digits.",
+        help="File with the encryption key of the store: 32 bytes, or 64 hexadecimal digits. Needed if encrypted.",
     ),
 ]
-StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="The store's folder.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, for scripts.")]
+StorePath = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of the store.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document, for scripts.")]
 
 
 class Refused(TieredCacheError):
@@ -169,7 +169,9 @@ def date(moment: float) -> str:
 def confirm(question: str) -> bool:
     """Ask the user at the terminal. Raises Refused if there is no terminal."""
     if not sys.stdin.isatty():
-        raise Refused(f"{question} There is no terminal to ask at: give --yes, or --dry-run to see what would go")
+        raise Refused(
+            f"{question} Confirmation requires a terminal: pass --yes, or --dry-run to see what would be deleted"
+        )
     return typer.confirm(question, err=True)
 
 
@@ -178,7 +180,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(f"--text {path} is no text in UTF-8") from error
+        raise Refused(f"--text {path} is not a UTF-8 text file") from error
 
 
 def plotting() -> Any:
@@ -186,7 +188,7 @@ def plotting() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise Refused("--plot needs matplotlib: pip install matplotlib") from error
+        raise Refused("--plot requires matplotlib: pip install matplotlib") from error
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 

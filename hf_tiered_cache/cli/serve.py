@@ -19,18 +19,18 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 def lm_eval(context: typer.Context) -> None:
     """Run lm-evaluation-harness with stored KV.
 
-    All of lm_eval's options hold; --model is hf-tiered where none is named (--model hf is the same without stored KV).
-    What several requests begin with, few-shot examples above all, is computed once and restored for each of them.
+    All options of lm_eval are supported. The default of --model is hf-tiered (--model hf runs without stored KV).
+    Common prefixes of several requests, such as few-shot examples, are computed once and restored for each request.
 
     \b
-    --model_args takes all that the model type hf takes, and with commas between:
-      method=NAME         how stored KV is restored (default: exact, with the scores of hf up to rounding)
-      budget=0.1 ...      any field of the method; NAME:budget=0.1 is the same
-      store=FOLDER        the store (default: one that is deleted at the end)
-      host_memory=4GiB    of the store (default: 1GiB)
-      key_file=PATH       of the store's key, if it is encrypted (default: $HF_TIERED_CACHE_KEY_FILE)
+    --model_args accepts all arguments of the model type hf, and these, separated by commas:
+      method=NAME         method that restores KV (default: exact, with the scores of hf up to rounding)
+      budget=0.1 ...      any field of the method; NAME:budget=0.1 is equivalent
+      store=FOLDER        folder of the store (default: a temporary store, deleted at the end)
+      host_memory=4GiB    host memory of the store (default: 1GiB)
+      key_file=PATH       file with the key of an encrypted store (default: $HF_TIERED_CACHE_KEY_FILE)
 
-    For everything else: lm_eval run --help, and hf-tiered-cache lm-eval ls tasks.
+    For other options, see lm_eval run --help. hf-tiered-cache lm-eval ls tasks lists the tasks.
     """  # noqa: D301
     try:
         from ..integrations.lm_eval import run
@@ -51,53 +51,66 @@ class LogLevel(str, Enum):
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(help="A causal LM: a name on the hub, or a folder; or none, with --allow-any-model."),
+        typer.Argument(help="Causal LM: a name on the Hub, or a folder. Omit it only with --allow-any-model."),
     ] = None,
     *,
-    store: Annotated[Path, typer.Option(help="The store's folder; made if missing.")],
-    method: Annotated[str, typer.Option(help='How KV is restored, such as "contiguous_kv:budget=0.1".')] = "exact",
+    store: Annotated[Path, typer.Option(help="Folder of the store; created if missing.")],
+    method: Annotated[str, typer.Option(help='Method that restores KV, such as "contiguous_kv:budget=0.1".')] = "exact",
     codec: Annotated[
-        str, typer.Option(help="How KV is stored: raw, or int8 or fp8, which take half of bfloat16 and lose bits.")
+        str,
+        typer.Option(
+            help="Codec that stores KV: raw, or int8 or fp8, which are lossy and take half the size of bfloat16."
+        ),
     ] = "raw",
     host_memory: Annotated[str, typer.Option(metavar="SIZE", help="Host memory for KV.")] = "1GiB",
-    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each GPU for KV.")] = "0",
+    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for KV on each GPU.")] = "0",
     disk_quota: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="What the store may take on disk, e.g. 100GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of the store on disk, e.g. 100GiB.")
     ] = None,
     key_file: KeyFile = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
-    device: Annotated[str, typer.Option(help="Of the model, such as cuda:0.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the model, such as bfloat16; auto: as it was saved.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="bnb-4bit or bnb-8bit.")] = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="Such as flash_attention_2.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
-    model_timeout: Annotated[int, typer.Option(help="Seconds until an idle model is unloaded; not MODEL.")] = 300,
+    device: Annotated[str, typer.Option(help="Device of the model, such as cuda:0.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Data type of the model, such as bfloat16; auto: as saved.")] = "auto",
+    quantization: Annotated[str | None, typer.Option(help="Quantization of the model: bnb-4bit or bnb-8bit.")] = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="Attention implementation, such as flash_attention_2.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code from the model's repository.")
+    ] = False,
+    model_timeout: Annotated[
+        int, typer.Option(help="Seconds until an idle model is unloaded; does not apply to MODEL.")
+    ] = 300,
     allow_any_model: Annotated[
         bool,
-        typer.Option("--allow-any-model", help="Without MODEL: clients load any model of the hub, and any folder."),
+        typer.Option(
+            "--allow-any-model", help="Instead of MODEL: let clients load any model of the Hub, and any folder."
+        ),
     ] = False,
-    max_request_size: Annotated[str, typer.Option(metavar="SIZE", help="What one request may send.")] = "8MiB",
-    enable_cors: Annotated[bool, typer.Option("--enable-cors", help="Let browsers ask from anywhere.")] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="Of the server and the store.")] = LogLevel.info,
+    max_request_size: Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of a request.")] = "8MiB",
+    enable_cors: Annotated[
+        bool, typer.Option("--enable-cors", help="Allow browser requests from any origin (CORS).")
+    ] = False,
+    log_level: Annotated[LogLevel, typer.Option(help="Log level of the server and the store.")] = LogLevel.info,
 ) -> None:
     """Run an OpenAI-compatible server with a store.
 
-    It is transformers' own server; prompts that begin alike are computed once, also those of different clients. Clients
-    change nothing. `usage` says how many tokens of a prompt were restored (`cached_tokens`), and the log what each
-    request restored and computed. Ctrl-C ends it.
+    This is the server of transformers with stored KV: common prefixes of prompts, also of different clients, are
+    computed once. Clients need no changes. `usage` reports the number of restored tokens of a prompt (`cached_tokens`),
+    and the log reports what each request restored and computed. Press Ctrl-C to stop the server.
     """
     if (model is None) != allow_any_model:
-        raise ConfigError(
-            "name the one MODEL to serve, or give --allow-any-model in its place: clients then load whatever they name"
-        )
+        raise ConfigError("specify one MODEL to serve, or pass --allow-any-model, which lets clients load any model")
     if allow_any_model and trust_remote_code:
-        raise ConfigError("with --allow-any-model and --trust-remote-code clients would run any code; choose one")
+        raise ConfigError(
+            "--allow-any-model and --trust-remote-code cannot be combined, because clients could then run any code"
+        )
     max_request_bytes = parse_bytes(max_request_size, "max_request_size")
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise ConfigError("the server needs more packages: pip install 'hf-tiered-cache[serve]'")
+        raise ConfigError("the server requires more packages: pip install 'hf-tiered-cache[serve]'")
     from ..integrations.serve import serve as run
     from ..kvstore import KVStore
     from ..methods import make_method

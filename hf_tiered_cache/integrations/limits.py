@@ -49,12 +49,14 @@ class LimitedRequests:
             await self._app(scope, receive, send)
             return
         if scope["path"].rstrip("/") in self._closed:
-            await _refuse(send, 403, f"{scope['path']} is closed: this server serves one model, which stays loaded")
+            await _refuse(
+                send, 403, f"{scope['path']} is disabled, because this server serves one model, which stays loaded"
+            )
             return
         try:
             body = await asyncio.wait_for(self._body(scope, receive), self._body_seconds)
         except OverflowError:
-            await _refuse(send, 413, f"the request has more than {self._max_bytes} bytes")
+            await _refuse(send, 413, f"the request is larger than {self._max_bytes} bytes")
         except asyncio.TimeoutError:
             await _refuse(send, 408, f"the request took longer than {self._body_seconds:g} s to arrive")
         else:

@@ -66,7 +66,9 @@ class HFTieredLM(HFLM):
         **kwargs: Any,
     ) -> None:
         if pretrained is None:
-            raise ConfigError("name a model: --model_args pretrained=NAME (of the hub, or a folder)")
+            raise ConfigError(
+                "no model is specified; pass --model_args pretrained=NAME (a name on the Hub, or a folder)"
+            )
         make_method(method)  # loads it, if it is a plug-in
         names = {field.name for kind in METHODS.loaded() for field in fields(kind)} - {"geometry"}
         options = {name: kwargs.pop(name) for name in names & kwargs.keys()}
@@ -76,7 +78,7 @@ class HFTieredLM(HFLM):
         read_key_file(key_path)
         parse_bytes(host_memory, "host_memory")  # validate before loading the model, which takes long
         if store is None and isinstance(self._method, Passages):
-            raise ConfigError(f"{method} reuses passages that were stored before; name their store with store=FOLDER")
+            raise ConfigError(f"{method} reuses passages that were stored before; pass their store with store=FOLDER")
         try:
             super().__init__(pretrained, **kwargs)
         except OSError as error:
@@ -85,7 +87,9 @@ class HFTieredLM(HFLM):
             unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
             if unknown is None:
                 raise
-            raise ConfigError(f"neither hf-tiered nor hf nor the model has an argument {unknown[1]!r}") from error
+            raise ConfigError(
+                f"unknown argument {unknown[1]!r}: neither hf-tiered, nor hf, nor the model accepts it"
+            ) from error
         if store is None:
             self._folder = tempfile.TemporaryDirectory()  # deleted together with this object
             store = self._folder.name
@@ -176,8 +180,8 @@ def run(arguments: list[str]) -> None:
         cli_evaluate()
     except ConnectionError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{reason}; without a network, give tasks whose data is local, or cached") from error
+        raise ConfigError(f"{reason}; without network access, use tasks with local or cached data") from error
     except ValueError as error:
         if not str(error).startswith("Tasks not found"):
             raise
-        raise ConfigError(f"{error}; `hf-tiered-cache lm-eval ls tasks` lists them") from None
+        raise ConfigError(f"{error}; `hf-tiered-cache lm-eval ls tasks` lists all tasks") from None

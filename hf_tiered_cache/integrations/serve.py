@@ -114,13 +114,15 @@ def _bound(model: PreTrainedModel, inputs: dict[str, Any], gen_config: Generatio
     """Limit what one request computes, since requests wait for each other. See `TieredGenerateManager._with_cache`."""
     sequences = max(gen_config.num_beams or 1, gen_config.num_return_sequences or 1)
     if sequences > MAX_SEQUENCES:
-        raise HTTPException(400, f"{sequences} beams or sequences are asked for; this server allows {MAX_SEQUENCES}")
+        raise HTTPException(
+            400, f"the request has {sequences} beams or sequences, but this server allows at most {MAX_SEQUENCES}"
+        )
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     ids = inputs.get("input_ids")
     if not isinstance(context, int) or ids is None:
         return
     if (tokens := ids.shape[-1]) >= context:
-        raise HTTPException(400, f"the prompt has {tokens} tokens, and the model's context is {context}")
+        raise HTTPException(400, f"the prompt has {tokens} tokens, but the model's context is {context}")
     gen_config.max_new_tokens = min(gen_config.max_new_tokens or context, context - tokens)
 
 
@@ -168,7 +170,7 @@ class TieredModelManager(ModelManager):
             return
         name, only_file = split_model_id(self._only)
         if (model_id_and_revision, gguf_file) != (self.process_model_name(name), only_file):
-            raise HTTPException(400, f"this server serves {self._only!r} alone; ask for that")
+            raise HTTPException(400, f"this server serves only {self._only!r}; request that model")
 
     def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:  # type: ignore[override]
         if self._only is None:
@@ -195,7 +197,10 @@ class ReportsCachedTokens:
         _asked.set(asked)
         more = body.get("chat_template_kwargs") or {}
         if not isinstance(more, dict) or "chat_template" in more:  # a template can run code
-            return JSONResponse(error_body("chat_template_kwargs are options of the model's own template"), 400)
+            return JSONResponse(
+                error_body("chat_template_kwargs must be an object with options of the model's own chat template"),
+                400,
+            )
         response = await self.handler.handle_request(body, request_id)
         if isinstance(response, StreamingResponse):
             response.body_iterator = _events(response.body_iterator, asked)
@@ -233,7 +238,7 @@ async def _not_understood(request: Request, error: Exception) -> Response:
     """Answer requests that fail on invalid values or missing packages, since handlers validate little beforehand."""
     reason = f"the request cannot be served: {type(error).__name__}: {error}"
     if "chat_template" in str(error):
-        reason = "the model's tokenizer has no chat template; ask /v1/completions, or serve a chat model"
+        reason = "the model's tokenizer has no chat template; use /v1/completions, or serve a chat model"
     logger.debug("%s", reason, exc_info=error)
     return JSONResponse(error_body(reason), status_code=400)
 
@@ -313,8 +318,12 @@ def serve(
             log_config=_logging(log_level),
         )
         if model is None:
-            logger.warning("each request names its model: clients load any model of the hub, and any folder")
-        logger.info("%s on http://%s:%d/v1, KV in %s; Ctrl-C ends", model or "any model", host, port, store.path)
+            logger.warning(
+                "clients choose the model of each request: they can load any model of the Hub, and any folder"
+            )
+        logger.info(
+            "%s on http://%s:%d/v1, KV in %s; press Ctrl-C to stop", model or "any model", host, port, store.path
+        )
         uvicorn.Server(config).run(sockets=[listener])
 
 
@@ -325,7 +334,7 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server(address[:2], family=family)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or --host"
+            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
         ) from error
 
 

@@ -67,7 +67,9 @@ def calibrate(
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     length = passages * tokens + suffix
     if length > getattr(config, "max_position_embeddings", length):
-        raise ConfigError(f"{passages} passages of {tokens} tokens are more than the model's positions; ask for fewer")
+        raise ConfigError(
+            f"{passages} passages of {tokens} tokens exceed the model's maximum number of positions; use fewer"
+        )
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, config.vocab_size, (length,), generator=generator)
     prompt = ids.unsqueeze(0).to(inner.device)
@@ -147,9 +149,11 @@ def calibrate_prefix(
     inner, config = probe.model, probe.model.config.get_text_config(decoder=True)
     lengths = sorted(set(tokens))
     if not lengths or lengths[0] < HASH_TOKENS:
-        raise ConfigError(f"prefixes have {HASH_TOKENS} tokens or more, not {list(tokens)}")
+        raise ConfigError(f"prefixes must have at least {HASH_TOKENS} tokens, not {list(tokens)}")
     if lengths[-1] + suffix > getattr(config, "max_position_embeddings", lengths[-1] + suffix):
-        raise ConfigError(f"a prefix of {lengths[-1]} tokens is more than the model's positions; ask for fewer")
+        raise ConfigError(
+            f"a prefix of {lengths[-1]} tokens exceeds the model's maximum number of positions; use fewer"
+        )
     generator = torch.Generator().manual_seed(0)
     found = []
     with torch.no_grad(), tqdm(lengths, desc="calibrate", unit="prefix", disable=not progress) as bar:

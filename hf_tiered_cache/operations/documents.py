@@ -43,7 +43,7 @@ def enter_documents(storage: Storage, entries: Sequence[Entry]) -> int:
     if not entries:
         return 0
     if not storage.disk.backend.writable:
-        raise StoreError(f"{storage.path} cannot be written, so no labels are kept")
+        raise StoreError(f"{storage.path} is not writable, so labels cannot be saved")
     documents = storage.documents
     with storage.disk.backend.locked():
         records = [changed(documents.read(key), key, names, tokens, model) for key, names, tokens, model in entries]
@@ -63,7 +63,7 @@ def find_documents(storage: Storage, labels: Collection[str]) -> list[DocumentRe
     """Return the records of labels. Raise ConfigError if a label has none."""
     found = [record for record in storage.documents.all() if record.label in labels]
     if unknown := set(labels) - {record.label for record in found}:
-        raise ConfigError(f"no document is called {min(unknown)!r}; store.documents() lists them")
+        raise ConfigError(f"document {min(unknown)!r} does not exist; store.documents() lists all documents")
     return found
 
 
@@ -124,7 +124,7 @@ def _settle(storage: Storage, records: Sequence[DocumentRecord]) -> int:
     try:
         only = storage.documents.only_of((), {name for record in records for name in record.leaving})
     except (FormatError, OSError) as error:  # an unreadable record may name any passage
-        storage.disk.warn("documents", f"what documents were replaced by new ones stays for now: {error}")
+        storage.disk.warn("documents", f"replaced passages of documents could not be deleted yet: {error}")
         return 0
     removed = storage.remove(row.id for row in rows_of(storage, only))
     storage.documents.write([replace(record, leaving=()) for record in records], _there)

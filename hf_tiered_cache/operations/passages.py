@@ -36,7 +36,7 @@ def passages_method(method: Method | str | None) -> Passages:
     """
     method = make_method(method or "cache_tune")
     if not isinstance(method, Passages):
-        raise ConfigError(f"{type(method).__name__} restores prefixes only; precompute for it without segments=True")
+        raise ConfigError(f"{type(method).__name__} restores prefixes only; call precompute without segments=True")
     return method
 
 
@@ -57,11 +57,11 @@ def rank_stored(storage: Storage, method: Passages, ids: Iterable[str] | None, p
         ConfigError: The method has no ranking, or one that needs more than the stored KV.
     """
     if not method.ranked_by:
-        raise ConfigError(f"{type(method).__name__} goes by no ranking of tokens; CacheTune does")
+        raise ConfigError(f"{type(method).__name__} does not use a ranking of tokens; CacheTune does")
     if method.ranks_in_context:
         raise ConfigError(
-            f"the ranking {method.ranking!r} computes passages, of which the store has no tokens: "
-            "store.precompute(model, passages, segments=True) ranks those that are not ranked so"
+            f"the ranking {method.ranking!r} requires the tokens of the passages, which are not stored; "
+            "store.precompute(model, passages, segments=True) adds the ranking to passages that lack it"
         )
     storage.flush()
     rows = [row for row in storage.segments() if is_passage(row.provenance)]
@@ -183,7 +183,7 @@ class _Call:
         self.like = like.passage
         prompts = as_prompts(input_ids, empty=True)
         if labels is not None and (isinstance(labels, str) or len(labels) != len(prompts)):
-            raise ConfigError(f"labels are one for each passage: {len(prompts)}, not {labels!r:.80}")
+            raise ConfigError(f"labels must be one for each of the {len(prompts)} passages, not {labels!r:.80}")
         for label in labels or ():
             check_label(label)
         self.labels = list(dict.fromkeys(labels or ()))
@@ -252,7 +252,7 @@ def precompute_passages(
     )
     if report.too_short:
         logger.warning(
-            "%d of %d passages have fewer than %d tokens: they are not stored, and computed in each prompt",
+            "%d of %d passages have fewer than %d tokens, so they are not stored, but computed in each prompt",
             *(report.too_short, report.prompts, HASH_TOKENS),
         )
     compute = partial(_compute, storage, model, wanted_method, label=label, tag=tag)

@@ -57,13 +57,13 @@ def as_prompts(input_ids: Any, empty: bool = False) -> list[torch.Tensor]:
     elif isinstance(input_ids, list | tuple) and input_ids:
         rows = [input_ids] if isinstance(input_ids[0], int) else input_ids
     else:
-        raise ConfigError("a prompt is token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
+        raise ConfigError("a prompt must be token ids: a tensor [tokens] or [prompts, tokens], or lists of ids")
     try:
         prompts = [torch.as_tensor(row).view(-1) for row in rows]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"a prompt is token ids; tokenize the text first ({error})") from error
+        raise ConfigError(f"a prompt must be token ids; tokenize the text first ({error})") from error
     if any(len(prompt) and (prompt.is_floating_point() or prompt.dtype == torch.bool) for prompt in prompts):
-        raise ConfigError("token ids are whole numbers; tokenize the text, and pass its input_ids")
+        raise ConfigError("token ids must be integers; tokenize the text, and pass its input_ids")
     return [prompt.to("cpu", torch.int64) for prompt in prompts if len(prompt) or empty]
 
 
@@ -217,7 +217,7 @@ class _Prompt:
         storage.check_open()
         prompts = as_prompts(input_ids)
         if len(prompts) != 1:
-            raise ConfigError(f"one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
+            raise ConfigError(f"pass one prompt at a time: token ids [tokens] or [1, tokens], not {len(prompts)} rows")
         cache = StoredCache.over(model, storage, make_method(method), CacheOptions(record=False, tag=tag))
         plan, self._reason = cache.look_up(prompts[0].unsqueeze(0))
         self._storage, self._attachment = storage, attach(model)

@@ -79,7 +79,7 @@ def build_prompt(
         >>> model.generate(prompt.input_ids, past_key_values=TieredCache(model, store, method="cache_tune"))
     """
     if isinstance(parts, str | Passage) or not parts:
-        raise ConfigError("parts is a list: texts and passages, or chat messages")
+        raise ConfigError("parts must be a list of texts and passages, or of chat messages")
     talk = isinstance(parts[0], Mapping)
     if chat_template or (chat_template is None and talk):
         messages = parts if talk else [{"role": "user", "content": list(parts)}]
@@ -87,7 +87,7 @@ def build_prompt(
         pieces = _templated(tokenizer, cast("Sequence[Mapping[str, Any]]", messages), template, options)
         ids = torch.empty(0, dtype=torch.int64)  # the template adds the special tokens
     elif talk or options:
-        raise ConfigError("messages and options are for a chat template; leave chat_template to its default")
+        raise ConfigError("messages and options require a chat template; leave chat_template at its default")
     else:
         pieces = list(_checked(parts))
         ids = torch.tensor(_in_front(tokenizer), dtype=torch.int64)
@@ -100,14 +100,14 @@ def build_prompt(
             new = torch.tensor(tokenizer(piece, add_special_tokens=False)["input_ids"], dtype=torch.int64)
         ids = torch.cat([ids, new])
     if not len(ids):
-        raise ConfigError("a prompt without a token")
+        raise ConfigError("the prompt has no tokens")
     return Prompt(ids.unsqueeze(0), tuple(spans))
 
 
 def _checked(parts: Sequence[Any]) -> Iterator[Part]:
     for part in parts:
         if not isinstance(part, str | Passage):
-            raise ConfigError(f"a part is a text or a Passage, not {type(part).__name__}")
+            raise ConfigError(f"a part must be a str or a Passage, not {type(part).__name__}")
         yield part
 
 
@@ -143,7 +143,7 @@ def _templated(
     A mark represents each passage while the template is applied.
     """
     if template is None and not tokenizer.chat_template:
-        raise ConfigError("the tokenizer has no chat template; pass chat_template=, a text in Jinja, or False")
+        raise ConfigError("the tokenizer has no chat template; pass a Jinja template as chat_template=, or False")
     passages: list[Passage] = []
     told = []
     for message in messages:
@@ -159,7 +159,9 @@ def _templated(
     for number, passage in enumerate(passages):
         before, found, text = text.partition(_mark(number))
         if not found or _mark(number) in text:
-            raise ConfigError(f"the chat template does not say passage {number} once, in its place; take another")
+            raise ConfigError(
+                f"the chat template does not render passage {number} exactly once and in order; use another template"
+            )
         pieces += [before, passage]
     return [*pieces, text]
 

@@ -73,17 +73,17 @@ def calibrate_quality(
     chosen: list[BudgetMethod] = []
     for method in map(make_method, methods):
         if not isinstance(method, BudgetMethod):
-            raise ConfigError(f"{describe_method(method)} has no budget to choose, as {', '.join(METHODS)} have")
+            raise ConfigError(f"{describe_method(method)} has no budget to choose, unlike {', '.join(METHODS)}")
         chosen.append(method.coded(storage.codec))
     if not budgets or not all(0 < budget < 1 for budget in budgets):
-        raise ConfigError(f"budgets are shares of a prefix, above 0 and below 1, not {budgets!r}")
+        raise ConfigError(f"budgets must be shares of a prefix above 0 and below 1, not {budgets!r}")
     prompts = as_prompts(input_ids)
     asked = questions * QUESTION_TOKENS
     shortest = min(map(len, prompts), default=0)
     if questions < 1 or shortest < asked + _LEAST_PREFIX:
         raise ConfigError(
-            f"a text of {shortest} tokens is too short: {questions} questions take its last {asked}, and "
-            f"{_LEAST_PREFIX} stand before them at least"
+            f"a text of {shortest} tokens is too short: {questions} questions need its last {asked} tokens, after a "
+            f"prefix of at least {_LEAST_PREFIX}"
         )
     settings = [replace(method, budget=budget, quality=None) for method in chosen for budget in sorted(budgets)]
     total = len(prompts) * questions * (1 + len(settings))

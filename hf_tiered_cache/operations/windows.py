@@ -69,15 +69,15 @@ def profile_windows(
     storage.check_open()
     chooses = KVDrive() if method is None else make_method(method)
     if not isinstance(chooses, KVDrive) or not chooses.selects:
-        raise ConfigError(f"windows are those of KVDrive with a budget below 1, not of {chooses}")
+        raise ConfigError(f"window sizes are measured for KVDrive with a budget below 1, not for {chooses}")
     if not sizes[0] <= (window := chooses.window_multiple) <= sizes[-1]:
-        raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget are measured, not {window:g}")
+        raise ConfigError(f"windows of {sizes[0]} to {sizes[-1]} times the budget can be measured, not {window:g}")
     fingerprint = Fingerprinter(attach(model).model)()
     chooses = replace(chooses.with_measured_budget(partial(quality_budget, storage, fingerprint)), quality=None)
     prompts = as_prompts(input_ids)
     shortest = min(map(len, prompts), default=0)
     if steps < 2 or shortest < steps + _LEAST_CONTEXT:
-        raise ConfigError(f"of a text of {shortest} tokens the last {steps} cannot be decoded behind the others")
+        raise ConfigError(f"a text of {shortest} tokens is too short to decode its last {steps} after a context")
     precompute(
         storage,
         model,
@@ -151,8 +151,8 @@ def decode(
     with torch.no_grad():
         cache.model(input_ids=row[:, :-steps], past_key_values=cache, use_cache=True, logits_to_keep=1)
         if not trace.layers:
-            reason = cache.stats.reason or "a budget that has all of them leaves nothing to choose"
-            raise ConfigError(f"nothing was chosen of a context of {len(ids) - steps} tokens: {reason}")
+            reason = cache.stats.reason or "the budget covers all tokens of the context"
+            raise ConfigError(f"nothing was selected from a context of {len(ids) - steps} tokens: {reason}")
         for token in row[:, -steps:].split(1, dim=1):
             cache.model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             done()

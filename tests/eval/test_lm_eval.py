@@ -112,11 +112,11 @@ def test_a_store_has_the_key_of_the_arguments_or_of_the_environment(saved, tmp_p
         ("method=impress,period=4", "impress has no option 'period'"),
         ("method=contiguous_kv,budget=2", "budget is a share"),
         ("method=contiguous_kv,budget=much", "budget of contiguous_kv is of type float"),
-        ("bugdet=0.1", "an argument 'bugdet'"),
+        ("bugdet=0.1", "unknown argument 'bugdet'"),
         ("host_memory=lots", "host_memory='lots' is not a valid size"),
-        ("method=cache_tune", "name their store with store=FOLDER"),
+        ("method=cache_tune", "pass their store with store=FOLDER"),
         ("pretrained=nowhere/at-all", "the model cannot be loaded"),
-        ("pretrained=None", "name a model"),
+        ("pretrained=None", "no model is specified"),
     ],
 )
 def test_wrong_arguments_are_one_line(saved, arguments, says):
