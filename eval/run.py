@@ -40,46 +40,60 @@ app = typer.Typer(add_completion=False)
 
 @app.command(help=__doc__)
 def main(
-    model: Annotated[str, typer.Option(help="A model of the hub, a folder, or a short name of eval.models.")] = "",
-    tasks: Annotated[str, typer.Option(help="Tasks and groups of tasks, with commas between.")] = "",
+    model: Annotated[
+        str, typer.Option(help="Model: a name on the Hub, a folder, or a short name of eval.models.")
+    ] = "",
+    tasks: Annotated[str, typer.Option(help="Tasks and groups of tasks, separated by commas.")] = "",
     methods: Annotated[
         str,
         typer.Option(
-            help="Methods, with options: exact,contiguous_kv:period=4. Full KV is always measured beside them."
+            help="Methods with options, such as exact,contiguous_kv:period=4. Full KV is always measured for "
+            "comparison."
         ),
     ] = "exact",
     budgets: Annotated[
-        str, typer.Option(help="For methods that have one: shares of the prefix, 0.05,0.25; default: each method's.")
+        str,
+        typer.Option(
+            help="Budgets of methods that have one, as shares of the prefix: 0.05,0.25. Default: each method's."
+        ),
     ] = "",
     ratios: Annotated[
         str,
-        typer.Option(help="For methods that reuse passages: shares of them computed anew; default: each method's."),
+        typer.Option(help="Recomputed shares of passages, for methods that reuse them. Default: each method's."),
     ] = "",
-    limit: Annotated[int | None, typer.Option(min=1, help="Examples of each task at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of examples per task.")] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer at most; 1 looks at first tokens alone.")
+        int | None, typer.Option(min=1, help="Maximum number of tokens of an answer; 1 measures first tokens only.")
     ] = None,
     half: Annotated[
         int | None,
-        typer.Option(min=0, max=1, help="Of the examples every second one, from this on: to choose by, or to report."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Use only every second example, starting with this one: one half to tune on, the other to report.",
+        ),
     ] = None,
     data: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="Folder of data sets; without it, the hub.")
+        Path | None, typer.Option(exists=True, file_okay=False, help="Folder with data sets. Default: the Hub.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of results; an interrupted run goes on there.")] = Path("results"),
-    store: Annotated[Path | None, typer.Option(help="Folder of stores; default: in the folder of results.")] = None,
-    prefix_tokens: Annotated[int, typer.Option(min=64, help="Length of prefixes, where a task can choose.")] = 4096,
+    out: Annotated[Path, typer.Option(help="Folder for results; an interrupted run is continued.")] = Path("results"),
+    store: Annotated[Path | None, typer.Option(help="Folder for stores. Default: in the folder for results.")] = None,
+    prefix_tokens: Annotated[
+        int, typer.Option(min=64, help="Length of prefixes, for tasks with a variable length.")
+    ] = 4096,
     max_length: Annotated[
-        int | None, typer.Option(min=64, help="Tokens of prompt and answer; default: the model's.")
+        int | None, typer.Option(min=64, help="Maximum number of tokens of prompt and answer. Default: the model's.")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template, in tasks that allow it.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the chat template in tasks that support it.")] = False,
     prompts: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="LongBench templates: JSON, {task: template}.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of everything random.")] = 42,
-    dtype: Annotated[str, typer.Option(help="Of the model: auto, float32, bfloat16, float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, or auto (spread by accelerate).")] = "",
-    list_: Annotated[bool, typer.Option("--list", help="Show tasks and methods, and stop.")] = False,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 42,
+    dtype: Annotated[str, typer.Option(help="Data type of the model: auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="Device of the model: cpu, cuda, or auto (distributed by accelerate).")
+    ] = "",
+    list_: Annotated[bool, typer.Option("--list", help="List tasks and methods, and exit.")] = False,
 ) -> None:
     """Evaluate methods on tasks."""
     if list_:
@@ -87,7 +101,7 @@ def main(
         return
     try:
         if not model:
-            raise EvalError("name a model with --model (a name of the hub, or a folder)")
+            raise EvalError("no model is specified; pass --model (a name on the Hub, or a folder)")
         found, variants = find_tasks(tasks), find_variants(methods, budgets, ratios)
         if prompts is not None:
             found = _with_prompts(found, prompts)
@@ -160,10 +174,10 @@ def _with_prompts(tasks: list[Any], path: Path) -> list[Any]:
     try:
         templates = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise EvalError(f"{path} is no JSON: {error}") from error
+        raise EvalError(f"{path} is not valid JSON: {error}") from error
     bad = [name for name, text in templates.items() if text.count("{context}") != 1]
     if bad:
-        raise EvalError(f"{path}: the template of {bad[0]} must have {{context}} once")
+        raise EvalError(f"{path}: the template of {bad[0]} must contain {{context}} once")
     return [
         replace(t, template=templates[t.split]) if isinstance(t, LongBench) and t.split in templates else t
         for t in tasks
@@ -182,7 +196,7 @@ def _begin(out: Path, config: dict[str, Any]) -> None:
         may_change = {"tasks", "variants", "limit"} | {"weights"} - before.keys()  # older runs did not record them
         changed = sorted(key for key in config.keys() - may_change if before.get(key) != config[key])
         if changed:
-            raise EvalError(f"{out} holds a run with another {', '.join(changed)}; choose another --out")
+            raise EvalError(f"{out} holds a run with a different {', '.join(changed)}; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     versions: dict[str, str | None] = {"python": platform.python_version(), "platform": platform.platform()}
@@ -222,8 +236,8 @@ def _show(results: dict[str, dict[str, Any]]) -> None:
                 table.add_row(name, *(() if row is None else _cells(row)))
         console.print(table)
     console.print(
-        "\nMeans; ± is half of the 95 % bootstrap interval. top-1 and KL compare the first\n"
-        "new token with full KV's. python -m eval.report writes all of it, and plots."
+        "\nMeans; ± is half of the 95 % bootstrap interval. top-1 and KL compare the first\nnew token with full "
+        "KV's. python -m eval.report writes all results, and plots."
     )
 
 

@@ -106,8 +106,8 @@ class Attachment:
         self.active = True
         if any("quantized.dynamic" in type(module).__module__ for module in model.modules()):
             logger.warning(
-                "%s has dynamically quantized layers, which scale their inputs by all tokens of a pass: behind a "
-                "restored prefix its answers may differ from those of one pass over the whole prompt",
+                "%s has dynamically quantized layers, which scale their inputs by all tokens of a pass, so answers "
+                "after a restored prefix may differ from those of one pass over the whole prompt",
                 type(model).__name__,
             )
 
@@ -395,12 +395,14 @@ def base_model(model: nn.Module) -> PreTrainedModel:
         return base_model(compiled)
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise UnsupportedModelError(
-            "prompt-learning adapters put KV of their own in front of the prompt, which stored prefixes do not know; "
-            "use a LoRA-style adapter or a DynamicCache"
+            "prompt-learning adapters insert KV of their own before the prompt, which is not part of stored "
+            "prefixes; use a LoRA-style adapter or a DynamicCache"
         )
     if callable(inner := getattr(model, "get_base_model", None)):
         return base_model(inner())
-    raise UnsupportedModelError(f"{type(model).__name__} is no transformers model; pass the model that has generate()")
+    raise UnsupportedModelError(
+        f"{type(model).__name__} is not a transformers model; pass the model that has generate()"
+    )
 
 
 def attach(model: nn.Module) -> Attachment:

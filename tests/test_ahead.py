@@ -223,7 +223,7 @@ def test_a_choice_made_ahead_is_made_before_the_layer_has_run(family, tmp_path, 
 
 @pytest.mark.parametrize("ahead", [-1, True, 1.5])
 def test_layers_ahead_are_counted(ahead):
-    with pytest.raises(ConfigError, match="ahead is a number of layers"):
+    with pytest.raises(ConfigError, match="ahead must be a number of layers"):
         ContiguousKV(ahead=ahead)
 
 

@@ -489,7 +489,7 @@ def test_where_files_cannot_be_locked_it_goes_on_and_says_so(model, store, monke
     with monkeypatch.context() as patch:
         patch.setattr("fcntl.flock", refuse)
         cache = TieredCache(model, store, conversation="alice-42")
-    assert "cannot be locked, so another process may go on with it, too" in caplog.text
+    assert "cannot be locked, so another process may continue with it, too" in caplog.text
     turn(model, cache, prompt(FIRST))
     assert cache.suspend().reason == ""
     assert info(store).turns == 1

@@ -120,8 +120,8 @@ def test_what_cannot_be_locked_is_ordinary_memory_and_said_once(forked, caplog):
     assert to_device(np.arange(3), torch.device("meta")).shape == (3,)
     assert Staging(8192)._memory.shape == (8192,)
     assert [record.getMessage() for record in caplog.records] == [
-        "no memory can be page-locked (Cannot re-initialize CUDA in forked subprocess.); copies from and to a GPU take "
-        "longer"
+        "memory cannot be page-locked (Cannot re-initialize CUDA in forked subprocess.), so copies from and to a GPU "
+        "take longer"
     ]
 
 

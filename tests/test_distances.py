@@ -400,7 +400,7 @@ def test_a_cache_that_starts_over_counts_anew(model, store):
     cache = TieredCache(model, store, method=Watched(), record=False)
     step(model, cache, ids)
     cache.reset()
-    assert observer_of(cache).result().missing == "no attention has been seen"
+    assert observer_of(cache).result().missing == "no attention was observed"
     step(model, cache, other)
     assert_same(observer_of(cache).result(), direct(weights(model, other[0])), 50)
 
@@ -607,7 +607,7 @@ def test_a_bias_on_logits_is_not_seen(store):
         )
     cache = TieredCache(model, store, method=Watched(), tag="biased", record=False)
     step(model, cache, ids)
-    assert "not by queries and keys alone" in observer_of(cache).result().missing
+    assert "is not computed from queries and keys alone" in observer_of(cache).result().missing
 
 
 # --- what it costs

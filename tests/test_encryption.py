@@ -198,7 +198,7 @@ def test_key_files(tmp_path):
         path.write_bytes(data)
         assert read_key_file(path) == KEY
     path.write_text("not much of a secret")
-    with pytest.raises(ConfigError, match="holds no key") as raised:
+    with pytest.raises(ConfigError, match="does not contain a key") as raised:
         read_key_file(path)
     assert "much" not in str(raised.value)
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -450,7 +450,7 @@ def test_a_store_without_the_key_leaves_files_alone(root, model, caplog):
 def test_storing_without_the_key_beside_encrypted_segments_is_said(root, model, caplog):
     with KVStore(root) as store:
         ask(model, store)
-    assert "what is stored there now is not encrypted" in caplog.text
+    assert "new KV is stored without encryption" in caplog.text
     with KVStore(root) as store:
         assert ask(model, store, record=False).tokens_restored == 96
         assert (store.stats.segments, store.stats.encrypted_segments) == (3, 2)
@@ -769,7 +769,7 @@ def test_verify_wants_the_key(root, run, key_file, monkeypatch):
     status, _, err = run("verify", root)
     assert (status, "another key" in err) == (2, True)
     key_file.write_text("x")
-    assert "holds no key" in run("verify", root)[2]
+    assert "does not contain a key" in run("verify", root)[2]
     flip(files(root)[0], -1 % files(root)[0].stat().st_size)
     monkeypatch.delenv("HF_TIERED_CACHE_KEY_FILE")
     key_file.write_text(KEY.hex())

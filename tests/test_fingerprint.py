@@ -282,7 +282,7 @@ def test_quantization_is_part_of_it():
 def test_weights_on_the_meta_device_cannot_be_named():
     with torch.device("meta"):
         model = build("llama")
-    with pytest.raises(UnsupportedModelError, match=r"meta device.*load them"):
+    with pytest.raises(UnsupportedModelError, match=r"meta device.*load the weights"):
         fingerprint(model)
 
 

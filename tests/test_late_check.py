@@ -280,7 +280,7 @@ def test_a_damaged_block_gets_into_no_tier_and_its_slots_are_free_again(open_seg
         data.seek(offset)
         data.write(bytes([byte[0] ^ 1]))
     lease, _ = fetch(residency, reader)
-    with pytest.raises(IntegrityError, match="block group 0, chunk 4") as caught:
+    with pytest.raises(IntegrityError, match="KV cache group 0, chunk 4") as caught:
         lease.confirm()
     assert (lease.failed, caught.value.valid_hashes) == (reader, 4)
     assert not lease.is_confirmed

@@ -454,7 +454,7 @@ def test_other_attention_masks_all_and_is_refused(store, tokens):
 
 @pytest.mark.parametrize("wrong", [0, -0.1, 1.5, True, "0.9", float("nan")])
 def test_mass_is_a_share(wrong):
-    with pytest.raises(ConfigError, match="mass is a share of the attention"):
+    with pytest.raises(ConfigError, match="mass must be a share of the attention"):
         ContiguousKV(mass=wrong)
 
 

@@ -116,11 +116,11 @@ def test_an_empty_path_is_no_store(tmp_path, monkeypatch):
 @pytest.mark.parametrize("wrong", ["10%", None, True, 0, 1.5])
 def test_shares_are_numbers(wrong):
     for method in (ContiguousKV, Impress, H2O):
-        with pytest.raises(ConfigError, match="budget is a share"):
+        with pytest.raises(ConfigError, match="budget must be a share"):
             method(wrong)
     if wrong not in (0, None):
         for passages in (CacheTune, CacheBlend, Epic):
-            with pytest.raises(ConfigError, match="recompute is a share"):
+            with pytest.raises(ConfigError, match="recompute must be a share"):
                 passages(wrong)
 
 
@@ -131,14 +131,14 @@ def test_switches_are_true_or_false(wrong):
         for option in fields(kind):
             if option.init and option.type == "bool":
                 asked += 1
-                with pytest.raises(ConfigError, match=f"{option.name} is True or False, not"):
+                with pytest.raises(ConfigError, match=f"{option.name} must be True or False, not"):
                     kind(**{option.name: wrong})
     assert asked > 5
 
 
 @pytest.mark.parametrize("wrong", [ContiguousKV, 3])
 def test_a_method_is_a_method_or_a_name(wrong, store):
-    with pytest.raises(ConfigError, match="method is a Method, or the name of one"):
+    with pytest.raises(ConfigError, match="method must be a Method or the name of one"):
         TieredCache(build("llama"), store, method=wrong)
 
 

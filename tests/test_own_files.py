@@ -277,7 +277,7 @@ def test_a_folder_with_other_files_is_refused_and_not_touched(tmp_path, run, nam
     (root / name).parent.mkdir(parents=True, exist_ok=True)
     (root / name).mkdir() if name.endswith("/") else (root / name).write_text("precious")
     before = look(root)
-    with pytest.raises(StoreError, match="holds files and is no store"):
+    with pytest.raises(StoreError, match="contains files, but is not a store"):
         KVStore(root)
     for words in (["ls"], ["gc"], ["verify", "--repair"], ["rm", "--all", "--yes"]):
         status, out, err = run(words[0], root, *words[1:])
@@ -456,7 +456,7 @@ def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tm
             lambda: store.remove_document("a"),
             lambda: store.calibrate_prefix(model, tokens=(32,), repeats=1, progress=False),
         ):
-            with pytest.raises(StoreError, match="cannot be written"):
+            with pytest.raises(StoreError, match="is not writable"):
                 action()
         assert store.gc(dry_run=True).expired == 0
         assert store.verify().ok
@@ -467,6 +467,6 @@ def test_a_store_that_cannot_be_written_says_so_in_one_sentence(whole, model, tm
     for words in (["gc"], ["rm", "--all", "--yes"], ["verify", "--repair"]):
         status, _, err = run(words[0], root, *words[1:])
         assert status == 2 and "Traceback" not in err
-        assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {root} cannot be written"), err
+        assert err.splitlines()[-1].startswith(f"hf-tiered-cache: {root} is not writable"), err
     kept = {path: seen for path, seen in before.items() if path.is_file()}
     assert {path: look(path)[path] for path in kept} == kept

@@ -232,7 +232,7 @@ class ByFaulty(BudgetMethod):
 
 
 FAULTS = {
-    "too many": (lambda tokens, count: np.arange(count + 1)[None], "where 48 were asked for"),
+    "too many": (lambda tokens, count: np.arange(count + 1)[None], "but 48 were requested"),
     "none": (lambda tokens, count: np.arange(0)[None], "0 tokens where 48"),
     "twice": (lambda tokens, count: np.repeat(np.arange(count // 2), 2)[None], "distinct, ascending"),
     "descending": (lambda tokens, count: np.arange(count)[None, ::-1].copy(), "distinct, ascending"),
@@ -327,7 +327,7 @@ def test_fewer_tokens_than_decoding_holds_are_refused(model, store):
         counts.append(count)
         return np.arange(count - (len(counts) > model.config.num_hidden_layers))[None]
 
-    with pytest.raises(ConfigError, match="selected 47 tokens where 48 were asked for"):
+    with pytest.raises(ConfigError, match="selected 47 tokens, but 48 were requested"):
         ask(model, store, question(prompt(PREFIX)), ByFaulty(0.25, make=fewer, rechoose=True))
 
 

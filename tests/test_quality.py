@@ -126,7 +126,7 @@ def test_every_method_with_a_budget_takes_a_target(kind):
     assert method.with_measured_budget(lambda other: None).budget == 0.5
     assert kind(0.3).with_measured_budget(None).budget == 0.3
     for wrong in (0, -1, True, "0.1", float("nan")):
-        with pytest.raises(ConfigError, match="quality is a loss in nats"):
+        with pytest.raises(ConfigError, match="quality must be a loss in nats"):
             kind(quality=wrong)
 
 

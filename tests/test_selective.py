@@ -439,7 +439,7 @@ def test_a_geometry_that_does_not_fit_is_said_once(model, store, caplog):
     for _ in range(2):
         ask(model, store, question(ids), METHOD)
         ask(model, store, question(ids), odd)
-    assert caplog.text.count("store.relayout(method) lays them out anew") == 1
+    assert caplog.text.count("call store.relayout(method) to rewrite them") == 1
     assert caplog.text.count("subperiod=4 does not divide period=6") == 1
     assert "pass subperiod=3" in caplog.text
     ask(model, store, question(ids), None)  # the exact method reads any geometry, and all of it
@@ -719,13 +719,13 @@ def test_a_method_by_name_with_options():
     assert not make_method("impress:reorder=false").reorder
     with pytest.raises(ConfigError, match="of type bool, not 'perhaps'"):
         make_method("impress:reorder=perhaps")
-    with pytest.raises(ConfigError, match=r"no option 'share'; it has: .*budget"):
+    with pytest.raises(ConfigError, match=r"no option 'share'; its options are: .*budget"):
         make_method("impress:share=0.1")
     with pytest.raises(ConfigError, match=r"of type float \| Literal\['auto'\], not 'half'"):
         make_method("krul:recompute=half")
     with pytest.raises(ConfigError, match="of type int, not 'four'"):
         make_method("contiguous_kv:period=four")
-    with pytest.raises(ConfigError, match="budget is a share"):
+    with pytest.raises(ConfigError, match="budget must be a share"):
         make_method("h2o:budget=3")
 
 

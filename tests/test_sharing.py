@@ -44,14 +44,14 @@ def test_layers_that_are_not_initial_recent_never_share():
     near = {(0, 1): 0.01, (2, 3): 0.2, (1, 2): 0.1}
     found = share_layers(distances(near, [0.9, 0.4, 0.8, 0.5]), 0.5, 1.0)
     assert found.initial_recent == (0, 2, 3) and found.pairs == ((2, 3),)
-    assert "2 layers share instead of 4" in found.why_fewer and "no other two" in found.why_fewer
+    assert "2 layers share KV instead of 4" in found.why_fewer and "no other two" in found.why_fewer
     assert "no layers share" in share_layers(distances(near, [0.9, 0.1, 0.1, 0.1]), 0.5).why_fewer
 
 
 def test_layers_that_are_not_alike_never_share_and_it_says_so():
     found = share_layers(distances({(0, 1): 0.3}, [1] * 6, far=ALIKE + 0.01), 0.5, 1.0)
     assert found.pairs == ((0, 1),)
-    assert "2 layers share instead of 6" in found.why_fewer and f"{ALIKE + 0.01:.2f}" in found.why_fewer
+    assert "2 layers share KV instead of 6" in found.why_fewer and f"{ALIKE + 0.01:.2f}" in found.why_fewer
     assert len(share_layers(distances({}, [1] * 6, far=ALIKE), 0.5, 1.0).pairs) == 3
     assert share_layers(distances({}, [1] * 6), 0.5).why_fewer.startswith("no layers share")
 

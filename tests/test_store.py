@@ -338,7 +338,7 @@ def test_an_unwritable_folder_is_read_and_drops_are_counted(tmp_path, monkeypatc
         header, chain, blocks = segment(hashes(2, seed))
         assert not readonly.publish(header, chain, blocks)
     assert readonly.counters.snapshot().dropped_writes == 2
-    assert sum("cannot be written" in r.message for r in caplog.records) == 1
+    assert sum("is not writable" in r.message for r in caplog.records) == 1
 
 
 @pytest.mark.parametrize("step", ["allocate", "write", "link"])
@@ -496,7 +496,7 @@ def test_a_lock_that_is_not_to_be_had_drops_the_write_counts_it_and_says_so(tmp_
     assert not store.publish(*segment(hashes(2)))
     assert 0.3 <= time.monotonic() - started < 10
     assert store.counters.snapshot().dropped_writes == 1
-    assert sum("was not free within 0.3 s" in r.message for r in caplog.records) == 1
+    assert sum("was not released within 0.3 s" in r.message for r in caplog.records) == 1
     with pytest.raises(StoreBusyError):
         maintain.gc(store)
     other.kill()
@@ -521,7 +521,7 @@ def test_who_waited_in_vain_waits_less_until_the_lock_was_had_again(tmp_path, mo
     thread.start()
     held.wait(60)
     for _ in range(2):
-        with pytest.raises(StoreBusyError, match="not free within") as error, ours.backend.locked():
+        with pytest.raises(StoreBusyError, match="not released within") as error, ours.backend.locked():
             pass
         waited.append(str(error.value).split("within ")[1].split(";")[0])
     assert waited == ["0.5 s", "0.01 s"]

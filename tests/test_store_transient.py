@@ -412,7 +412,7 @@ def test_nobody_waits_for_a_writer_that_is_stuck(tmp_path, monkeypatch):
     assert 0.15 < time.monotonic() - started < 5
     writing.submit(pending("b", lambda: refused.append(1)))  # no room, and none to be expected
     writing.wait_for(second.prefix_hashes)
-    with pytest.raises(StoreBusyError, match="nothing gets written"):
+    with pytest.raises(StoreBusyError, match="nothing is being written"):
         writing.flush()
     writing.close()
     assert time.monotonic() - started < 10

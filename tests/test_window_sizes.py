@@ -383,7 +383,7 @@ def test_sizes_given_by_hand(model, profiled, windows):
     sizes = [[1, 2], [2, 3], [0, 1], [2.5, 2], [4, 1], [1, 1]]
     ask(model, store, question(prompt(416)), replace(METHOD, window_sizes=sizes))
     assert capacities(windows, 10) == [[1, 2], [2, 3], [1, 1], [2.5, 2], [4, 1], [1, 1]]
-    with pytest.raises(ConfigError, match="layer 0 with 2 kv heads"):
+    with pytest.raises(ConfigError, match="layer 0 with 2 KV heads"):
         ask(model, store, question(prompt(416)), replace(METHOD, window_sizes=[[1]] * 6))
 
 

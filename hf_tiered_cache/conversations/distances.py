@@ -113,10 +113,10 @@ class AttentionDistances:
         with self._lock:
             total = self._counted.total()
         if self._missing or total is None:
-            return LayerDistances.none(self._missing or "no attention has been seen")
+            return LayerDistances.none(self._missing or "no attention was observed")
         sums = total.sums.select(torch.tensor([row])).to(torch.device("cpu"))
         if not float(sums.rows):
-            return LayerDistances.none("the attention that has been seen is of padding")
+            return LayerDistances.none("the observed attention is of padding only")
         return LayerDistances.of(self._layers, sums, total.sampled)
 
     # --- sampling
@@ -289,21 +289,23 @@ class _SampledPass:
         """See `PassObserver`."""
         layers = tuple(source.index for source in self._sources)
         if len(layers) < 2:
-            return self._owner.cannot_see("fewer than two layers attend to all of their context")
+            return self._owner.cannot_see("fewer than two layers attend to their whole context")
         if unseen := [layer for layer in layers if layer not in self._seen]:
-            return self._owner.cannot_see(f"the attention of layers {unseen} is not by queries and keys alone")
+            return self._owner.cannot_see(
+                f"the attention of layers {unseen} is not computed from queries and keys alone"
+            )
         if any(source.held < source.columns for source in self._sources):
-            return self._owner.cannot_see("layers hold a part of their keys")
+            return self._owner.cannot_see("layers hold only a part of their keys")
         queries, scalings = zip(*(self._seen[layer] for layer in layers), strict=True)
         keys, _ = _held(self._sources)
         if not _fit(queries, keys):
-            return self._owner.cannot_see("the keys that layers hold are not those that their queries attend to")
+            return self._owner.cannot_see("the keys that layers hold are not the keys that their queries attend to")
         rows = QueryRows(self._columns, self._computed.pads, queries, scalings)
         try:
             return self._owner.take(rows, layers, keys, self._weight)
         except Exception as error:  # no request depends on it
-            logger.warning("attention is not compared any more: %s: %s", type(error).__name__, error)
-            return self._owner.cannot_see(f"comparing attention has failed: {error}")
+            logger.warning("attention is no longer compared: %s: %s", type(error).__name__, error)
+            return self._owner.cannot_see(f"comparing attention failed: {error}")
 
 
 def _fit(queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]) -> bool:

@@ -127,10 +127,10 @@ def share_layers(
 def _why_fewer(found: int, wanted: int, refused: float, alike: float) -> str:
     if found >= wanted:
         return ""
-    few = f"{2 * found} layers share instead of {2 * wanted}: " if found else "no layers share: "
+    few = f"{2 * found} layers share KV instead of {2 * wanted}: " if found else "no layers share KV: "
     if refused:
-        return f"{few}the attention of the next two differs by {refused:.2f}, and up to {alike:g} they count as alike"
-    return f"{few}no other two attend to the two ends of their context"
+        return f"{few}the attention of the next two differs by {refused:.2f}, and the limit is {alike:g}"
+    return f"{few}no other two layers attend to both ends of their context"
 
 
 def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) -> float:
@@ -145,7 +145,7 @@ def calibrated_gamma(shares: Iterable[np.ndarray], target: float = I_R_SHARE) ->
     """
     every = np.sort(np.concatenate(list(shares) or [np.empty(0)]))
     if not len(every):
-        raise ValueError("γ comes of at least one conversation")
+        raise ValueError("gamma requires at least one conversation")
     below = len(every) - round(target * len(every))
     if below == 0:
         return float(every[0])

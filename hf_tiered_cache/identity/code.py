@@ -217,7 +217,7 @@ class CodeDescription(Description):
                 return
             opaque = origin != USER and _is_opaque(value, type(value))
             if opaque and self._statics.setdefault((id(namespace), name), (namespace, value))[1] is not value:
-                raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was exchanged,")
+                raise Undescribable(f"the global {name} of {namespace.get('__name__')}, which was replaced,")
             self._refer(f"{where}, global {name}", value, origin)
 
     def _refer(self, where: str, value: Any, origin: str) -> None:
@@ -245,7 +245,7 @@ class CodeDescription(Description):
                 if callable(item) and isinstance(key, str):
                     self.watch.item(value, key)
                     if self._statics.setdefault((id(value), key), (value, item))[1] is not item:
-                        raise Undescribable(f"{where}, of which {key!r} was exchanged,")
+                        raise Undescribable(f"{where}, in which {key!r} was replaced,")
         elif _is_opaque(value, kind):
             self.words.append(f"some {kind.__qualname__}")
         else:

@@ -213,7 +213,7 @@ class Description(ABC):
         """Describe a container at each occurrence, because sharing of containers may differ between processes."""
         self._parts += 1
         if id(value) in self._open or self._parts > _MOST_PARTS:
-            raise Undescribable(f"{where}, which holds itself or too much,")
+            raise Undescribable(f"{where}, which is recursive or nested too deeply,")
         self._open.add(id(value))
         (self._add_items if kind in _SEQUENCES else self._add_mapping)(where, value, kind)
         self._open.remove(id(value))

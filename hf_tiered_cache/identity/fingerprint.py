@@ -155,7 +155,7 @@ class Fingerprinter:
             "tag": tag,
         }
         described = {fact: value for fact, value in facts.items() if fact != "name"}
-        changing = f"the attribute {self._unsteady}, which is another at every pass," if self._unsteady else ""
+        changing = f"the attribute {self._unsteady}, which changes at every pass," if self._unsteady else ""
         problem = "" if tag else mode or changing or description.problem
         return Identity(
             _digest(described),

@@ -121,7 +121,7 @@ class ModelDescription(CodeDescription):
         except UnsupportedModelError:
             raise
         except Exception as error:  # user code that raises, or infinite nesting
-            problem = f"{arguments[0] or 'the model'}, of which looking at it raises {type(error).__name__},"
+            problem = f"{arguments[0] or 'the model'}, which raised {type(error).__name__} when it was inspected,"
         self.problem = self.problem or problem
         self._open.clear()
 
@@ -337,7 +337,7 @@ class ModelDescription(CodeDescription):
                 numbers = [_layer_number(layer) for layer in module]
                 known = [number for number in numbers if number is not None]
                 if known != sorted(set(known)):
-                    self.problem = self.problem or "the order of the layers, which is not that of their `layer_idx`,"
+                    self.problem = self.problem or "the order of the layers, which differs from their `layer_idx`,"
 
 
 _INTERNAL = frozenset(nn.Module().__dict__)
@@ -414,5 +414,5 @@ def _offloaded(where: str, module: nn.Module, leaf: str) -> torch.Tensor:
         if weights is not None:
             return weights[leaf]
     raise UnsupportedModelError(
-        f"the weights of {where} are on the meta device, so the model cannot be told from others; load them first"
+        f"the weights of {where} are on the meta device, so the model cannot be identified; load the weights first"
     )

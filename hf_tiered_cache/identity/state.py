@@ -99,7 +99,7 @@ def _member_name(value: Any, kind: type) -> str:
     members, name = getattr(kind, "__members__", None), getattr(value, "name", None)
     if isinstance(members, dict) and isinstance(name, str) and members.get(name) == value:
         return name
-    raise TypeError(f"an instance of {kind.__qualname__} has state that Python code does not see")
+    raise TypeError(f"instances of {kind.__qualname__} have state that is not visible to Python code")
 
 
 def is_tuner(module: Any) -> bool:

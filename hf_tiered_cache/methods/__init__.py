@@ -26,7 +26,7 @@ from .prefix import PrefixMethod
 
 def _fault(name: str, part: object) -> str:
     if not (isinstance(part, type) and issubclass(part, Method)):
-        return f"it is not a subclass of Method, but {part!r}"
+        return f"it is not a subclass of Method: {part!r}"
     if not is_dataclass(part) or "__dataclass_fields__" not in vars(part):
         return "it is not a dataclass; decorate it with @dataclass(frozen=True, kw_only=True)"
     if isabstract(part):
@@ -36,7 +36,7 @@ def _fault(name: str, part: object) -> str:
     try:
         part()
     except TypeError as error:
-        return f"it cannot be made without arguments: {error}"
+        return f"it cannot be created without arguments: {error}"
     return ""
 
 
@@ -118,8 +118,8 @@ def make_method(method: Method | str | None) -> Method:
             raise ConfigError(f"{type(method).__name__} cannot be used as a method: {fault}")
         return method
     if not isinstance(method, str):
-        kind = f"; write {method.__name__}()" if isinstance(method, type) else ""
-        raise ConfigError(f"method is a Method, or the name of one, not {method!r}{kind}")
+        kind = f"; use {method.__name__}()" if isinstance(method, type) else ""
+        raise ConfigError(f"method must be a Method or the name of one, not {method!r}{kind}")
     said, *options = method.split(":")
     name, _, published = said.partition(".")
     if name not in METHODS or published not in ("", "paper"):
@@ -127,17 +127,17 @@ def make_method(method: Method | str | None) -> Method:
     kind = METHODS[name]
     make = getattr(kind, "paper", None) if published else kind
     if make is None:
-        raise ConfigError(f"{name} has no settings of a paper but its defaults; write {name!r}")
+        raise ConfigError(f"{name} has no published settings other than its defaults; use {name!r}")
     known = {field.name: field for field in fields(kind) if field.init and field.name != "geometry"}
     chosen = {}
     for option in options:
         key, _, value = option.partition("=")
         if key not in known:
-            raise ConfigError(f"{name} has no option {key!r}; it has: {', '.join(known)}")
+            raise ConfigError(f"{name} has no option {key!r}; its options are: {', '.join(known)}")
         try:
             chosen[key] = _read(value, known[key])
         except (KeyError, ValueError):
-            raise ConfigError(f"{key} of {name} is of type {known[key].type}, not {value!r}") from None
+            raise ConfigError(f"{key} of {name} must be of type {known[key].type}, not {value!r}") from None
     return make(**chosen)
 
 

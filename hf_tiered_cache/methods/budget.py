@@ -67,7 +67,7 @@ class BudgetMethod(Method):
         check_share("budget", "the prefix", self.budget)
         target = self.quality
         if target is not None and (isinstance(target, bool) or not isinstance(target, int | float) or not target > 0):
-            raise ConfigError(f"quality is a loss in nats above 0, such as 0.02, not {target!r}")
+            raise ConfigError(f"quality must be a loss in nats above 0, such as 0.02, not {target!r}")
 
     # --- what to attend to
 
@@ -139,4 +139,4 @@ class BudgetMethod(Method):
 def check_share(name: str, of: str, share: float) -> None:
     """Raise ConfigError if `share` is not a number above 0 and at most 1."""
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"{name} is a share of {of}, above 0 and at most 1, not {share!r}")
+        raise ConfigError(f"{name} must be a share of {of} above 0 and at most 1, not {share!r}")

@@ -34,7 +34,7 @@ class Epic(Passages):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.first < 0:
-            raise ConfigError(f"first is a number of tokens, not {self.first!r}")
+            raise ConfigError(f"first must be a number of tokens, not {self.first!r}")
         if self.recompute is not None:
             check_share(self.recompute)
 
@@ -71,9 +71,9 @@ class CacheBlend(Passages):
         super().__post_init__()
         check_share(self.recompute)
         if self.check_layer != 1:
-            raise ConfigError("CacheBlend's check_layer is 1")
+            raise ConfigError("check_layer of CacheBlend must be 1")
         if self.gradual < 0:
-            raise ConfigError(f"gradual is a number of layers, not {self.gradual!r}")
+            raise ConfigError(f"gradual must be a number of layers, not {self.gradual!r}")
 
     @classmethod
     def paper(cls, recompute: float = 0.15) -> CacheBlend:

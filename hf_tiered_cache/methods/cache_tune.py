@@ -69,13 +69,13 @@ class CacheTune(Passages):
         if self.recompute != "auto":
             check_share(self.recompute)
         if self.question is not None and self.question < 0:
-            raise ConfigError(f"question is a number of tokens, not {self.question!r}")
+            raise ConfigError(f"question must be a number of tokens, not {self.question!r}")
         if self.widen < 1:
-            raise ConfigError(f"widen is 1 or more, not {self.widen!r}")
+            raise ConfigError(f"widen must be at least 1, not {self.widen!r}")
         if self.narrow_at is not None and self.narrow_at < 1:
-            raise ConfigError(f"narrow_at is the number of a layer behind the first, not {self.narrow_at!r}")
+            raise ConfigError(f"narrow_at must be the number of a layer after the first, not {self.narrow_at!r}")
         if self.floor < 0:
-            raise ConfigError(f"floor is not negative, {self.floor!r} is")
+            raise ConfigError(f"floor must not be negative, but is {self.floor!r}")
 
     @classmethod
     def paper(cls, recompute: float | Literal["auto"] = 0.15) -> CacheTune:
@@ -92,8 +92,8 @@ class CacheTune(Passages):
         found = ratio()
         if found is None:
             logger.warning(
-                'CacheTune(recompute="auto"): nothing was measured for this model on this device, so %s is taken; '
-                "run `hf-tiered-cache calibrate`, or KVStore.calibrate(model)",
+                'CacheTune(recompute="auto"): nothing was measured for this model on this device, so %s is used; run '
+                "`hf-tiered-cache calibrate`, or call KVStore.calibrate(model)",
                 LOWEST,
             )
         return replace(self, recompute=LOWEST if found is None else found)

@@ -84,15 +84,15 @@ class ContiguousKV(BudgetMethod):
         if self.mass is not None:
             check_share("mass", "the attention", self.mass)
         if self.identify not in ("index", "keys", "probe_heads"):
-            raise ConfigError(f'identify is "index", "keys" or "probe_heads", not {self.identify!r}')
+            raise ConfigError(f'identify must be "index", "keys" or "probe_heads", not {self.identify!r}')
         if isinstance(self.gain, bool) or not isinstance(self.gain, int | float) or not 0 <= self.gain < 1:
-            raise ConfigError(f"gain is a share of a token's attention, 0 or more and below 1, not {self.gain!r}")
+            raise ConfigError(f"gain must be a share of a token's attention, at least 0 and below 1, not {self.gain!r}")
         for name, of, zero in (("queries", "tokens", "all"), ("ahead", "layers", "none")):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name} is a number of {of}, 0 for {zero}, not {value!r}")
+                raise ConfigError(f"{name} must be a number of {of}, or 0 for {zero}, not {value!r}")
         if self.per_head and self.identify == "probe_heads":
-            raise ConfigError("probe heads choose for all heads: pass per_head=False, too")
+            raise ConfigError("probe heads select for all heads; also pass per_head=False")
         copies = KeyIndex(self.period, self._heads)  # also validates both
         index, heads = None if self.identify == "index" else copies, 1 if self.per_head else None
         cut = Geometry(self.chunk_tokens, self._subperiod, heads, index=index, solo_layers=self.solo_layers)
@@ -127,8 +127,8 @@ class ContiguousKV(BudgetMethod):
         if self.selects and self.period % self._subperiod:
             fitting = max(size for size in range(1, self._subperiod) if self.period % size == 0)
             return (
-                f"subperiod={self._subperiod} does not divide period={self.period}: blocks hold layers of two periods, "
-                f"and are read for each; pass subperiod={fitting}, and call store.relayout(method)"
+                f"subperiod={self._subperiod} does not divide period={self.period}, so blocks hold layers of two "
+                f"periods, and are read for each of them; pass subperiod={fitting}, and call store.relayout(method)"
             )
         return super().misfit(geometry)
 

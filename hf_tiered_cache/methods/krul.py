@@ -70,9 +70,9 @@ class Krul(PrefixMethod, ForConversation):
         super().__post_init__()
         for name in ("layers_shared", "toward", "retained", "alike"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} is between 0 and 1, not {getattr(self, name)!r}")
+                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)!r}")
         if self.gamma != "auto" and not 0 <= self.gamma <= 1:
-            raise ConfigError(f'gamma is a share of attention, between 0 and 1, or "auto", not {self.gamma!r}')
+            raise ConfigError(f'gamma must be a share of attention between 0 and 1, or "auto", not {self.gamma!r}')
 
     @classmethod
     def paper(cls, layers_shared: float = 0.5, **settings: Any) -> Krul:

@@ -72,27 +72,29 @@ class KVDrive(BudgetMethod):
 
     def __post_init__(self) -> None:
         if self.chunk_tokens not in (1, 2, 4, 8, 16):
-            raise ConfigError(f"chunk_tokens is 1, 2, 4, 8 or {HASH_TOKENS}, not {self.chunk_tokens!r}")
+            raise ConfigError(f"chunk_tokens must be 1, 2, 4, 8 or {HASH_TOKENS}, not {self.chunk_tokens!r}")
         object.__setattr__(self, "geometry", Geometry(self.chunk_tokens, 1, 1))
         super().__post_init__()
         if self.index not in DECODE_INDEXES:
-            raise ConfigError(f"index is one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
+            raise ConfigError(f"index must be one of {', '.join(DECODE_INDEXES)}, not {self.index!r}")
         if self.eviction not in WINDOW_POLICIES:
-            raise ConfigError(f"eviction is one of {', '.join(WINDOW_POLICIES)}, not {self.eviction!r}")
+            raise ConfigError(f"eviction must be one of {', '.join(WINDOW_POLICIES)}, not {self.eviction!r}")
         if not isinstance(self.window_sizes, str):
             object.__setattr__(self, "window_sizes", tuple(map(tuple, self.window_sizes)))
             if any(not size >= 0 for sizes in self.window_sizes for size in sizes):
-                raise ConfigError("window_sizes are not negative")
+                raise ConfigError("window_sizes must not be negative")
         elif self.window_sizes not in ("profiled", "uniform"):
-            raise ConfigError(f'window_sizes is "profiled", "uniform" or numbers, not {self.window_sizes!r}')
+            raise ConfigError(f'window_sizes must be "profiled", "uniform" or numbers, not {self.window_sizes!r}')
         if isinstance(self.window, str) and self.window != "auto":
-            raise ConfigError(f'window is "auto" or a number, not {self.window!r}')
+            raise ConfigError(f'window must be "auto" or a number, not {self.window!r}')
         if not self.window_multiple >= 0 or min(self.sinks, self.local, self.prefill_tokens, self.exact_from) < 0:
-            raise ConfigError("window, sinks, local, prefill_tokens and exact_from are not negative")
+            raise ConfigError("window, sinks, local, prefill_tokens and exact_from must not be negative")
         if self.observed < 1:
-            raise ConfigError(f"observed is at least 1, not {self.observed}")
+            raise ConfigError(f"observed must be at least 1, not {self.observed}")
         if self.prefill_tokens % HASH_TOKENS or 0 < self.prefill_tokens < 4 * HASH_TOKENS:
-            raise ConfigError(f"prefill_tokens is 0, or 64 or more and a multiple of 16, not {self.prefill_tokens}")
+            raise ConfigError(
+                f"prefill_tokens must be 0, or a multiple of 16 of at least 64, not {self.prefill_tokens}"
+            )
 
     @classmethod
     def paper(cls, budget: float = 0.0156, **settings: Any) -> KVDrive:

@@ -57,13 +57,13 @@ class Passages(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.ranking not in RANKINGS:
-            raise ConfigError(f"ranking is one of {', '.join(RANKINGS)}, not {self.ranking!r}")
+            raise ConfigError(f"ranking must be one of {', '.join(RANKINGS)}, not {self.ranking!r}")
         if isinstance(self.lead, bool) or not isinstance(self.lead, int) or self.lead < 0:
-            raise ConfigError(f"lead is a number of tokens, not {self.lead!r}")
+            raise ConfigError(f"lead must be a number of tokens, not {self.lead!r}")
         if not 0 < self.alpha <= 1:
-            raise ConfigError(f"alpha is a share of the frequencies, above 0 and at most 1, not {self.alpha!r}")
+            raise ConfigError(f"alpha must be a share of the frequencies above 0 and at most 1, not {self.alpha!r}")
         if self.check_layer not in (0, 1):
-            raise ConfigError(f"check_layer is 0 or 1, not {self.check_layer!r}")
+            raise ConfigError(f"check_layer must be 0 or 1, not {self.check_layer!r}")
 
     @property
     def passages(self) -> str:
@@ -284,4 +284,4 @@ def count_of(share: float, tokens: int) -> int:
 def check_share(recompute: float) -> None:
     """Raise ConfigError if `recompute` is not a number between 0 and 1."""
     if isinstance(recompute, bool) or not isinstance(recompute, int | float) or not 0 <= recompute <= 1:
-        raise ConfigError(f"recompute is a share of each passage, between 0 and 1, not {recompute!r}")
+        raise ConfigError(f"recompute must be a share of each passage between 0 and 1, not {recompute!r}")

@@ -16,9 +16,9 @@ from ..store.segment import SegmentReader
 
 CUT = "cut off by the prompt's beginning or end"
 UNREADABLE = "damaged, or not stored"
-COVERED = "under a stored prefix or another passage, or where a chunk of the prompt ended"
-CHANGED = "changed, or merged by the tokenizer where texts were joined: take build_prompt()"
-NOTHING_BEGINS = "nothing is stored that begins here"
+COVERED = "covered by a stored prefix or another passage, or at the end of a chunk of the prompt"
+CHANGED = "changed, or merged by the tokenizer where texts were joined; use build_prompt()"
+NOTHING_BEGINS = "no stored KV begins here"
 TOO_SHORT = f"fewer than {HASH_TOKENS} tokens, which are never stored"
 _DRIFT = 64
 """Maximum distance in tokens between a part and the position predicted by the part before it: tokens may have been

@@ -12,7 +12,7 @@ from .decode_index import DecodeIndex
 
 def _fault(name: str, part: object) -> str:
     if not (isinstance(part, type) and issubclass(part, DecodeIndex)):
-        return f"it is not a subclass of DecodeIndex, but {part!r}"
+        return f"it is not a subclass of DecodeIndex: {part!r}"
     missing = ", ".join(sorted(getattr(part, "__abstractmethods__", ())))
     return f"it lacks {missing}" if isabstract(part) else ""
 

@@ -86,7 +86,9 @@ class ClusterBoxIndex(ClusterIndex):
         spread: float = 0.5,
     ) -> Self:
         if not keep_representatives:
-            raise ValueError("candidates are chosen by what represents them")
+            raise ValueError(
+                "keep_representatives=False is not supported, because candidates are selected by their representatives"
+            )
         clusters = -(-keys.shape[1] // max(chunk_tokens, tokens_per_centroid))
         parts = []
         for some in head_slices(keys):

@@ -113,7 +113,7 @@ class ByIndex(Selector):
         """
         sizes = self.window_sizes[layer : layer + 1] if self.window_sizes else ((self.window,) * heads,)
         if not sizes or len(sizes[0]) != heads:
-            raise ConfigError(f"there are no window sizes for layer {layer} with {heads} kv heads")
+            raise ConfigError(f"no window sizes are available for layer {layer} with {heads} KV heads")
         times = np.minimum(sizes[0], 1 if self.eviction == "none" else np.inf)  # [heads]
         return np.where(times >= 1, times * chunks, 0).astype(np.int64)
 

@@ -67,7 +67,7 @@ class DecodeIndex(ABC):
 
     def part(self, first: int, tokens: int) -> Self:
         """Return the index of `tokens` tokens from `first` on. Raises TypeError if the type is not `divisible`."""
-        raise TypeError(f"{type(self).__name__} is of all its tokens together")
+        raise TypeError(f"{type(self).__name__} cannot be divided, because it covers all its tokens together")
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors to store as a sidecar, by name. The first dimension of each is KV heads."""
@@ -115,7 +115,7 @@ def rank(
     """
     kind, total = type(indexes[0]), sum(index.chunks for index in indexes)
     if any(type(index) is not kind for index in indexes):
-        raise ValueError("indexes of several kinds cannot be ranked together")
+        raise ValueError("indexes of different kinds cannot be ranked together")
     if not 1 <= count <= total:
         raise ValueError(f"count must be from 1 to {total}, not {count}")
     return kind.rank_together(indexes, query, query.shape[-1] ** -0.5 if scaling is None else scaling, count)

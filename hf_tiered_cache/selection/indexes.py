@@ -257,4 +257,4 @@ def _count(row: RowPrefix, piece: SegmentSlice) -> int:
 
 def rotate_nothing(tensor: torch.Tensor, positions: np.ndarray, stop: int) -> None:
     """Raise AssertionError. Used where all indexes exist already, so no keys need to be rotated."""
-    raise AssertionError("a layer that holds chosen chunks has no index")
+    raise AssertionError("a layer that holds selected chunks has no index")

@@ -61,7 +61,7 @@ class LiveSelection:
 
     def grown(self, rows: Sequence[LiveRow | None], keys: torch.Tensor, values: torch.Tensor) -> list[LiveRow | None]:
         """See `Live`."""
-        raise TypeError("what is computed stays")
+        raise TypeError("generated KV is not offloaded")
 
     def begin(self, collector: StatsCollector) -> Rechoice:
         """See `Live`."""

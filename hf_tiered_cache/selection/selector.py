@@ -195,10 +195,12 @@ def check_selection(selector: object, tokens: np.ndarray, asked: SelectionInput,
     name, sets = type(selector).__name__, (1, asked.own_keys.shape[0])
     if tokens.ndim != 2 or tokens.dtype != np.int64 or len(tokens) not in sets:
         form = f"{tokens.dtype} of shape {list(tokens.shape)}"
-        raise ConfigError(f"{name} selected {form}; int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets")
+        raise ConfigError(
+            f"{name} selected {form}, but int64 [sets, tokens] is expected, with {sets[0]} or {sets[1]} sets"
+        )
     count = tokens.shape[1]
     if not 1 <= count <= asked.count or (exactly and count < asked.count):
-        raise ConfigError(f"{name} selected {count} tokens where {asked.count} were asked for")
+        raise ConfigError(f"{name} selected {count} tokens, but {asked.count} were requested")
     if tokens[:, 0].min() < 0 or tokens[:, -1].max() >= asked.chunks.tokens or (np.diff(tokens, axis=1) <= 0).any():
         raise ConfigError(
             f"{name} selected tokens that are not distinct, ascending and from 0 to {asked.chunks.tokens - 1}"

@@ -84,7 +84,7 @@ def _bring(residency: Residency, collector: StatsCollector, wanted: list[BlockRe
         lease = residency.fetch(wanted, torch.device("cpu"), collector, ahead=True)
         lease.wait()
     except (TieredCacheError, OSError, MemoryError) as error:  # a request that needs them fetches and reports
-        logger.info("chunks that are likely to be wanted are not brought to the host: %s", error)
+        logger.info("chunks that are likely to be selected could not be loaded into host memory: %s", error)
     finally:
         if lease is not None:
             lease.release()

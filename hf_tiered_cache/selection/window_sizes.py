@@ -81,13 +81,14 @@ class WindowProfile:
 
     def __post_init__(self) -> None:
         if self.benefits.ndim != 3 or self.benefits.shape != self.costs.shape:
-            raise ConfigError("a profile has one benefit and one cost for each layer, head and size")
+            raise ConfigError("a profile must have one benefit and one cost for each layer, head and size")
         if not self.sizes or self.benefits.shape[2] != len(self.sizes) or sorted(set(self.sizes)) != [*self.sizes]:
             raise ConfigError(
-                f"a profile of {self.benefits.shape[2]} sizes in ascending order cannot be of {self.sizes}"
+                f"a profile of {self.benefits.shape[2]} sizes requires as many sizes in ascending order, not "
+                f"{self.sizes}"
             )
         if (self.costs < 0).any() or (np.diff(self.costs, axis=2) <= 0).any():
-            raise ConfigError("a larger window costs more")
+            raise ConfigError("costs must not be negative, and must increase with the window size")
 
     def benefit(self, sizes: np.ndarray) -> float:
         """Return the bytes saved per step by a choice of sizes, `[layers, heads]`."""
@@ -163,7 +164,9 @@ def exhaustive_sizes(profile: WindowProfile, budget: int) -> np.ndarray:
     gain = profile.benefits.reshape(-1, sizes)
     unit, units = _units(profile, budget)
     if len(extra) * (units + 1) > _MOST_STATES:
-        raise ConfigError(f"{len(extra)} heads and {units} units of memory are too many to search; choose greedily")
+        raise ConfigError(
+            f"{len(extra)} heads and {units} units of memory are too many for an exact search; use the greedy search"
+        )
     best = np.zeros(units + 1)  # index: available units; value: largest benefit of the heads so far
     choice = np.zeros((len(extra), units + 1), np.int8)
     for head in range(len(extra)):
@@ -221,9 +224,9 @@ def measure(
     """
     steps, layers, heads, _ = pools.shape
     if not 0 <= skip < steps:
-        raise ConfigError(f"of {steps} steps {skip} cannot be skipped")
+        raise ConfigError(f"{skip} of {steps} steps cannot be skipped")
     if min(sizes, default=0) < 1:
-        raise ConfigError("a window that keeps nothing saves nothing: sizes are at least 1")
+        raise ConfigError("window sizes must be at least 1, because an empty window saves nothing")
     num_chunks = int(pools.max()) + 1
     benefits = np.empty((layers, heads, len(sizes)))
     for layer in range(layers):
@@ -259,5 +262,5 @@ def _room_for_upgrades(profile: WindowProfile, budget: int) -> int:
     """
     least = int(profile.costs[:, :, 0].sum())
     if least > budget:
-        raise ConfigError(f"windows of the smallest size take {least} entries, and the budget is {budget}")
+        raise ConfigError(f"windows of the smallest size need {least} entries, but the budget is {budget}")
     return budget - least

@@ -114,9 +114,9 @@ class Window:
         if policy not in WINDOW_POLICIES:
             raise ConfigError(f"unknown window policy {policy!r}; there are: {', '.join(WINDOW_POLICIES)}")
         if num_columns < 1 or capacity.ndim != 1 or ((capacity < num_columns) & (capacity != 0)).any():
-            raise ConfigError(f"a window of {num_columns} columns needs capacities of at least as many, or of 0")
+            raise ConfigError(f"a window of {num_columns} positions requires capacities of at least as many, or of 0")
         if policy == "none" and (capacity > num_columns).any():
-            raise ConfigError(f"a window that keeps nothing aside has capacities of {num_columns}, or of 0")
+            raise ConfigError(f"a window that retains no chunks has capacities of {num_columns}, or of 0")
         if len(capacity) >> _HEAD_BITS:
             raise ConfigError(f"a window has at most {(1 << _HEAD_BITS) - 1} heads, not {len(capacity)}")
         self.policy = policy
@@ -181,7 +181,7 @@ class Window:
         if num_chunks < self.num_chunks:
             raise ValueError(f"a window of {self.num_chunks} chunks cannot shrink to {num_chunks}")
         if num_chunks > _CHUNK:
-            raise ConfigError(f"a window knows at most {_CHUNK} chunks, not {num_chunks}")
+            raise ConfigError(f"a window supports at most {_CHUNK} chunks, not {num_chunks}")
         self.num_chunks = num_chunks
         if num_chunks <= self._stride:
             return
@@ -216,7 +216,7 @@ class Window:
         into = free[: free.searchsorted(self._all_columns)]
         new_names = np.sort(names[new])
         if len(into) != len(new) or (new_names[1:] == new_names[:-1]).any():
-            raise ValueError("a head chose a chunk twice")
+            raise ValueError("a head selected a chunk twice")
         source, chunks, heads = place[new].astype(np.int64), chosen.ravel()[new], into // self.num_columns
         columns = into - heads * self.num_columns
         away, here = np.flatnonzero(source == self._nowhere), np.flatnonzero(source != self._nowhere)
@@ -243,7 +243,7 @@ class Window:
             ValueError: the moves were planned for another step.
         """
         if moves.step != self._step:
-            raise ValueError(f"these moves are of step {moves.step}, and the window is at step {self._step}")
+            raise ValueError(f"the moves belong to step {moves.step}, but the window is at step {self._step}")
         _, brought, set_aside, fetched, evicted = moves
         # Evictions first: a head that keeps nothing may fetch the same chunk again in this step. Every place that an
         # entry leaves is overwritten: at least as many entries enter the aside slots as leave, or all slots are full.
@@ -279,12 +279,12 @@ class Window:
         rest = None
         if self.policy == "lookahead" and pool is not None:
             if pool.ndim != 2 or len(pool) != shape[0] or pool.shape[1] < shape[1] or pool.dtype != np.int64:
-                raise ValueError(f"a pool must be int64 of {shape} or wider, not {pool.dtype} of {pool.shape}")
+                raise ValueError(f"a pool must be int64 of shape {shape} or wider, not {pool.dtype} of {pool.shape}")
             rest = pool[:, shape[1] :]
         for chunks in (chosen, rest):
             # As unsigned integers, negative numbers are above all chunks.
             if chunks is not None and chunks.size and chunks.view(np.uint64).max() >= self.num_chunks:
-                raise ValueError(f"chunks are numbered from 0 to {self.num_chunks - 1}")
+                raise ValueError(f"chunk numbers must be from 0 to {self.num_chunks - 1}")
         return rest
 
     def _evict(self, free: np.ndarray, leaving: np.ndarray, rest: np.ndarray | None) -> np.ndarray:

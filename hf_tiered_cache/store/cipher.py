@@ -51,7 +51,7 @@ class Plain:
             OtherKeyError: the file was not written with this store's key.
         """
         if seal is not None:
-            raise OtherKeyError("it is encrypted, and the store was opened without a key")
+            raise OtherKeyError("it is encrypted, but the store was opened without a key")
         return Checksums()
 
 
@@ -59,7 +59,7 @@ class _Secret:
     """Base class of objects that hold a key. They cannot be pickled."""
 
     def __reduce__(self) -> Any:
-        raise TypeError("a store's key is not pickled; open the store anew, with its key")
+        raise TypeError("a store's key cannot be pickled; open the store again, with its key")
 
 
 class Hidden(_Secret):
@@ -103,9 +103,9 @@ class StoreCipher(_Secret, Plain):
 
     def guard(self, seal: Seal | None) -> Guard:
         if seal is None:
-            raise OtherKeyError("it is not encrypted, and the store was opened with a key")
+            raise OtherKeyError("it is not encrypted, but the store was opened with a key")
         if seal.key_id != self.key_id:
-            raise OtherKeyError(f"it is encrypted with the key {seal.key_id}, and the store's is {self.key_id}")
+            raise OtherKeyError(f"it is encrypted with the key {seal.key_id}, but the store's key is {self.key_id}")
         return FileCipher(self._library, self._library.expand(self._key, seal.salt))
 
     def _derive(self, purpose: bytes) -> bytes:
@@ -175,7 +175,7 @@ class _Library:
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError as error:
             raise ConfigError(
-                f"a key needs the package cryptography ({error}); pip install 'hf-tiered-cache[encryption]'"
+                f"encryption requires the package cryptography ({error}); pip install 'hf-tiered-cache[encryption]'"
             ) from error
         self.invalid = InvalidTag
         self.algorithm = algorithms.AES
@@ -219,8 +219,8 @@ def _key_of(key: bytes | str) -> bytes:
     if len(found) != KEY_BYTES:
         del key, found  # tracebacks may show variables
         raise ConfigError(
-            f"the key is {KEY_BYTES} secret bytes (secrets.token_bytes({KEY_BYTES})), or these as "
-            f"{2 * KEY_BYTES} hexadecimal digits or in base64; what was given is neither"
+            f"the key is invalid; pass {KEY_BYTES} secret bytes (secrets.token_bytes({KEY_BYTES})), or these bytes as "
+            f"{2 * KEY_BYTES} hexadecimal digits or in base64"
         )
     return found
 
@@ -238,6 +238,6 @@ def read_key_file(path: Path | None) -> bytes | None:
     except ConfigError:
         del data  # tracebacks may show variables
         raise ConfigError(
-            f"the key file {path} holds no key: {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits, such as "
-            f"`openssl rand -hex {KEY_BYTES}` prints"
+            f"the key file {path} does not contain a key: {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits, "
+            f"such as the output of `openssl rand -hex {KEY_BYTES}`"
         ) from None

@@ -64,14 +64,14 @@ def claim(tree: FolderTree, make: bool) -> bool:
         reason = error.strerror or str(error)
         if not make:
             raise StoreError(f"{tree.path} cannot be read ({reason}); check the disk") from error
-    logger.warning("%s cannot be written (%s): nothing new is stored", tree.path, reason)
+    logger.warning("%s is not writable (%s), so no new KV is stored", tree.path, reason)
     return False
 
 
 def _make_root(path: Path, make: bool) -> None:
     """Create the folder if it is missing. Raises StoreError if it is a file, or must not or cannot be created."""
     if path.exists() and not path.is_dir():
-        raise StoreError(f"{path} is a file; give KVStore the path of a folder")
+        raise StoreError(f"{path} is a file; pass the path of a folder to KVStore")
     if not make and not path.is_dir():
         raise StoreError(f"there is no store at {path}")
     try:
@@ -79,7 +79,7 @@ def _make_root(path: Path, make: bool) -> None:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if not path.is_dir():
-            raise StoreError(f"{path} cannot be made ({error.strerror}); choose another folder") from error
+            raise StoreError(f"{path} cannot be created ({error.strerror}); choose another folder") from error
 
 
 def _check_is_store(tree: FolderTree, make: bool) -> None:
@@ -89,7 +89,9 @@ def _check_is_store(tree: FolderTree, make: bool) -> None:
     if not (is_store or _is_marked(tree, {MARKER_NAME})):  # another process may have made the store meanwhile
         if not make:
             raise StoreError(f"there is no store at {tree.path}")
-        raise StoreError(f"{tree.path} holds files and is no store; give KVStore the path of a new or an empty folder")
+        raise StoreError(
+            f"{tree.path} contains files, but is not a store; pass the path of a new or an empty folder to KVStore"
+        )
     _check_kinds(tree)
 
 
@@ -106,14 +108,17 @@ def _is_marked(tree: FolderTree, names: Collection[str]) -> bool:
     except FileNotFoundError:
         return False
     except FormatError as error:
-        raise StoreError(f"{tree.path / MARKER_NAME} is a link, or no regular file; remove it") from error
+        raise StoreError(f"{tree.path / MARKER_NAME} is a link, or not a regular file; remove it") from error
     if is_blank(content):  # its writer was killed, or has just begun
         return False
     facts = json_object(content)
     if facts.get("format") != MARKER_FORMAT or type(version := facts.get("version")) is not int:
-        raise StoreError(f"{tree.path / MARKER_NAME} does not mark a store; choose another folder")
+        raise StoreError(f"{tree.path / MARKER_NAME} is not the marker of a store; choose another folder")
     if version > MARKER_VERSION:
-        raise StoreError(f"{tree.path} is a store of format {version}; upgrade hf-tiered-cache to open it")
+        raise StoreError(
+            f"{tree.path} is a store of format {version}, which this version does not support; upgrade "
+            "hf-tiered-cache to open it"
+        )
     return True
 
 
@@ -155,9 +160,9 @@ def _check_kinds(tree: FolderTree) -> None:
             mode = os.stat(name, dir_fd=tree.root_descriptor, follow_symlinks=False).st_mode
             if S_ISDIR(mode) if name in FOLDERS else S_ISREG(mode):
                 continue
-            what = "a link" if S_ISLNK(mode) else f"no {'folder' if name in FOLDERS else 'regular file'}"
+            what = "a link" if S_ISLNK(mode) else f"not a {'folder' if name in FOLDERS else 'regular file'}"
             raise StoreError(
-                f"{tree.path / name} is {what}, which a store does not use; remove it, or choose another folder"
+                f"{tree.path / name} is {what}, so a store cannot use it; remove it, or choose another folder"
             )
 
 

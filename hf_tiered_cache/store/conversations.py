@@ -33,7 +33,9 @@ def conversation_name(conversation_id: str) -> str:
     """Return 32 hexadecimal digits that identify a conversation's id. Raises ConfigError if the id is invalid."""
     letters = len(conversation_id) if isinstance(conversation_id, str) else 0
     if not 0 < letters <= MOST_LETTERS:
-        raise ConfigError(f"a conversation's id is a text of 1 to {MOST_LETTERS} letters, not {conversation_id!r:.80}")
+        raise ConfigError(
+            f"a conversation's id must be a str of 1 to {MOST_LETTERS} characters, not {conversation_id!r:.80}"
+        )
     try:
         return name_of(conversation_id)
     except UnicodeEncodeError:
@@ -82,7 +84,7 @@ class ConversationRecord:
             sound &= all(type(number) is int and 0 <= number < 1 << 63 for number in whole)
             sound &= are_moments(found.created, found.suspended)
         if not sound:
-            raise FormatError("it is no record of a conversation")
+            raise FormatError("not a valid record of a conversation")
         return found
 
 

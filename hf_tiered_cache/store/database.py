@@ -79,11 +79,11 @@ class Database:
             sqlite3.Error: the action failed.
         """
         if os.getpid() != self._pid:
-            raise sqlite3.OperationalError("it was opened before this process was forked")
+            raise sqlite3.OperationalError("the database was opened before this process was forked")
         with self._lock:
             for _ in range(_MOST_TRIES):
                 if self._closed:
-                    raise sqlite3.ProgrammingError("it is closed")
+                    raise sqlite3.ProgrammingError("the database is closed")
                 db = self._db or self._open()
                 try:
                     result = action(db)
@@ -97,7 +97,7 @@ class Database:
                     if self._in_place():
                         return result
                 self._open()
-            raise sqlite3.OperationalError("it is replaced again and again")
+            raise sqlite3.OperationalError("the database is replaced repeatedly")
 
     def is_log_long(self) -> bool:
         """Return whether the log grows because another reader uses an old state. Optional writes can then wait."""
@@ -109,7 +109,7 @@ class Database:
     def rebuild(self, generation: int) -> None:
         """Replace the database by an empty one, unless that was done since `generation`."""
         if os.getpid() != self._pid:
-            raise sqlite3.OperationalError("it was opened before this process was forked")
+            raise sqlite3.OperationalError("the database was opened before this process was forked")
         with self._lock:
             if not self._closed and self.generation == generation:
                 self._open(discard=True)
@@ -151,7 +151,7 @@ class Database:
                 self._identity = self._identify()
                 return self._db
         except OSError as error:
-            raise sqlite3.OperationalError(f"it cannot be opened: {error}") from error
+            raise sqlite3.OperationalError(f"the database cannot be opened: {error}") from error
 
     def _check(self, files: StoreRoot) -> None:
         """Make sure that SQLite opens only the library's own files. It would follow a link and overwrite any content.
@@ -278,7 +278,7 @@ def connect_read_only(files: StoreRoot, version: int) -> sqlite3.Connection:
     )
     try:
         if db.execute("PRAGMA user_version").fetchone()[0] != version:
-            raise sqlite3.DatabaseError("the catalogue is of another version")
+            raise sqlite3.DatabaseError("the catalogue has another version")
     except BaseException:
         db.close()
         raise

@@ -121,7 +121,7 @@ class SegmentStore:
         if reader is None or row.fits(reader.header, reader.chain):
             return reader
         self.counters.add("catalogue_errors")
-        self.warn("row", f"the catalogue says of segment {row.id} what its file does not; it is entered anew")
+        self.warn("row", f"the catalogue entry of segment {row.id} differs from its file, and is replaced")
         self.index.adopt([row.id])
         return None
 
@@ -244,7 +244,8 @@ class SegmentStore:
         if not self.cipher.key_id and self._keys:
             self.warn(
                 "mixture",
-                f"{self.place} was opened without a key: what is stored there now is not encrypted, as others are",
+                f"{self.place} was opened without a key, so new KV is stored without encryption, although other KV in "
+                "it is encrypted",
             )
         try:
             nbytes, replaced = self._publisher.write(header, prefix_hashes, block_groups, written)
@@ -276,7 +277,7 @@ class SegmentStore:
             self.backend.sync()
         except OSError as error:
             raise StoreError(
-                f"{self.place} cannot be made durable ({error.strerror}); check the disk and call flush() again"
+                f"{self.place} cannot be synchronized to disk ({error.strerror}); check the disk and call flush() again"
             ) from error
 
     # --- space
@@ -322,7 +323,7 @@ class SegmentStore:
         found = self.victims(wanted, spared)
         if sum(nbytes for _, nbytes in found) < needed:
             raise QuotaError(
-                f"no room for {nbytes} bytes: raise disk_quota, lower free_space_floor, or make room on the disk"
+                f"no room for {nbytes} bytes; raise disk_quota, lower free_space_floor, or free space on the disk"
             )
         self.evict(found)
 
@@ -359,7 +360,7 @@ class SegmentStore:
     def check_writable(self) -> None:
         """Raise StoreError if the store cannot be written."""
         if not self.backend.writable:
-            raise StoreError(f"{self.place} cannot be written, so nothing in it can be changed; check its permissions")
+            raise StoreError(f"{self.place} is not writable, so nothing in it can be changed; check its permissions")
 
     # --- deletion
 

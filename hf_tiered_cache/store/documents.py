@@ -47,7 +47,7 @@ def by_passage(rows: Iterable[SegmentRow]) -> dict[str, list[SegmentRow]]:
 def check_label(label: str) -> None:
     """Raise ConfigError if the label is invalid."""
     if not isinstance(label, str) or not 0 < len(label) <= MOST_LETTERS:
-        raise ConfigError(f"a document's label is a text of 1 to {MOST_LETTERS} letters, not {label!r:.80}")
+        raise ConfigError(f"a document's label must be a str of 1 to {MOST_LETTERS} characters, not {label!r:.80}")
     try:
         label.encode()
     except UnicodeEncodeError:
@@ -99,7 +99,7 @@ class DocumentRecord:
             sound &= type(found.tokens) is int and 0 <= found.tokens < 1 << 63
             sound &= are_moments(found.created, found.changed)
         if not sound:
-            raise FormatError("it is no record of a document")
+            raise FormatError("not a valid record of a document")
         return found
 
 

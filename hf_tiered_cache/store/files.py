@@ -65,7 +65,7 @@ def open_regular(
         FormatError: it is not a regular file. OSError: it cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path, dir_fd=folder, follow_symlinks=False).st_mode):
-        raise FormatError(f"{os.path.basename(path)} is no regular file")
+        raise FormatError(f"{os.path.basename(path)} is not a regular file")
     with open_file(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, folder) as file:
         yield file.fileno(), os.fstat(file.fileno())
 
@@ -122,10 +122,10 @@ def understood(data: bytes, newest: int, what: str) -> Iterator[dict[str, Any]]:
         facts = json.loads(data)
         version = facts.pop("format")
         if isinstance(version, int) and version > newest:
-            raise NewerFormatError(f"it is a record of format {version}")
+            raise NewerFormatError(f"it is a record of format {version}, which this version does not support")
         yield facts
     except _UNREADABLE as error:
-        raise FormatError(f"it is no record of {what}: {error!r}") from None
+        raise FormatError(f"not a valid record of {what}: {error!r}") from None
 
 
 def are_moments(*values: object) -> bool:

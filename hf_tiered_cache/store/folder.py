@@ -127,7 +127,7 @@ class FolderBackend:
                 with suppress(FileNotFoundError):  # engines open by path: check that it is the same file
                     if _stored(os.stat(path, follow_symlinks=False)).version == stored.version:
                         return stored, head, file
-        raise OSError(errno.EAGAIN, "it is replaced again and again", path)
+        raise OSError(errno.EAGAIN, "it is replaced repeatedly", path)
 
     def read(self, ops: Sequence[ReadOp]) -> Future[ReadReport]:
         return self.engine.submit(ops)
@@ -237,8 +237,8 @@ class FolderBackend:
             except TimeoutError:
                 waited, self._lock_seconds = self._lock_seconds, _LOCK_SECONDS_AFTERWARDS
                 raise StoreBusyError(
-                    f"{self.files.lock_path} was not free within {waited:g} s; "
-                    "end the process that hangs with this store open"
+                    f"{self.files.lock_path} was not released within {waited:g} s; end the process that hangs with "
+                    "this store open"
                 ) from None
             self._lock_seconds = _LOCK_SECONDS
             yield

@@ -66,7 +66,7 @@ class Seal:
     @classmethod
     def from_json(cls, data: Any) -> Seal:
         if data["name"] != CIPHER:
-            raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not know")
+            raise NewerFormatError(f"it is encrypted with {data['name']!r}, which this version does not support")
         return cls(_hexadecimal(data["key"], KEY_ID_BYTES), bytes.fromhex(_hexadecimal(data["salt"], SALT_BYTES)))
 
 
@@ -251,7 +251,7 @@ def _encode_page(header: SegmentHeader, num_hashes: int) -> bytearray:
     room = HEADER_BYTES - _PREFIX.size - _tag_bytes(header)
     text = _with_names(data, header, room)
     if len(text) > room:
-        raise FormatError(f"a header of {len(text)} bytes does not fit its page of {HEADER_BYTES}")
+        raise FormatError(f"a header of {len(text)} bytes does not fit into its page of {HEADER_BYTES}")
     page = bytearray(_PREFIX.pack(MAGIC, _version(header), len(text), 0) + text)
     return page.ljust(HEADER_BYTES, b"\0")
 
@@ -349,7 +349,7 @@ def _check_sections(header: SegmentHeader, num_hashes: int) -> None:
         for section in found.values():
             right, end = right and section.offset == end, end + section.nbytes
     if not right:
-        raise FormatError("the header's offsets do not follow from its geometry")
+        raise FormatError("the header's offsets do not match its geometry")
 
 
 def _header_of(text: bytes) -> tuple[SegmentHeader, int]:
@@ -391,32 +391,32 @@ def _check_provenance(header: SegmentHeader) -> None:
     Lossy KV must never be used as exact KV, whichever program wrote the file.
     """
     if (codec := header.shape.geometry.codec) != (said := codec_in(header.provenance)):
-        raise FormatError(f"blocks are stored as {codec}, and the provenance {header.provenance!r} says {said}")
+        raise FormatError(f"blocks are stored as {codec}, but the provenance {header.provenance!r} specifies {said}")
     if header.shape.geometry.pairs and header.provenance == coded_provenance(EXACT, codec):
-        raise FormatError(f"layers are merged, and the provenance {header.provenance!r} says they are not")
+        raise FormatError(f"layers are merged, but the provenance {header.provenance!r} specifies exact KV")
 
 
 def _whole(value: Any, least: int, most: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise FormatError(f"{value!r} is no whole number from {least} to {most}")
+        raise FormatError(f"{value!r} is not an integer from {least} to {most}")
     return value
 
 
 def _seconds(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MOST_SECONDS:  # also NaN
-        raise FormatError(f"{value!r} is no time")
+        raise FormatError(f"{value!r} is not a time")
     return float(value)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise FormatError(f"{value!r} is no text")
+        raise FormatError(f"{value!r} is not a string")
     return value
 
 
 def _hexadecimal(value: Any, nbytes: int = HASH_BYTES) -> str:
     if not isinstance(value, str) or re.fullmatch(f"[0-9a-f]{{{2 * nbytes}}}", value) is None:
-        raise FormatError(f"{value!r} is no name of {2 * nbytes} hexadecimal digits")
+        raise FormatError(f"{value!r} is not a name of {2 * nbytes} hexadecimal digits")
     return value
 
 
@@ -439,7 +439,7 @@ def decode_tables(
     shape = replace(header.shape, tables=_tables(header.shape, found))
     header = replace(header, shape=shape, scan_hashes=found.get("scan", b"")[: num_hashes * SCAN_BYTES])
     if _extents(lay_out(header, num_hashes)) != _extents(header):
-        raise FormatError("the header's offsets do not follow from its token tables")
+        raise FormatError("the header's offsets do not match its token tables")
     if shape.geometry.pairs:
         shape.check_tables()
     digests = np.frombuffer(found["digests"], DIGEST_DTYPE, shape.block_count)
@@ -460,5 +460,5 @@ def _tables(shape: SegmentShape, found: Mapping[str, bytes]) -> TokenTables | No
     numbers = np.frombuffer(found["tables"], "<u4")
     count, slots = int(numbers[0]), numbers[1 + len(groups) :]
     if count > len(groups) or count * tokens > len(slots):
-        raise FormatError(f"{count} token tables of {len(groups)} block groups do not fit their section")
+        raise FormatError(f"{count} token tables of {len(groups)} KV cache groups do not fit into their section")
     return TokenTables(slots[: count * tokens].reshape(count, tokens), numbers[1 : 1 + len(groups)], importance)

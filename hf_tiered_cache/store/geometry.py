@@ -111,17 +111,17 @@ class KVLayout:
     def check(self) -> None:
         """Raise FormatError if no model keeps such KV, so that KV cache groups need no further checks."""
         if not isinstance(self.dtype, torch.dtype):
-            raise FormatError(f"{self.dtype!r} is no dtype")
+            raise FormatError(f"{self.dtype!r} is not a dtype")
         kept = [layer for layer in self.layers if layer is not None]
         for layer in set(kept):
             heads, dims = (layer.key_heads, layer.value_heads), (layer.key_dim, layer.value_dim)
             numbers = (*heads, *dims, layer.window, layer.rotary_dims)
             if any(type(number) is not int or not 0 <= number <= _MOST for number in numbers):
-                raise FormatError(f"no layer has these heads and dimensions: {layer}")
+                raise FormatError(f"a layer has invalid heads or dimensions: {layer}")
             if layer.rotated not in ("", "key", "value"):
-                raise FormatError(f"no layer stores {layer.rotated!r} before its rotation")
+                raise FormatError(f"a layer has an invalid tensor stored before rotation: {layer.rotated!r}")
         if not kept or sum(layer.key_heads + layer.value_heads for layer in kept) > _MOST:
-            raise FormatError(f"no model keeps KV in {len(kept)} such layers")
+            raise FormatError(f"the layout has KV in an invalid number of layers or heads ({len(kept)} layers)")
 
     @property
     def position_independent(self) -> bool:
@@ -247,17 +247,20 @@ class Geometry:
         for name in ("chunk_tokens", "layers_per_block", "heads_per_block"):
             _check_count(name, getattr(self, name))
         if not isinstance(self.solo_layers, int) or self.solo_layers < 0:
-            raise ConfigError(f"solo_layers is a number of layers, not {self.solo_layers!r}")
+            raise ConfigError(f"solo_layers must be a number of layers, not {self.solo_layers!r}")
         self._check_pairs()
 
     def _check_pairs(self) -> None:
         layers = [layer for pair in self.pairs for layer in pair]
         if any(type(layer) is not int or not 0 <= layer <= _MOST for layer in layers):
-            raise ConfigError(f"pairs are of numbers of layers, not {self.pairs!r}")
+            raise ConfigError(f"pairs must consist of layer numbers, not {self.pairs!r}")
         if any(len(pair) != 2 or pair[0] >= pair[1] for pair in self.pairs) or len(set(layers)) < len(layers):
-            raise ConfigError(f"pairs are of two layers, the shallower first, and none is in two: {self.pairs!r}")
+            raise ConfigError(
+                "pairs must consist of two layers, the shallower one first, and no layer may occur twice: "
+                f"{self.pairs!r}"
+            )
         if self.pairs and (self.layers_per_block != 1 or self.index is not None):
-            raise ConfigError("with pairs layers_per_block is 1, and there is no index")
+            raise ConfigError("pairs require layers_per_block=1, and no index")
         object.__setattr__(self, "pairs", tuple(sorted(tuple(pair) for pair in self.pairs)))
 
     def to_json(self) -> list[Any]:
@@ -271,22 +274,22 @@ class Geometry:
     @classmethod
     def from_json(cls, data: list[Any]) -> Geometry:
         if not isinstance(data, list):
-            raise FormatError(f"the geometry in the header is no list: {data!r}")
+            raise FormatError(f"the geometry in the header is not a list: {data!r}")
         try:
             chunk, layers, heads, split, *more = data
             said: list[Any] = [*more, *_UNSAID[len(more) :]]
             index, solo_layers, codec, said_pairs = said
             if isinstance(codec, str) and codec not in CODECS:
                 raise NewerFormatError(
-                    f"it is stored with the codec {codec!r}, which this process does not know; a newer version, or a "
-                    "package that registers it, is needed"
+                    f"it is stored with the codec {codec!r}, which this process does not know; install a newer "
+                    "version, or the package that registers it"
                 )
             pairs = tuple((first, second) for first, second in said_pairs)
             cut = cls(chunk, layers, heads, bool(split), KeyIndex(*index) if index else None, solo_layers, codec, pairs)
         except (TypeError, ValueError) as error:
             raise FormatError(f"the geometry in the header cannot be read: {error}") from error
         if chunk > _MOST:
-            raise FormatError(f"no geometry has chunks of {chunk} tokens")
+            raise FormatError(f"the geometry in the header has invalid chunks of {chunk} tokens")
         return cut
 
 

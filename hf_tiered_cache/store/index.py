@@ -63,7 +63,10 @@ class Index:
                 return Catalogue(self._backend.catalogue)
             except (sqlite3.Error, OSError) as error:
                 self._counters.add("catalogue_errors")
-                self._warn("catalogue", f"the catalogue cannot be opened ({error}): nothing new is stored until it can")
+                self._warn(
+                    "catalogue",
+                    f"the catalogue cannot be opened ({error}), and no new KV is stored until it can be opened",
+                )
         return Catalogue(None)
 
     def is_shared(self) -> bool:
@@ -164,8 +167,8 @@ class Index:
             self._counters.add("read_errors")
             self._warn(
                 "listing",
-                f"the segments of {self._backend.place} cannot be listed ({error.strerror}); what was known of them "
-                "stays",
+                f"the segments of {self._backend.place} cannot be listed ({error.strerror}); the segments known so "
+                "far are kept",
             )
             return
         if gone:
@@ -215,13 +218,13 @@ class Index:
         try:
             header, chain, _, nbytes, *_ = read_head(partial(self._backend.head, segment_id))
             if header.id != segment_id:
-                raise FormatError(f"it calls itself {header.id}")
+                raise FormatError(f"the header belongs to segment {header.id}")
         except NotOursError as error:
             self._counters.add("newer_files")
             self._warn("newer", f"{where}: {error}")
         except FormatError as error:
             self._counters.add("damaged_files")
-            self._warn("damaged", f"{where} is no whole segment ({error}); `hf-tiered-cache gc` tells about it")
+            self._warn("damaged", f"{where} is not a complete segment ({error}); run `hf-tiered-cache gc` for details")
         except FileNotFoundError:
             pass  # deleted meanwhile
         except (OSError, MemoryError) as error:

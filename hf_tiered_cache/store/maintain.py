@@ -172,7 +172,9 @@ def gc(store: SegmentStore, *, dry_run: bool = False) -> GcReport:
     with store.backend.locked():
         unfinished, orphans = store.clean_up(dry_run), store.beside.sweep(dry_run)
         report.temporary_bytes = sum(unfinished.values()) + sum(orphans.values())
-        report.deleted |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(orphans, "its segment is gone")
+        report.deleted |= dict.fromkeys(unfinished, "unfinished") | dict.fromkeys(
+            orphans, "its segment no longer exists"
+        )
         store.index.scan()
         try:
             pinned = store.pinned()

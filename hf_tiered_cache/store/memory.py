@@ -56,7 +56,7 @@ def try_page_lock(allocate: Callable[[], torch.Tensor]) -> torch.Tensor | None:
         return allocate()
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        _notices.warn("page lock", f"no memory can be page-locked ({reason}); copies from and to a GPU take longer")
+        _notices.warn("page lock", f"memory cannot be page-locked ({reason}), so copies from and to a GPU take longer")
         return None
 
 

@@ -92,7 +92,9 @@ class Ownership:
             file = lock_patiently(self._files, self._name)
         except OSError as error:  # nothing is stored in a read-only folder, so nothing can be lost
             if error.errno not in _NOT_WRITABLE:
-                logger.warning("%s cannot be locked, so another process may go on with it, too: %s", self._path, error)
+                logger.warning(
+                    "%s cannot be locked, so another process may continue with it, too: %s", self._path, error
+                )
             return None
         if file is None:
             holder = _read_holder(self._files, self._name)
@@ -101,7 +103,7 @@ class Ownership:
             said = json.dumps({"pid": os.getpid(), "since": time.time()}).encode()
             self._files.rewrite(file, CONVERSATION_LOCK, self._name, said)
         except OSError as error:  # then the lock file does not state its owner
-            logger.warning("%s is locked, and does not say by whom: %s", self._path, error)
+            logger.warning("%s is locked, but does not name the process that holds it: %s", self._path, error)
         return file
 
 

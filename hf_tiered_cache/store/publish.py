@@ -145,7 +145,7 @@ class Publisher:
         """
         guard, replaces = self._cipher.guard(header.seal), self._makes_way(header.id)
         if not self._index.is_shared():
-            raise StoreBusyError("the catalogue cannot be opened, so nobody would find it")
+            raise StoreBusyError("the catalogue cannot be opened, so the segment could not be found")
         with self.reserved(header.id, header.file_bytes) as upload:
             digests = []
             offset = header.blocks.offset
@@ -197,7 +197,7 @@ class Publisher:
             if done and not told and not replaces and self._index.row(header.id) is None:
                 self._backend.delete(header.id)
         if not told:
-            raise StoreBusyError("the catalogue cannot be told of it; end the process that keeps it locked")
+            raise StoreBusyError("the segment cannot be added to the catalogue; end the process that keeps it locked")
 
     def _makes_way(self, segment_id: str) -> bool:
         """Return whether an existing segment is to be replaced, because it is damaged, expired or failing.

@@ -74,7 +74,7 @@ def join_segments(
     geometry = replace(geometry, codec=first.shape.geometry.codec)
     shape = SegmentShape(first.shape.layout, geometry, len(prefix_hashes) * HASH_TOKENS, tables)
     if (lacking := _lacking(pieces, shape)) is not None:
-        raise ValueError(f"{lacking} holds a part of its tokens, and not all that are asked for")
+        raise ValueError(f"{lacking} holds only a part of its tokens, and lacks some of the requested tokens")
     name = segment_id(first.parent, end_of_chain(prefix_hashes, first.provenance), shape, first.provenance)
     header = replace(last, id=name, shape=shape, parent=first.parent, position=first.position, created=time.time())
     return header, prefix_hashes, _Join(pieces, shape, blocks_of, toward).block_groups()
@@ -142,7 +142,7 @@ def _chain(readers: Sequence[SegmentReader]) -> tuple[list[_Piece], list[bytes]]
         pieces.append(_Piece(reader, header.position - first.position, stop - header.position))
         hashes += mine[: max(0, stop - header.position) // HASH_TOKENS]
         if number + 1 < len(readers) and (stop != following.position or hashes[-1:] != [following.parent]):
-            raise ValueError(f"segment {following.id} does not go on where segment {header.id} does")
+            raise ValueError(f"segment {following.id} does not continue segment {header.id}")
     return pieces, hashes
 
 

@@ -67,7 +67,7 @@ class StoreRoot(FolderTree):
         other.writable = self.writable
         if not os.path.samestat(os.fstat(other.root_descriptor), os.fstat(self.root_descriptor)):
             other.close()
-            raise OSError(errno.ESTALE, "another folder has its place", str(self.path))
+            raise OSError(errno.ESTALE, "it was replaced by another folder", str(self.path))
         return other
 
     # --- writing
@@ -118,7 +118,7 @@ class StoreRoot(FolderTree):
                 if error.errno not in _HAS_NO_LINKS:
                     raise
         if self.find(kind, name) is not None and not (replace and self.is_own(kind, name)):
-            what = f"{self.where(kind, name)} is there"
+            what = f"{self.where(kind, name)} already exists"
             if replace:
                 what += " and was not written by this library; move it elsewhere"
             raise FileExistsError(errno.EEXIST, what)
@@ -218,7 +218,7 @@ class StoreRoot(FolderTree):
         for _ in range(_ATTEMPTS):
             status = self.find(kind, name)
             if status is not None and not S_ISREG(status.st_mode):
-                raise OSError(errno.EINVAL, "it is a link, or no regular file", str(self.where(kind, name)))
+                raise OSError(errno.EINVAL, "it is a link, or not a regular file", str(self.where(kind, name)))
             with ExitStack() as stack:
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
                 file = stack.enter_context(open_file(name, flags, folder))
@@ -245,7 +245,7 @@ class StoreRoot(FolderTree):
         deadline = time.monotonic() + seconds
         while (file := self.lock(kind, name)) is None:
             if time.monotonic() >= deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "it was not free", str(self.where(kind, name)))
+                raise TimeoutError(errno.ETIMEDOUT, "it was not released in time", str(self.where(kind, name)))
             time.sleep(_POLL_SECONDS)
         with file:
             yield
@@ -266,7 +266,7 @@ class StoreRoot(FolderTree):
         """
         fd = file.fileno()
         if os.fstat(fd).st_nlink != 1 or not kind.is_own(name, read_all(fd, kind.most_bytes, 0)):
-            raise FileExistsError(errno.EEXIST, "this library did not write it", str(self.where(kind, name)))
+            raise FileExistsError(errno.EEXIST, "it was not written by this library", str(self.where(kind, name)))
         os.ftruncate(fd, 0)
         write_all(fd, memoryview(content), 0)
 

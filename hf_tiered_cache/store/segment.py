@@ -61,17 +61,17 @@ def read_head(fetch: Callable[[HeadLength], tuple[Stored, bytes]], cipher: Plain
         header, num_hashes = decode_header(page)
         decoded.append((header, num_hashes, None if cipher is None else cipher.guard(header.seal)))
         if stored.size < header.file_bytes:
-            raise FormatError(f"it is cut short: {stored.size} of {header.file_bytes} bytes")
+            raise FormatError(f"the file is truncated: {stored.size} of {header.file_bytes} bytes")
         tables = header.blocks.offset - HEADER_BYTES
         if tables > _LARGE_TABLES and tables > _MOST_HOLES * stored.nbytes:  # not damage: `nbytes` may be outdated
-            raise OSError(errno.EFBIG, f"tables of {tables} bytes in a file that takes {stored.nbytes}")
+            raise OSError(errno.EFBIG, f"tables of {tables} bytes in a file that occupies {stored.nbytes}")
         return header.blocks.offset
 
     stored, head = fetch(length)
     header, num_hashes, guard = decoded[-1]
     page, tables = head[:HEADER_BYTES], head[HEADER_BYTES:]
     if guard is not None and header.seal is not None and not is_tagged(guard, *tagged(header, page, tables)):
-        raise FormatError("what stands before the blocks was not written with the store's key")
+        raise FormatError("the data before the blocks was not written with the store's key")
     header, chain, digests = decode_tables(header, num_hashes, tables)
     return Head(header, chain, digests, stored.nbytes, stored.version, guard)
 
@@ -103,7 +103,7 @@ class SegmentReader:
         self.header, self.chain, self.digests = head.header, head.chain, head.digests
         self.id, self.shape = self.header.id, self.header.shape
         if self.id != segment_id:
-            raise FormatError(f"{segment_id} calls itself {self.id}")
+            raise FormatError(f"the header of {segment_id} belongs to segment {self.id}")
         self.backend, self._file, self._version = backend, opened[0], head.version
         self._guard = head.guard if verify or self.header.seal is not None else None
         self._contents = [content_of(table) for table in self.digests]  # content hash of each KV cache group
@@ -146,7 +146,7 @@ class SegmentReader:
     def damaged(self, block_group: int, chunk: int) -> IntegrityError:
         """Return the error to raise for a damaged block."""
         return IntegrityError(
-            f"segment {self.id}, block group {block_group}, chunk {chunk}: the block fails its checksum",
+            f"segment {self.id}, KV cache group {block_group}, chunk {chunk}: the block fails its checksum",
             valid_hashes=self.shape.first_token(self.shape.block_groups[block_group], chunk) // HASH_TOKENS,
             version=self._version,
         )

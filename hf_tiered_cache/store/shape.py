@@ -47,9 +47,9 @@ class TokenTables:
         held = np.sort(self.slot_of_token, axis=1)
         counted = np.arange(self.slot_of_token.shape[1], dtype=np.uint32)
         if ((held != counted) & (held != NOT_HELD)).any():  # sorted: NOT_HELD comes last
-            raise FormatError("a token table gives slots twice, or leaves some out")
+            raise FormatError("a token table contains block offsets twice, or omits some")
         if ((self.of_group >= len(self.slot_of_token)) & (self.of_group != IN_ORDER)).any():
-            raise FormatError("a block group names a token table that is not there")
+            raise FormatError("a KV cache group refers to a token table that does not exist")
 
     @classmethod
     def by_importance(
@@ -272,7 +272,7 @@ class SegmentShape:
             for part in group.parts if not group.identifies else ():
                 before = of_part.setdefault((part.layer, part.tensor, part.first_head), np.zeros(self.tokens, bool))
                 if (before & mine).any():
-                    raise FormatError(f"layer {part.layer} holds tokens twice: by itself, and in its pair")
+                    raise FormatError(f"layer {part.layer} stores tokens twice: separately, and in its pair")
                 before |= mine
         held = np.ones((len(self.layout.layers), self.tokens), bool)
         for (layer, *_), tokens in of_part.items():
@@ -297,7 +297,9 @@ class SegmentShape:
         """
         slots = self.slot_of_token(group, tokens)
         if len(slots) and slots.max() >= self.tokens_in(group):
-            raise ValueError(f"block group {group.index} holds a part of its tokens, and not all that are asked for")
+            raise ValueError(
+                f"KV cache group {group.index} holds only a part of its tokens, and lacks some of the requested tokens"
+            )
         return np.unique(slots // self.geometry.chunk_tokens)
 
     def first_token(self, group: BlockGroup, chunk: int) -> int:
@@ -360,7 +362,7 @@ class SegmentShape:
             ValueError: The group is merged, which takes two layers (see `codecs.pairs`).
         """
         if group.merged:
-            raise ValueError(f"block group {group.index} is of two layers, and cannot be packed from one")
+            raise ValueError(f"KV cache group {group.index} has two layers, and cannot be packed from one")
         self.pack_fields(blocks, group, part, self.codec_of(group).encode(source))
 
     def pack_fields(

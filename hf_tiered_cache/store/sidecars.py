@@ -153,10 +153,10 @@ class Beside:
         """
         name = f"{reader.id}.{kind}"
         if _NAME.fullmatch(name) is None:
-            raise ValueError(f"{kind!r} is no kind of arrays")
+            raise ValueError(f"{kind!r} is not a valid kind of sidecar")
         places = tuple(_Place(key, value.dtype, tuple(value.shape)) for key, value in arrays.items())
         if odd := {place.dtype for place in places} - set(DTYPES.values()):
-            raise ValueError(f"arrays of {odd} cannot be kept")
+            raise ValueError(f"arrays of {odd} are not supported in sidecars")
         if not self._backend.writable:
             self._counters.add("dropped_writes")
             return False
@@ -174,7 +174,7 @@ class Beside:
                 self._counters.add("bytes_written", upload.nbytes())
         except (OSError, QuotaError, StoreBusyError) as error:
             self._counters.add("dropped_writes")
-            self._notices.warn(f"beside {type(error).__name__}", f"{name} was not kept: {error}")
+            self._notices.warn(f"beside {type(error).__name__}", f"{name} could not be saved: {error}")
             return False
         return True
 
@@ -226,7 +226,7 @@ class Beside:
         if isinstance(error, NewerFormatError | OtherKeyError):
             damaged, figure = False, "newer_files" if isinstance(error, NewerFormatError) else "other_key_files"
         self._counters.add(figure)
-        self._notices.warn(name, f"{self._backend.where(name)} cannot be used: {error}; it is made anew")
+        self._notices.warn(name, f"{self._backend.where(name)} cannot be used: {error}; it is created again")
         if damaged and self._backend.writable:
             self._delete(name)
 
@@ -243,7 +243,7 @@ class Beside:
         stored, data, file = self._backend.open(name, _length)
         head = _decode_head(data)
         if f"{head.segment}.{head.kind}" != name:
-            raise FormatError(f"it calls itself {head.segment}.{head.kind}")
+            raise FormatError(f"the header belongs to {head.segment}.{head.kind}")
         guard = self._cipher.guard(head.seal)
         if head.seal is not None and not is_tagged(guard, _untagged(data), data[-TAG_BYTES:]):
             raise FormatError("it was not written with the store's key")
@@ -355,12 +355,12 @@ def _length(stored: Stored, page: bytes) -> int:
     if version > FORMAT_VERSION:
         raise NewerFormatError(f"format {version} is newer than {FORMAT_VERSION}; upgrade hf-tiered-cache")
     if json_bytes > _MOST_JSON or nbytes > _MOST_BYTES:
-        raise FormatError(f"JSON of {json_bytes} bytes and arrays of {nbytes} are too much")
+        raise FormatError(f"{json_bytes} bytes of JSON and {nbytes} bytes of arrays exceed the limits")
     head_bytes, size = _head_bytes(json_bytes, nbytes), prod(_blocks(nbytes))
     if stored.size != head_bytes + size:
-        raise FormatError(f"{stored.size} bytes and not {head_bytes + size}")
+        raise FormatError(f"the file has {stored.size} bytes instead of {head_bytes + size}")
     if stored.size > _LARGE and stored.size > _MOST_HOLES * stored.nbytes:
-        raise OSError(errno.EFBIG, f"{stored.size} bytes in a file that takes {stored.nbytes}")
+        raise OSError(errno.EFBIG, f"{stored.size} bytes in a file that occupies {stored.nbytes}")
     return head_bytes
 
 
@@ -375,7 +375,7 @@ def _encode_json(head: _Head) -> bytes:
     }
     text = _text(data | ({} if head.seal is None else {"cipher": head.seal.to_json()})).encode()
     if len(text) > _MOST_JSON:
-        raise ValueError(f"names and facts of {len(text)} bytes are more than {_MOST_JSON}")
+        raise ValueError(f"names and facts of {len(text)} bytes exceed the limit of {_MOST_JSON}")
     return text
 
 
@@ -401,7 +401,7 @@ def _decode_head(data: bytes) -> _Head:
     blank = bytearray(data)
     struct.pack_into("<Q", blank, _PREFIX.size - 8, 0)
     if len(data) != _head_bytes(json_bytes, nbytes) or xxh3(bytes(blank)) != digest:
-        raise FormatError("what stands before the blocks fails its checksum")
+        raise FormatError("the data before the blocks fails its checksum")
     end = _PREFIX.size + json_bytes
     try:
         said = json.loads(data[_PREFIX.size : end])
@@ -415,7 +415,7 @@ def _decode_head(data: bytes) -> _Head:
             digests=np.frombuffer(data, DIGEST_DTYPE, _blocks(nbytes)[0], end),
         )
     except _UNREADABLE as error:
-        raise FormatError(f"what stands before the blocks cannot be read: {error!r}") from error
+        raise FormatError(f"the data before the blocks cannot be read: {error!r}") from error
     if head.nbytes != nbytes:
         raise FormatError(f"arrays of {head.nbytes} bytes do not fit into {nbytes}")
     return head
@@ -425,5 +425,5 @@ def _shape(sizes: Any) -> tuple[int, ...]:
     shape = tuple(sizes)
     whole = len(shape) <= _MOST_DIMS and all(type(size) is int and size >= 0 for size in shape)
     if not whole or prod(size or 1 for size in shape) > _MOST_BYTES:
-        raise ValueError(f"{sizes!r} is no shape")
+        raise ValueError(f"{sizes!r} is not a valid shape")
     return shape

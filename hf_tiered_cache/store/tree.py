@@ -87,7 +87,7 @@ class FolderTree:
         if known is not None and known[0] == identity:
             return known[1]
         if not S_ISDIR(status.st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is a link, or no folder", str(self.path / name))
+            raise NotADirectoryError(errno.ENOTDIR, "it is a link, or not a folder", str(self.path / name))
         root = self.root_descriptor
         with self._opening:
             self._descriptors.extend(map(partial(os.open, dir_fd=root), [name], [_FOLDER_FLAGS]))
@@ -143,7 +143,7 @@ class FolderTree:
         """
         with self.open(kind, name) as (fd, status):
             if kind.is_record and status.st_size > kind.most_bytes:
-                raise FormatError(f"a record of {status.st_size} bytes")
+                raise FormatError(f"a record of {status.st_size} bytes is too large")
             return read_all(fd, min(status.st_size, kind.most_bytes), 0)
 
     def is_own(self, kind: FileKind, name: str) -> bool:

@@ -130,7 +130,7 @@ class Writer:
             StoreClosedError: the writer was closed, or this process was forked after the store was opened.
         """
         if os.getpid() != self._pid:
-            raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it anew")
+            raise StoreClosedError(f"{self._store.place} was opened before this process was forked; open it again")
         while True:
             with self._lock:
                 if self._closed:
@@ -152,8 +152,8 @@ class Writer:
         self._store.counters.add("dropped_writes")
         self._store.warn(
             "queue",
-            f"a segment of {pending.nbytes} bytes was not stored: as much as queue_memory, or on a GPU "
-            "queue_device_memory, allows was waiting to be written; raise it, or choose a faster disk",
+            f"a segment of {pending.nbytes} bytes was not stored, because the write queue has reached queue_memory, "
+            "or on a GPU queue_device_memory; raise that limit, or use a faster disk",
         )
         pending.refused()
 
@@ -216,7 +216,9 @@ class Writer:
                 self._pending[prefix_hash] for prefix_hash in prefix_hashes if prefix_hash in self._pending
             ]
         if pending_segments and not self._wait(lambda: all(pending.done.is_open for pending in pending_segments)):
-            self._store.warn("stuck", "nothing gets written; requests go on without what waits for it")
+            self._store.warn(
+                "stuck", "writing has stalled, and requests continue without the KV that waits to be written"
+            )
 
     def flush(self) -> None:
         """Wait until all queued segments are written, and make them durable.
@@ -229,7 +231,9 @@ class Writer:
         if self.later(written.open) and not self._wait(
             lambda: written.is_open or self._ended.is_open, _MOST_PATIENCE_SECONDS
         ):
-            raise StoreBusyError(f"nothing gets written to {self._store.place}; check the disk and call flush() again")
+            raise StoreBusyError(
+                f"nothing is being written to {self._store.place}; check the disk and call flush() again"
+            )
         self._store.sync()
 
     def end(self) -> None:
@@ -241,7 +245,10 @@ class Writer:
         """End the thread and wait for it. A thread that makes no progress is abandoned, with a warning."""
         self.end()
         if os.getpid() == self._pid and not self._wait(lambda: self._ended.is_open, _MOST_PATIENCE_SECONDS):
-            logger.warning("%s was closed, and what was still to be written is lost: the disk hangs", self._store.place)
+            logger.warning(
+                "%s was closed, and KV that was still to be written is lost, because the disk does not respond",
+                self._store.place,
+            )
 
     def _wait(self, condition: Callable[[], bool], patience: float | None = None) -> bool:
         """Wait until `condition` holds, or the writer makes no progress for `patience` seconds.

@@ -266,7 +266,7 @@ class Tier:
 
     def stay(self, error: Exception) -> None:
         """Stop the growth of the tier after a failed allocation: limit the budget to the allocated bytes."""
-        logger.warning("no memory for more blocks (%s): the %s tier stays as it is", error, self.name)
+        logger.warning("no memory for more blocks (%s), so the %s tier keeps its size", error, self.name)
         self.stock.clear()
         self.budget = self.allocated
 

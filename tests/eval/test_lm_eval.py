@@ -110,8 +110,8 @@ def test_a_store_has_the_key_of_the_arguments_or_of_the_environment(saved, tmp_p
     [
         ("method=fancy", "unknown method 'fancy'"),
         ("method=impress,period=4", "impress has no option 'period'"),
-        ("method=contiguous_kv,budget=2", "budget is a share"),
-        ("method=contiguous_kv,budget=much", "budget of contiguous_kv is of type float"),
+        ("method=contiguous_kv,budget=2", "budget must be a share"),
+        ("method=contiguous_kv,budget=much", "budget of contiguous_kv must be of type float"),
         ("bugdet=0.1", "unknown argument 'bugdet'"),
         ("host_memory=lots", "host_memory='lots' is not a valid size"),
         ("method=cache_tune", "pass their store with store=FOLDER"),

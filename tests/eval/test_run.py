@@ -149,7 +149,7 @@ def test_an_interrupted_run_goes_on(finished, tmp_path):
         ({"--budgets": "a"}, "budgets are shares"),
         ({"--budgets": "1.5"}, "budgets are shares"),
         ({"--model": "nowhere/at-all"}, "nowhere/at-all cannot be loaded"),
-        ({"--model": ""}, "name a model"),
+        ({"--model": ""}, "no model is specified"),
         ({"--tasks": "longbench_narrativeqa"}, "has no narrativeqa.jsonl"),
         ({"--tasks": "ruler_cwe"}, "too few for this task; raise --prefix-tokens"),
         ({"--max-length": "100", "--tasks": "longbench_qasper"}, "leave no room"),

@@ -16,7 +16,7 @@ from .scaled import Fp8, Int8
 
 def _fault(name: str, part: object) -> str:
     if isinstance(part, type):
-        return "it is a class; give an instance"
+        return "it is a class; pass an instance"
     if missing := [key for key in ("name", "lossless", "fields", "encode", "decode") if not hasattr(part, key)]:
         return f"it lacks {', '.join(missing)} (see `Codec`)"
     codec = cast(Codec, part)

@@ -151,6 +151,6 @@ def in_threads(pool: ThreadPoolExecutor, workers: int, work: Callable[[], int]) 
             pool.submit(batch.run, work)
         except RuntimeError as error:
             if not number:
-                raise StoreClosedError("the store was closed under this; open it anew") from error
+                raise StoreClosedError("the store was closed during this operation; open it again") from error
             batch.run(lambda: 0)  # the threads that have begun read everything
     return batch.future

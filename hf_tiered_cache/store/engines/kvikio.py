@@ -75,10 +75,10 @@ class KvikioEngine(Engine):
 
     def __init__(self, threads: int = 8, compat: bool = True) -> None:
         if not torch.cuda.is_available():
-            raise EngineUnavailableError("the kvikio engine needs CUDA, and torch.cuda.is_available() is False")
+            raise EngineUnavailableError("the kvikio engine requires CUDA, but torch.cuda.is_available() is False")
         self.reads_device = has_gpudirect()
         if not self.reads_device and not compat:
-            raise EngineUnavailableError("kvikio has no GPUDirect Storage here")
+            raise EngineUnavailableError("GPUDirect Storage is not available to kvikio on this machine")
         self._kvikio = _import_kvikio()
         defaults = self._kvikio.defaults
         try:
@@ -86,7 +86,9 @@ class KvikioEngine(Engine):
                 defaults.set("compat_mode", self._kvikio.CompatMode.ON)
             defaults.set({"num_threads": threads, "task_size": TASK_BYTES, "auto_direct_io_read": True})
         except Exception as error:  # an older kvikio does not know a setting
-            raise EngineUnavailableError(f"kvikio cannot be set up ({error}); it must be 26.8 or newer") from error
+            raise EngineUnavailableError(
+                f"kvikio cannot be initialized ({error}); version 26.8 or newer is required"
+            ) from error
         self.threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-kvikio")
         self._numbers, self._thread = itertools.count(), threading.local()
@@ -140,7 +142,7 @@ class KvikioEngine(Engine):
         try:
             self._kvikio.buffer.memory_register(whole)
         except Exception as error:  # e.g. two slabs share one allocation: reads use the driver's buffers
-            logger.debug("%d bytes are not registered with cuFile: %s", memory.nbytes, error)
+            logger.debug("%d bytes could not be registered with cuFile: %s", memory.nbytes, error)
             return
         # the finalizer only queues the memory; `whole` keeps it alive until it is deregistered
         self._registered = [known for known in self._registered if known.alive]
@@ -210,7 +212,7 @@ def has_gpudirect() -> bool:
     try:
         return probe.wait(_PROBE_SECONDS) == 0
     except subprocess.TimeoutExpired:
-        logger.warning("GPUDirect Storage does not answer (%g s): it is not used", _PROBE_SECONDS)
+        logger.warning("GPUDirect Storage did not respond within %g s, and is not used", _PROBE_SECONDS)
         return False
     finally:
         probe.kill()
@@ -224,5 +226,7 @@ def _import_kvikio() -> Any:
         import kvikio.buffer
         import kvikio.defaults
     except Exception as error:  # a missing libcufile raises RuntimeError, a wrong driver may raise anything
-        raise EngineUnavailableError(f"kvikio does not import ({error}); pip install 'hf-tiered-cache[gds]'") from error
+        raise EngineUnavailableError(
+            f"kvikio cannot be imported ({error}); pip install 'hf-tiered-cache[gds]'"
+        ) from error
     return kvikio

@@ -64,7 +64,7 @@ class PosixEngine(Engine):
 
     def __init__(self, threads: int = 8, direct: bool = True) -> None:
         if not hasattr(os, "preadv"):
-            raise EngineUnavailableError("the posix engine needs os.preadv, which this platform lacks")
+            raise EngineUnavailableError("the posix engine requires os.preadv, which this platform lacks")
         self.threads = threads
         self.direct = direct
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="hf-tiered-read")
